@@ -1,0 +1,1 @@
+"""Attention normalizers: from scores and row lengths to weights."""

