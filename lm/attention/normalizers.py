@@ -1,0 +1,139 @@
+"""Normalizers: how attention scores become weights.
+
+Each class gives the same function twice: `weights`, the definition on dense scores, and `forward`,
+the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention import table
+from lm.attention.lengths import RowLength, Rows
+
+
+class Normalizer(nn.Module):
+    """Base of every normalizer; one instance per layer, its parameters per head.
+
+    Args:
+        options: the entry's options (`lm.attention.table`).
+        n_head: heads of the layer.
+        train_length: tokens in a training row, for first values and bases "at the training length".
+    """
+
+    sums_to_one = True
+
+    def __init__(self, options: object, n_head: int, train_length: int):
+        super().__init__()
+        self.options, self.n_head = options, n_head
+        self.initialise(train_length)
+
+    def initialise(self, train_length: int) -> None:
+        """Create the parameters with their first values for training rows of `train_length` tokens."""
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        """The definition: dense weights (B, H, T, S), masked entries 0, in the dtype of `q`.
+
+        q: (B, H, T, D), k: (B, H, S, D), any floating dtype.
+        """
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        """Weights x values, (B, H, T, D) in the dtype of `v`, never holding T x S weights.
+
+        q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, D).
+        """
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        """The kernel `forward` takes, and why."""
+        raise NotImplementedError
+
+
+class QueryScale(Normalizer):
+    """softmax(c q.k / sqrt(D)) with one factor c per query and head.
+
+    Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
+    formed in the precision q comes in (fp32 in training) and rounded to v's dtype once.
+    """
+
+    def scale(self, rows: Rows) -> Tensor | None:
+        """c as fp32, broadcastable to (B, H, T); None for 1."""
+        return None
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        logits = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, S)
+        scale = self.scale(rows)
+        if scale is not None:
+            logits = logits * scale.unsqueeze(-1).to(logits.dtype)
+        return logits.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        scale = self.scale(rows)
+        if scale is not None:
+            q = q * scale.unsqueeze(-1)
+        mask = None if rows.causal else rows.visible()
+        return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=rows.causal)
+
+    def explain(self) -> str:
+        return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"
+
+
+class Softmax(QueryScale):
+    """softmax(z), z = q.k / sqrt(D)."""
+
+    def explain(self) -> str:
+        return "SDPA: plain softmax"
+
+
+class SSMax(QueryScale):
+    """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
+
+    s starts at 1 / mean_{n <= L} ln n (the mean logit scale over a training row of L tokens is then
+    softmax's 1) or at the given number; b, if any, at 0. `scale: none` fixes s = 1.
+    """
+
+    options: table.SSMax
+
+    def initialise(self, train_length: int) -> None:
+        self.row_length = RowLength(self.options.n)
+        if self.options.scale == "learned":
+            first = 1 / mean_log(train_length) if self.options.init == "match" else self.options.init
+            self.s = nn.Parameter(torch.full((self.n_head,), first))
+        if self.options.bias:
+            self.b = nn.Parameter(torch.zeros(self.n_head))
+
+    def scale(self, rows: Rows) -> Tensor:
+        scale = self.row_length(rows).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
+        if self.options.scale == "learned":
+            scale = self.s.unsqueeze(-1) * scale  # (H, T) or (B, H, T)
+        return scale + self.b.unsqueeze(-1) if self.options.bias else scale
+
+
+class LogN(QueryScale):
+    """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
+
+    `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
+    """
+
+    options: table.LogN
+
+    def initialise(self, train_length: int) -> None:
+        self.row_length = RowLength(self.options.n)
+        self.log_base = math.log(train_length if self.options.base == "train" else self.options.base)
+
+    def scale(self, rows: Rows) -> Tensor:
+        scale = self.row_length(rows).log().unsqueeze(-2) / self.log_base  # (1, T) or (B, 1, T)
+        return scale.clamp(min=1.0) if self.options.clip else scale
+
+
+def mean_log(length: int) -> float:
+    """Mean of ln n over n = 1..length: ln(length!) / length."""
+    return math.lgamma(length + 1) / length
+
+
+def make_normalizer(options: object, n_head: int, train_length: int) -> Normalizer:
+    """The normalizer that `options` (a row of the table) describes."""
+    return table.ENTRIES[options.name].load()(options, n_head, train_length)

@@ -1,0 +1,157 @@
+"""Held-out loss by position: validation at the training length, and rows far beyond it."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config import Config
+from lm.data.batches import long_starts, validation_starts, windows
+from lm.data.store import Split, Store
+from lm.loss import token_nll
+from lm.model import Decoder
+from lm.schema import Plain
+
+EVAL_TOKENS = 16384  # tokens in one forward pass
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a model runs: torch device, bf16 autocast or not, and this process among its peers."""
+
+    device: torch.device
+    bf16: bool
+    rank: int = 0
+    world: int = 1
+
+    def autocast(self) -> torch.autocast:
+        """The precision's context."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for."""
+
+    rows: np.ndarray
+    token_bytes: np.ndarray
+    sha256: str
+
+    @property
+    def length(self) -> int:
+        """Predicted tokens in a row."""
+        return self.rows.shape[1] - 1
+
+    @classmethod
+    def take(cls, store: Store, starts: np.ndarray, length: int) -> "HeldOut":
+        """The rows of `length` + 1 tokens that begin at `starts` of the held-out split."""
+        rows = windows(store.val, starts, length)
+        return cls(rows, store.token_bytes, hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest())
+
+
+def validation_rows(store: Store, config: Config) -> HeldOut:
+    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text."""
+    starts = validation_starts(store.val, config.data.seq_len, config.eval.rows)
+    return HeldOut.take(store, starts, config.data.seq_len)
+
+
+def long_rows(store: Store, config: Config) -> HeldOut | None:
+    """Up to `eval.long_context.rows` long rows, each within one held-out document; None if it is off."""
+    if not config.long_length:
+        return None
+    starts = long_starts(store.val, config.long_length, config.eval.long_context.rows)
+    return HeldOut.take(store, starts, config.long_length)
+
+
+@torch.no_grad()
+def nll_by_token(
+    decoder: Decoder, held_out: HeldOut, where: Device, theta_factor: float = 1.0, on_rows: Callable[[int], None] | None = None
+) -> np.ndarray:
+    """-log p of every predicted token, (R, length) fp32, nats.
+
+    Never holds T x T weights nor T x V logits. Rows are split over the ranks of `where`; every rank
+    returns all. Leaves the model's mode as it was. `on_rows` hears how many rows are done.
+    """
+    training = decoder.training
+    decoder.eval()
+    result = torch.zeros(held_out.rows.shape[0], held_out.length)
+    batch = max(1, EVAL_TOKENS // held_out.length)
+    mine = torch.arange(where.rank, len(result), where.world)
+    for index in mine.split(batch):
+        rows = torch.from_numpy(held_out.rows[index.numpy()]).to(where.device)
+        with where.autocast():
+            hidden = decoder(rows[:, :-1], theta_factor)
+        nll = token_nll(hidden.flatten(0, 1), decoder.head.weight, rows[:, 1:].flatten())
+        result[index] = nll.view(len(index), -1).cpu()
+        if on_rows:
+            on_rows(len(index))
+    if where.world > 1:
+        result = _sum_over_ranks(result, where.device)
+    decoder.train(training)
+    return result.numpy()
+
+
+def _sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    shared = values.to(device)
+    torch.distributed.all_reduce(shared)
+    return shared.cpu()
+
+
+def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
+    """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
+    n_bytes = held_out.token_bytes[held_out.rows[:, 1:]].sum(dtype=np.float64)
+    return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
+
+
+def evaluate_validation(decoder: Decoder, held_out: HeldOut, where: Device) -> dict[str, Plain]:
+    """Validation loss: nats per token, bits per byte, and each row's mean for paired comparison."""
+    nll = nll_by_token(decoder, held_out, where)
+    return {
+        "kind": "validation",
+        "seq_len": held_out.length,
+        "rows": len(nll),
+        "rows_sha256": held_out.sha256,
+        "loss": float(nll.mean(dtype=np.float64)),
+        "bits_per_byte": bits_per_byte(nll, held_out),
+        "nll_by_row": [round(float(x), 6) for x in nll.mean(1, dtype=np.float64)],
+    }
+
+
+def evaluate_long_context(
+    decoder: Decoder, held_out: HeldOut, where: Device, theta_factors: list[float], on_rows: Callable[[int], None] | None = None
+) -> dict[str, Plain]:
+    """Loss by position of long rows, once for each multiplier of RoPE's theta (arXiv 2501.19399, Fig. 5)."""
+    edges = bucket_edges(held_out.length)
+    settings = []
+    for factor in theta_factors:
+        nll = nll_by_token(decoder, held_out, where, factor, on_rows)
+        by_bucket = np.add.reduceat(nll.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
+        settings.append(
+            {
+                "rope_theta_factor": factor,
+                "loss": float(nll.mean(dtype=np.float64)),
+                "bits_per_byte": bits_per_byte(nll, held_out),
+                "nll_by_position": [round(float(x), 5) for x in nll.mean(0, dtype=np.float64)],
+                "nll_by_row": [[round(float(x), 5) for x in row] for row in by_bucket],
+            }
+        )
+    return {
+        "kind": "long_context",
+        "seq_len": decoder.seq_len,
+        "length": held_out.length,
+        "rows": held_out.rows.shape[0],
+        "rows_sha256": held_out.sha256,
+        "bucket_edges": edges.tolist(),
+        "settings": settings,
+    }
+
+
+def bucket_edges(length: int) -> np.ndarray:
+    """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave: e_i ~ 2^(i/4)."""
+    octaves = math.log2(length)
+    edges = np.unique(np.rint(2 ** np.arange(0, octaves, 0.25)).astype(int))
+    return np.concatenate(([0], edges[edges < length], [length]))

@@ -1,0 +1,178 @@
+"""The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
+
+Shapes: B rows, T tokens, H heads, D head size, C width, V vocabulary.
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Normalizer, make_normalizer
+from lm.config import Learned, ModelConfig, Rope, rotated_dims
+from lm.loss import linear_cross_entropy
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) fp32
+
+
+def rope_rotation(positions: Tensor, head_size: int, rope: Rope, theta_factor: float = 1.0) -> Rotation:
+    """cos and sin of RoPE's angles, (T, rotated / 2) fp32, arXiv 2104.09864.
+
+    Pair i turns by position * theta^(-2i/D). `rope.fraction` below 1 leaves the slowest pairs unturned
+    (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
+    """
+    pairs = torch.arange(rotated_dims(head_size, rope.fraction) // 2, device=positions.device, dtype=torch.float64)
+    angles = positions.double().unsqueeze(-1) * (rope.theta * theta_factor) ** (-2 * pairs / head_size)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """`x` (B, H, T, D) turned by RoPE, as fp32 (or wider): the first half of the turned dimensions pairs with the second."""
+    cos, sin = rotation
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    half = cos.size(-1)
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
+
+
+def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
+    """RMSNorm or LayerNorm over `size` (default: the model's width)."""
+    size = size or config.n_embd
+    return nn.RMSNorm(size, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(size, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs."""
+
+    def __init__(self, config: ModelConfig, seq_len: int):
+        super().__init__()
+        self.n_head = config.n_head
+        head_size = config.n_embd // config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.q_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.normalizer: Normalizer = make_normalizer(config.normalizer, config.n_head, seq_len)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys as the normalizer sees them, and values: (B, H, T, D) each, from x (B, T, C)."""
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.n_head, c // self.n_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return q, k, v
+
+    def forward(self, x: Tensor, rows: Rows, rotation: Rotation | None) -> Tensor:
+        q, k, v = self.heads(x, rotation)
+        return self.out(self.normalizer(q, k, v, rows).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (gate and value in one matrix), GELU or ReLU^2."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.kind = config.mlp
+        hidden = mlp_width(config)
+        self.up = nn.Linear(config.n_embd, hidden * (2 if self.kind == "swiglu" else 1), bias=config.bias)
+        self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.kind == "swiglu":
+            gate, value = x.chunk(2, -1)
+            return self.out(F.silu(gate) * value)
+        return self.out(F.gelu(x) if self.kind == "gelu" else F.relu(x).square())
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, seq_len: int):
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, seq_len)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rows: Rows, rotation: Rotation | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rows, rotation))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """The language model.
+
+    Args:
+        config: shape and choices.
+        vocab_size: tokens V.
+        seq_len: tokens in a training row; normalizers start from it, learned positions end at it.
+        seed: of the initial weights. Each parameter draws from its own stream (seed, name), so two
+            models of one seed start equal wherever they share parameters, whatever their normalizers.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int = 0):
+        super().__init__()
+        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.embedding = nn.Embedding(vocab_size, config.n_embd)
+        self.position = nn.Embedding(seq_len, config.n_embd) if isinstance(config.position, Learned) else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, seq_len) for _ in range(config.n_layer))
+        self.norm = make_norm(config)
+        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.initialise(seed)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0."""
+        residual = ("attention.out.weight", "mlp.out.weight")
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2 or ".normalizer." in name:
+                continue  # gains, biases and normalizers have set themselves
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(residual) else 1.0)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+
+    def forward(self, tokens: Tensor, theta_factor: float = 1.0) -> Tensor:
+        """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
+
+        `theta_factor` multiplies RoPE's theta in this call (evaluation beyond the training length).
+        Raises ValueError for rows longer than learned positions.
+        """
+        length = tokens.size(1)
+        rows = Rows.full(length, tokens.device)
+        x = self.embedding(tokens)
+        rotation = None
+        if self.position is not None:
+            if length > self.seq_len:
+                raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {length}")
+            x = x + self.position(rows.positions)
+        elif isinstance(self.config.position, Rope):
+            rotation = rope_rotation(rows.positions, self.config.n_embd // self.config.n_head, self.config.position, theta_factor)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rows, rotation)
+        return self.norm(x)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Sum of the next-token losses (nats, fp32 scalar) of rows (B, T + 1) int64: T predictions each."""
+        hidden = self(rows[:, :-1])
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, rows[:, 1:].flatten())
+
+
+def mlp_width(config: ModelConfig) -> int:
+    """Hidden width of the MLP."""
+    if config.n_mlp:
+        return config.n_mlp
+    return 4 * config.n_embd if config.mlp != "swiglu" else -(-8 * config.n_embd // (3 * 64)) * 64
