@@ -71,9 +71,7 @@ class TokenizerFile:
 @dataclass
 class DataConfig:
     source: Package | Files | Hub = variant({v.name: v for v in (Package, Files, Hub)}, "package", "where the text comes from")
-    tokenizer: TrainedTokenizer | TokenizerFile = variant(
-        {v.name: v for v in (TrainedTokenizer, TokenizerFile)}, "train", "text to tokens"
-    )
+    tokenizer: TrainedTokenizer | TokenizerFile = variant({v.name: v for v in (TrainedTokenizer, TokenizerFile)}, "train", "text to tokens")
     seq_len: int = key(256, "tokens in a training row", ge=2)
     val_fraction: float = key(0.1, "share of the text held out, by whole documents, chosen by their hash", gt=0, lt=1)
     root: str = key("data", "folder of the prepared token stores")
@@ -203,6 +201,7 @@ class LogConfig:
 class Config:
     name: str = key("", "name of the run; empty: the first configuration file's name")
     runs: str = key("runs", "folder that holds the run folders")
+    resume: str = key("", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run")
     seed: int = key(1, "of initial weights, dropout and the order of the batches", ge=0, lt=2**31)
     data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
     model: ModelConfig = section(ModelConfig, "the decoder")
@@ -259,7 +258,7 @@ def load(arguments: list[str]) -> Config:
         else:
             merged = merge(merged, read_yaml(Path(argument)))
             name = name or Path(argument).stem
-    merged = merge(merged, _read_overrides(overrides))
+    merged = merge(merged, read_overrides(overrides))
     return parse({**merged, "name": merged.get("name") or name})
 
 
@@ -313,9 +312,12 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
     return merge(merged, plain)
 
 
-def _read_overrides(overrides: list[str]) -> dict[str, Plain]:
+def read_overrides(overrides: list[str]) -> dict[str, Plain]:
+    """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
     merged: dict[str, Plain] = {}
     for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override}: not an override; write key=value")
         try:
             merged = merge(merged, OmegaConf.to_container(OmegaConf.from_dotlist([override])))
         except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:

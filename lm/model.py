@@ -114,9 +114,10 @@ class Decoder(nn.Module):
         seq_len: tokens in a training row; normalizers start from it, learned positions end at it.
         seed: of the initial weights. Each parameter draws from its own stream (seed, name), so two
             models of one seed start equal wherever they share parameters, whatever their normalizers.
+            None: leave them unset, for weights that are loaded.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int = 0):
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
@@ -127,7 +128,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        self.initialise(seed)
+        if seed is not None:
+            self.initialise(seed)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -176,3 +178,18 @@ def mlp_width(config: ModelConfig) -> int:
     if config.n_mlp:
         return config.n_mlp
     return 4 * config.n_embd if config.mlp != "swiglu" else -(-8 * config.n_embd // (3 * 64)) * 64
+
+
+def count_parameters(decoder: Decoder) -> dict[str, int]:
+    """`total`, `non_embedding` (without embeddings and head), `normalizer`."""
+    total = sum(p.numel() for p in decoder.parameters())
+    embedding = {p for m in (decoder.embedding, decoder.head, decoder.position) if m is not None for p in m.parameters()}
+    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if ".normalizer." in name)
+    return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
+
+
+def flops_per_token(decoder: Decoder) -> int:
+    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 6 T C a layer for causal attention."""
+    config = decoder.config
+    matrices = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
+    return 6 * matrices + 6 * config.n_layer * decoder.seq_len * config.n_embd

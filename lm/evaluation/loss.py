@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.config import Config
 from lm.data.batches import long_starts, validation_starts, windows
-from lm.data.store import Split, Store
+from lm.data.store import Store
 from lm.loss import token_nll
 from lm.model import Decoder
 from lm.schema import Plain
@@ -27,6 +27,11 @@ class Device:
     bf16: bool
     rank: int = 0
     world: int = 1
+
+    @property
+    def precision(self) -> str:
+        """As recorded in results."""
+        return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:
         """The precision's context."""
@@ -125,7 +130,7 @@ def evaluate_long_context(
     decoder: Decoder, held_out: HeldOut, where: Device, theta_factors: list[float], on_rows: Callable[[int], None] | None = None
 ) -> dict[str, Plain]:
     """Loss by position of long rows, once for each multiplier of RoPE's theta (arXiv 2501.19399, Fig. 5)."""
-    edges = bucket_edges(held_out.length)
+    edges = bucket_edges(decoder.seq_len, held_out.length)
     settings = []
     for factor in theta_factors:
         nll = nll_by_token(decoder, held_out, where, factor, on_rows)
@@ -150,8 +155,8 @@ def evaluate_long_context(
     }
 
 
-def bucket_edges(length: int) -> np.ndarray:
-    """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave: e_i ~ 2^(i/4)."""
-    octaves = math.log2(length)
-    edges = np.unique(np.rint(2 ** np.arange(0, octaves, 0.25)).astype(int))
-    return np.concatenate(([0], edges[edges < length], [length]))
+def bucket_edges(seq_len: int, length: int) -> np.ndarray:
+    """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave, with edges at seq_len x 2^i."""
+    quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
+    edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
+    return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))

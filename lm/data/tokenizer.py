@@ -1,0 +1,93 @@
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or a tokenizer.json."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lm.config import TrainedTokenizer
+from lm.data.sources import one_line
+from lm.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"  # of trained tokenizers, id 0; it starts every document
+
+
+def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
+    """A byte-level BPE: id 0 is <|endoftext|>, then all 256 bytes, so that every text can be written; deterministic.
+
+    Raises:
+        DataError: the texts support fewer than `spec.vocab_size` entries.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=spec.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    supported = tokenizer.get_vocab_size()
+    if supported < spec.vocab_size:
+        raise DataError(
+            f"data.tokenizer.vocab_size = {spec.vocab_size}: the training text supports only {supported} entries; "
+            f"set it to {supported} or less, or add text"
+        )
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json, set up so that text that looks like a special token stays text.
+
+    Raises:
+        DataError: the file is missing or invalid, or has no token `end_of_text`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
+    except Exception as error:  # all that the library raises
+        raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library: {one_line(error)} (data.tokenizer.path)") from None
+    if tokenizer.token_to_id(end_of_text) is None:
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"
+        raise DataError(f"{path}: no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({known})")
+    tokenizer.add_special_tokens([end_of_text])  # it may have been an ordinary added token, which text could spell
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # not kept in the file
+    return tokenizer
+
+
+def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
+    """Token ids of each text, none of them special."""
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def vocab_size(tokenizer: "Tokenizer") -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
+    """UTF-8 bytes that each token stands for, (V,) fp32, special tokens 0; None if it is not byte-level."""
+    from tokenizers import decoders
+
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    result = np.zeros(vocab_size(tokenizer), np.float32)
+    for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
+        result[index] = len(token)  # a byte-level vocabulary spells each byte as one character
+    for index, added in tokenizer.get_added_tokens_decoder().items():
+        result[index] = 0 if added.special else len(added.content.encode())
+    return result

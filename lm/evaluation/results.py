@@ -1,0 +1,28 @@
+"""Evaluation results as files of the run folder."""
+
+import math
+from pathlib import Path
+
+from lm.runs import EVALUATIONS, write_json
+from lm.schema import Plain
+
+
+def evaluation_path(run: Path, kind: str, step: int) -> Path:
+    """evaluations/KIND.step-N.json of a run folder."""
+    return run / EVALUATIONS / f"{kind}.step-{step:06d}.json"
+
+
+def write_evaluation(run: Path, result: dict[str, Plain]) -> Path:
+    """Write `result`, which holds `kind` and `step`, to its file; returns the path."""
+    path = evaluation_path(run, result["kind"], result["step"])
+    write_json(path, finite(result))
+    return path
+
+
+def finite(value: Plain) -> Plain:
+    """`value` with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,313 @@
+"""Arms, their labels, whether comparing them is fair, and their paired differences."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import numpy as np
+
+from lm.attention import table
+from lm.errors import RunError
+from lm.report.runs import LongContext, RunRecord, Setting
+from lm.report.statistics import Interval, over_seeds, paired_difference
+from lm.schema import Plain
+
+_BOOKKEEPING = ("name", "runs", "log.", "data.root", "data.workers", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Runs that differ in their seed only."""
+
+    label: str
+    runs: tuple[RunRecord, ...]  # by seed
+
+    def mean(self, value: Callable[[RunRecord], float | None]) -> float | None:
+        """Mean over the runs that have the value."""
+        values = self.values(value)
+        return float(np.mean(values)) if values else None
+
+    def values(self, value: Callable[[RunRecord], float | None]) -> list[float]:
+        """The value of each run that has it."""
+        return [found for found in map(value, self.runs) if found is not None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Arm minus baseline, nats per token: an interval and how it was made, or why there is none."""
+
+    arm: str
+    what: str
+    interval: Interval | None
+    note: str
+    rope_theta_factor: float | None = None  # None: validation
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of a fair comparison; `ok` is None where a run doesn't say."""
+
+    what: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Everything a report shows, in plain data. With one arm there are no checks and no differences."""
+
+    arms: tuple[Arm, ...]  # the baseline first
+    differences: tuple[Difference, ...]
+    checks: tuple[Check, ...]
+    config_diff: tuple[tuple[str, tuple[str, ...]], ...]  # key, its value in each arm
+    warning: str  # what differs besides the normalizer: configuration, tokens seen; empty: nothing
+    missing: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        if len(self.arms) > 1:
+            return " vs ".join(arm.label for arm in self.arms)
+        return f"{self.arms[0].label}: {', '.join(printable(run.name) for run in self.arms[0].runs)}"
+
+    def across(self, value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
+        """Whether all runs agree on a value (None: some don't say), and the value, by arm if arms differ."""
+        by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in self.arms]
+        distinct = set().union(*by_arm)
+        words = [", ".join(values) for values in by_arm]
+        known = distinct - {show(None)}
+        same = False if len(known) > 1 else None if known != distinct else True
+        if len(set(words)) == 1:
+            return same, words[0]
+        return same, "; ".join(f"{arm.label}: {word}" for arm, word in zip(self.arms, words, strict=True))
+
+
+def show(value: object) -> str:
+    """A value as text: thousands separated, unknown said."""
+    if value is None:
+        return "not recorded"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """The text on one line, without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison:
+    """Group runs into arms and compare them with the baseline: an arm's label, its normalizer or one of its runs.
+
+    Raises:
+        RunError: no runs, or no such baseline.
+    """
+    records = list({record.folder.resolve(): record for record in records}.values())
+    if not records:
+        raise RunError("no run folders given")
+    arms = _arms(records)
+    if baseline is not None:
+        known = [{arm.label, arm.runs[0].flat["model.normalizer.name"], *(run.name for run in arm.runs)} for arm in arms]
+        chosen = [arm for arm, names in zip(arms, known, strict=True) if baseline in names]
+        if not chosen:
+            raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arm.label for arm in arms)}")
+        arms = chosen[:1] + [arm for arm in arms if arm is not chosen[0]]
+    missing = tuple(f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing)
+    result = Comparison(tuple(arms), (), (), (), "", missing)
+    if len(arms) == 1:
+        return result
+    diff = _config_diff(arms)
+    other = [key for key, _ in diff if not key.startswith("model.normalizer.") and not key.startswith(_BOOKKEEPING)]
+    warning = f"The arms differ in more than the normalizer: {', '.join(other)}." if other else ""
+    same_tokens, tokens = result.across(lambda run: run.tokens_seen)
+    if same_tokens is False:
+        warning = f"{warning} The runs have not seen the same number of tokens: {tokens}.".strip()
+    return Comparison(result.arms, tuple(_differences(arms)), _checks(result), diff, warning, missing)
+
+
+# ---------------------------------------------------------------- arms
+
+
+def _arms(records: list[RunRecord]) -> list[Arm]:
+    groups: dict[tuple[str, int], list[RunRecord]] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for record in records:
+        key = repr(sorted((k, v) for k, v in record.flat.items() if k != "seed" and not k.startswith(_BOOKKEEPING)))
+        groups.setdefault((key, seen[key, record.seed]), []).append(record)  # a seed run twice is another arm, not a seed
+        seen[key, record.seed] += 1
+    runs = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
+    labels = [normalizer_label(group[0].config["model"]["normalizer"]) for group in runs]
+    if len(set(labels)) < len(labels):
+        bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
+        keys = [key for key, _ in _config_diff(bare) if not key.startswith(("model.normalizer.", *_BOOKKEEPING))]
+        repeated = {label for label, count in Counter(labels).items() if count > 1}
+        for index, group in enumerate(runs):
+            if labels[index] in repeated:
+                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={group[0].flat.get(key)}" for key in keys)])
+        repeated = {label for label, count in Counter(labels).items() if count > 1}
+        labels = [f"{label}, {group[0].name}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
+    return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
+
+
+def normalizer_label(options: dict[str, Plain]) -> str:
+    """The normalizer's name with the options that aren't its defaults: `ssmax (init=1.0)`."""
+    schema = table.OPTIONS.get(options["name"])
+    defaults = {spec.name: spec.default for spec in fields(schema)} if schema else {}
+    changed = [
+        f"{key}={show(value)}" for key, value in options.items() if key != "name" and (key not in defaults or defaults[key] != value)
+    ]
+    return f"{options['name']} ({', '.join(changed)})" if changed else options["name"]
+
+
+def _config_diff(arms: list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
+    lines = []
+    for key in keys:
+        values = tuple(", ".join(dict.fromkeys(_value(run, key) for run in arm.runs)) for arm in arms)
+        if len(set(values)) > 1:
+            lines.append((key, values))
+    return tuple(lines)
+
+
+def _value(run: RunRecord, key: str) -> str:
+    value = run.flat.get(key)
+    return (
+        ("null" if value is None else printable(str(value).lower() if isinstance(value, bool) else str(value))) if key in run.flat else "-"
+    )
+
+
+# ---------------------------------------------------------------- fairness
+
+
+def _checks(comparison: Comparison) -> tuple[Check, ...]:
+    def same(what: str, value: Callable[[RunRecord], object]) -> Check:
+        return Check(what, *comparison.across(value))
+
+    def config(*prefixes: str) -> Callable[[RunRecord], str]:
+        return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
+
+    same_code, code = comparison.across(commit)  # equal commits with uncommitted changes say nothing
+    seeds = [tuple(run.seed for run in arm.runs) for arm in comparison.arms]
+    by_arm = "; ".join(f"{arm.label}: {', '.join(map(str, s))}" for arm, s in zip(comparison.arms, seeds, strict=True))
+    return (
+        same("tokens seen", lambda run: run.tokens_seen),
+        same("tokens seen, long-context evaluation", lambda run: run.long_context and run.long_context.tokens_seen),
+        same("data fingerprint", lambda run: run.measured("data_fingerprint")),
+        same("validation rows (sha256)", lambda run: run.validation and run.validation.identity[1]),
+        same("long-context rows (sha256)", lambda run: run.long_context and run.long_context.identity[1]),
+        same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        same("steps", lambda run: run.flat.get("trainer.max_steps")),
+        Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(map(str, seeds[0]))),
+        same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
+        same("parameters outside the normalizer", _parameters_outside),
+        same("precision", lambda run: run.measured("precision")),
+        same("device", lambda run: run.measured("device")),
+        Check("code", None if same_code and "uncommitted" in code else same_code, code),
+    )
+
+
+def _parameters_outside(run: RunRecord) -> int | None:
+    total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
+    return None if total is None or normalizer is None else total - normalizer
+
+
+def commit(run: RunRecord) -> str | None:
+    """The run's git commit, with whether the tree had changes."""
+    found = run.measured("git_commit")
+    return found and f"{found[:12]}{' with uncommitted changes' if run.measured('git_dirty') else ''}"
+
+
+# ---------------------------------------------------------------- differences
+
+
+def ranges(evaluation: LongContext) -> list[tuple[str, int, int]]:
+    """(label, start, stop) of the position ranges: within 1x, 1x-2x, 2x-4x ... of the training length."""
+    stops = [evaluation.seq_len]
+    while stops[-1] < evaluation.length:
+        stops.append(min(stops[-1] * 2, evaluation.length))
+    stops[0] = min(stops[0], evaluation.length)
+    times = [stop / evaluation.seq_len for stop in stops]
+    labels = [f"within {times[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(times))]
+    return list(zip(labels, [0, *stops[:-1]], stops, strict=True))
+
+
+def setting_of(run: RunRecord, factor: float) -> Setting | None:
+    """The run's long-context numbers at a RoPE theta factor."""
+    settings = run.long_context.settings if run.long_context else ()
+    return next((setting for setting in settings if setting.rope_theta_factor == factor), None)
+
+
+def theta_factors(arms: tuple[Arm, ...] | list[Arm]) -> list[float]:
+    """Every RoPE theta factor that some run was evaluated with."""
+    long = [run.long_context for arm in arms for run in arm.runs if run.long_context]
+    return sorted({setting.rope_theta_factor for evaluation in long for setting in evaluation.settings})
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """One loss a row, and what must be equal for rows to be pairs."""
+
+    identity: tuple[str, str]
+    where: tuple[int, ...]  # positions
+    rows: np.ndarray  # (rows,) nats per token
+
+
+def _validation_rows(run: RunRecord) -> _Sample | None:
+    found = run.validation
+    return found and _Sample(found.identity, (0, found.seq_len), found.nll_by_row)
+
+
+def farthest(evaluation: LongContext) -> tuple[int, int]:
+    """(start, stop) of the farthest range, moved to the first bucket edge within it: rows are kept by bucket."""
+    start, starts = ranges(evaluation)[-1][1], evaluation.bucket_edges[:-1]
+    return int(min(starts[starts >= start], default=starts[-1])), evaluation.length
+
+
+def _farthest_rows(run: RunRecord, factor: float) -> _Sample | None:
+    setting = setting_of(run, factor)
+    if setting is None:
+        return None
+    start, stop = farthest(run.long_context)
+    edges = run.long_context.bucket_edges
+    inside = edges[:-1] >= start
+    rows = np.average(setting.nll_by_row[:, inside], axis=1, weights=np.diff(edges)[inside])
+    return _Sample(run.long_context.identity, (start, stop), rows)
+
+
+def _differences(arms: list[Arm]) -> list[Difference]:
+    base, found = arms[0], []
+    for arm in arms[1:]:
+        interval, note = _difference(arm, base, _validation_rows)
+        found.append(Difference(arm.label, "validation loss", interval, note))
+        for factor in theta_factors([base, arm]):
+            interval, note = _difference(arm, base, lambda run, factor=factor: _farthest_rows(run, factor))
+            long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, factor))
+            start, stop = farthest(long)
+            what = f"loss at positions {start:,}-{stop:,}, RoPE theta x {factor:g}"
+            found.append(Difference(arm.label, what, interval, note, factor))
+    return found
+
+
+def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | None]) -> tuple[Interval | None, str]:
+    ours, theirs = ({run.seed: found for run in one.runs if (found := sample(run))} for one in (arm, base))
+    for one, samples in ((arm, ours), (base, theirs)):
+        if not samples:
+            return None, f"{one.label} was not evaluated"
+    every = [*ours.values(), *theirs.values()]
+    if len({one.identity[0] for one in every}) > 1:
+        return None, "not measured on the same tokens: the data fingerprints differ"
+    if len({(one.identity, one.where, one.rows.shape) for one in every}) > 1:
+        return None, "not measured on the same tokens: the evaluation rows or positions differ"
+    if not all(np.isfinite(one.rows).all() for one in every):
+        return None, "the loss is not finite on some rows"
+    shared = sorted(ours.keys() & theirs.keys())
+    if len(shared) >= 2:
+        values = np.array([np.mean(ours[seed].rows - theirs[seed].rows) for seed in shared])
+        return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
+    mean_a, mean_b = (np.mean([one.rows for one in samples.values()], axis=0) for samples in (ours, theirs))
+    note = f"paired bootstrap over {len(mean_a)} rows: covers the choice of evaluation rows, not training noise"
+    if len(ours) == len(theirs) == 1:
+        note += "; one seed per arm: differences of this size can be noise of the seed"
+    if not shared:
+        note += "; the seeds differ"
+    return paired_difference(mean_a, mean_b), note

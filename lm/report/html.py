@@ -1,0 +1,205 @@
+"""One self-contained HTML page, and every file of a report."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from lm.attention import table
+from lm.errors import RunError
+from lm.report.comparison import Comparison, commit, compare, printable, show, theta_factors
+from lm.report.plots import Overview, overview
+from lm.report.runs import RunRecord, flatten, read_run
+from lm.report.tables import cell_text, comparison_tables, notes, to_csv, to_latex, to_markdown
+from lm.schema import Plain
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """Where a report's files are."""
+
+    html: Path
+    png: Path
+    svg: Path
+    markdown: Path
+    csv: Path
+    latex: Path
+
+
+def write_report(folders: list[Path], out: Path, baseline: str | None = None) -> ReportFiles:
+    """Compare the runs (or describe one run) and write the report into the folder `out`.
+
+    Args:
+        folders: run folders; runs that differ in their seed only are one arm.
+        baseline: an arm's label, its normalizer's name or a run's name; None: the first folder's arm.
+
+    Raises:
+        RunError: a folder that is no run, a corrupt file, no such baseline, or `out` can't be written.
+    """
+    comparison = compare([read_run(folder) for folder in folders], baseline)
+    picture, tables = overview(comparison), comparison_tables(comparison)
+    remarks = ([comparison.warning] if comparison.warning else []) + notes(comparison)
+    out = Path(out)
+    paths = ReportFiles(*(out / name for name in ("report.html", "overview.png", "overview.svg", "table.md", "table.csv", "table.tex")))
+    contents = {
+        paths.png: picture.png,
+        paths.svg: picture.svg.encode(),
+        paths.markdown: to_markdown(tables, tuple(remarks)).encode(),
+        paths.csv: to_csv(tables).encode(),
+        paths.latex: to_latex(tables).encode(),
+        paths.html: render(comparison, picture).encode(),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path, content in contents.items():
+            _replace(path, content)
+    except OSError as error:
+        raise RunError(f"{out}: the report can't be written: {error.strerror}") from None
+    return paths
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def render(comparison: Comparison, picture: Overview) -> str:
+    """The page as text: no scripts, nothing loaded from outside."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files("lm.report").joinpath("report.html").read_text(encoding="utf-8"))
+    runs = [
+        (arm.label, printable(run.name), show(run.measured("command")), yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True))
+        for arm in comparison.arms
+        for run in arm.runs
+    ]
+    return template.render(
+        comparison=comparison,
+        picture=Markup(re.sub(r"^.*?(?=<svg )", "", picture.svg, flags=re.DOTALL)),  # without the XML head
+        caption=picture.caption,
+        tables=comparison_tables(comparison),
+        cell_text=cell_text,
+        measured=_how_measured(comparison),
+        methods=methods(comparison),
+        runs=runs,
+    )
+
+
+def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
+    """(what, value) lines; a value that differs is given by arm."""
+
+    def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
+        return what, comparison.across(value)[1]
+
+    return [
+        *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
+        line("training length (tokens)", lambda run: run.seq_len),
+        line("validation rows", lambda run: run.validation and f"{len(run.validation.nll_by_row):,} of {run.validation.seq_len:,} tokens"),
+        line("validation rows, sha256", lambda run: run.validation and run.validation.identity[1]),
+        line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
+        line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
+        ("RoPE theta factors at evaluation", ", ".join(f"{factor:g}" for factor in theta_factors(comparison.arms)) or "none"),
+        line("data fingerprint", lambda run: run.measured("data_fingerprint")),
+        line("data", _data),
+        line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
+        line("tokens seen", lambda run: run.tokens_seen),
+        line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        line("parameters: total / non-embedding / normalizer", _parameters),
+        line("seeds", lambda run: run.seed),
+        line("precision", lambda run: run.measured("precision")),
+        line("torch.compile", lambda run: run.measured("compile")),
+        line("device", lambda run: run.measured("device")),
+        line("commit", commit),
+        line("versions", lambda run: _pairs(run.environment.get("versions"))),
+    ]
+
+
+def _long(text: str) -> Callable[[RunRecord], str | None]:
+    return lambda run: run.long_context and text.format(e=run.long_context)
+
+
+def _step(run: RunRecord) -> str:
+    return show(run.validation.step if run.validation else run.long_context.step if run.long_context else None)
+
+
+def _parameters(run: RunRecord) -> str:
+    return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+
+
+def _data(run: RunRecord) -> str | None:
+    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
+    return _pairs({"source": run.config["data"].get("source"), **counts})
+
+
+def _pairs(block: Plain) -> str | None:
+    return ", ".join(f"{key} {show(value)}" for key, value in flatten(block).items()) if block else None
+
+
+def describe_normalizer(run: RunRecord) -> str:
+    """Formula, source, options and what n means for a run's normalizer."""
+    options = run.config["model"]["normalizer"]
+    entry = table.ENTRIES.get(options["name"])
+    parts = [f"{entry.formula} ({entry.source})"] if entry else [str(options["name"])]
+    parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
+    n = str(options.get("n", ""))
+    meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the row or document", "": ""}
+    parts += [f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def methods(comparison: Comparison) -> str:
+    """A paragraph for a paper: what was trained, on what, and how it was measured."""
+
+    def say(value: Callable[[RunRecord], object]) -> str:
+        return comparison.across(value)[1]
+
+    def key(path: str) -> str:
+        return say(lambda run: run.flat.get(path))
+
+    runs = [run for arm in comparison.arms for run in arm.runs]
+    text = (
+        f"We trained decoders of {key('model.n_layer')} layers, {key('model.n_head')} heads and width {key('model.n_embd')} "
+        f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
+        f"without embeddings) that differ in the attention normalizer: {', '.join(arm.label for arm in comparison.arms)}. "
+        if len(comparison.arms) > 1
+        else f"We trained a decoder of {key('model.n_layer')} layers, {key('model.n_head')} heads and width {key('model.n_embd')} "
+        f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
+        f"without embeddings) with the attention normalizer {comparison.arms[0].label}. "
+    )
+    text += (
+        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in rows of {key('data.seq_len')}, AdamW "
+        f"(peak learning rate {key('optim.lr')}, betas {key('optim.beta1')} and {key('optim.beta2')}, weight decay "
+        f"{key('optim.weight_decay')}, gradients clipped at norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
+        f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
+        f"{say(lambda run: run.measured('precision'))}, seeds: {say(lambda run: run.seed)}. "
+    )
+    if comparison.warning:
+        text += f"{comparison.warning} "
+    if any(run.validation for run in runs):
+        rows = say(lambda run: run.validation and len(run.validation.nll_by_row))
+        text += f"Validation loss is the mean negative log-likelihood in nats per token over {rows} held-out rows of the training length. "
+    if any(run.long_context for run in runs):
+        factors = ", ".join(f"{factor:g}" for factor in theta_factors(comparison.arms))
+        text += (
+            f"Loss beyond the training length is measured on {say(_long('{e.rows:,} held-out rows of {e.length:,} tokens'))}, "
+            f"by position, without further training, with RoPE's "
+            f"theta multiplied by {factors}. "
+        )
+    if any(difference.interval for difference in comparison.differences):
+        seeds = any("Student" in difference.note for difference in comparison.differences)
+        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, " + (
+            "paired by seed, with 95% Student t intervals over seeds."
+            if seeds
+            else "paired by row, with 95% percentile bootstrap intervals (10,000 resamples of rows), which do not cover training noise."
+        )
+    return text.strip()

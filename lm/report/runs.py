@@ -1,0 +1,251 @@
+"""Reading a run folder: configuration, environment, logged metrics and the last evaluations."""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from lm.errors import RunError
+from lm.schema import Plain
+
+_REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Loss while training, one point a logged step; a loss that was not finite is NaN."""
+
+    tokens: np.ndarray  # (points,) seen so far
+    loss: np.ndarray  # (points,) nats per token
+    bits_per_byte: np.ndarray  # (points,)
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """Loss on held-out rows of the training length."""
+
+    identity: tuple[str, str]  # data fingerprint, hash of the rows
+    step: int
+    tokens_seen: int
+    seq_len: int
+    loss: float  # nats per token
+    bits_per_byte: float
+    unigram_entropy: float  # nats per token
+    nll_by_row: np.ndarray  # (rows,) nats per token
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The long rows, read with one RoPE theta."""
+
+    rope_theta_factor: float
+    nll_by_position: np.ndarray  # (length,) nats per token, mean over rows
+    nll_by_row: np.ndarray  # (rows, buckets) nats per token
+
+
+@dataclass(frozen=True, eq=False)
+class LongContext:
+    """Loss by position on rows longer than the training length."""
+
+    identity: tuple[str, str]  # data fingerprint, hash of the rows
+    step: int
+    tokens_seen: int
+    seq_len: int  # training length
+    length: int  # tokens in a row
+    rows: int
+    bucket_edges: np.ndarray  # (buckets + 1,) positions
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """What a run folder holds. `missing` says in words what it lacks."""
+
+    folder: Path
+    name: str
+    config: dict[str, Plain]
+    environment: dict[str, Plain]
+    training: Curve
+    validations: Curve
+    validation: Validation | None
+    long_context: LongContext | None
+    missing: tuple[str, ...]
+
+    @cached_property
+    def flat(self) -> dict[str, Plain]:
+        """The configuration as dotted keys."""
+        return flatten(self.config)
+
+    @property
+    def seed(self) -> int:
+        return self.flat["seed"]
+
+    @property
+    def seq_len(self) -> int:
+        """Training length, tokens."""
+        return self.flat["data.seq_len"]
+
+    @property
+    def tokens_seen(self) -> int | None:
+        """Tokens trained on at the reported evaluation, else at the last logged step."""
+        for evaluation in (self.validation, self.long_context):
+            if evaluation:
+                return evaluation.tokens_seen
+        return int(self.training.tokens[-1]) if len(self.training.tokens) else None
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Of the held-out tokens, nats per token: what a model without context could reach."""
+        return self.validation.unigram_entropy if self.validation else self.measured("unigram_entropy.val")
+
+    def measured(self, path: str) -> Plain:
+        """A dotted entry of environment.json, e.g. `parameters.total`; None if it is not there."""
+        return flatten(self.environment).get(path)
+
+
+def flatten(node: Plain, path: str = "") -> dict[str, Plain]:
+    """Nested blocks as {dotted key: value}; lists stay values."""
+    if not isinstance(node, dict):
+        return {path: node}
+    return {key: value for name, child in node.items() for key, value in flatten(child, f"{path}.{name}" if path else str(name)).items()}
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of a run folder; evaluations and metrics may be absent (`missing` says so).
+
+    Raises:
+        RunError: not a run folder, or a file in it that can't be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"{folder}: no such run folder")
+    lacking = [name for name in ("config.yaml", "environment.json") if not (folder / name).is_file()]
+    if lacking:
+        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(lacking)}")
+    config = _read_config(folder / "config.yaml")
+    environment = _read_json(folder / "environment.json")
+    missing: list[str] = []
+    lines = _read_metrics(folder / "metrics.jsonl", missing)
+    validation, long_context = (_read_evaluation(folder, kind, missing) for kind in ("validation", "long_context"))
+    training, validations = _curve(lines, "train/loss"), _curve(lines, "val/loss", "val/bits_per_byte")
+    if validation is None and len(validations.tokens):
+        missing.append("its validation loss is the last one logged while training, without an interval")
+    if validation and long_context and validation.step != long_context.step:
+        missing.append(f"the validation is of step {validation.step:,}, the long-context evaluation of step {long_context.step:,}")
+    return RunRecord(
+        folder, folder.resolve().name, config, environment, training, validations, validation, long_context, tuple(missing)
+    )  # fmt: skip
+
+
+def _read_config(path: Path) -> dict[str, Plain]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise RunError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: holds no configuration")
+    if isinstance(config.get("model"), dict) and isinstance(config["model"].get("normalizer"), str):
+        config["model"]["normalizer"] = {"name": config["model"]["normalizer"]}
+    absent = [key for key in _REQUIRED_KEYS if key not in flatten(config)]
+    if absent:
+        raise RunError(f"{path}: no {', '.join(absent)}")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Plain]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RunError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: holds no JSON object")
+    return content
+
+
+def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, Plain]]:
+    """Logged lines; a cut-off last line is dropped, other unreadable lines are dropped and reported."""
+    lines, bad = [], []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict) or not all(isinstance(line.get(key), int) for key in ("step", "tokens")):
+                raise ValueError(text)
+            lines.append(line)
+        except ValueError:
+            if text.strip() and number < len(texts):
+                bad.append(str(number))
+    if bad and not lines:
+        raise RunError(f"{path}: no line is a JSON object with step and tokens")
+    if bad:
+        missing.append(f"metrics.jsonl: unreadable lines were skipped ({', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''})")
+    if not lines:
+        missing.append("metrics.jsonl is empty: no training curve" if path.is_file() else "no metrics.jsonl: no training curve")
+    return lines
+
+
+def _curve(lines: list[dict[str, Plain]], loss: str, bits: str = "") -> Curve:
+    by_step = {line["step"]: line for line in lines if loss in line}  # a resumed run may log a step twice: the last counts
+    ordered = [by_step[step] for step in sorted(by_step)]
+    columns = [[line.get(key) for line in ordered] for key in ("tokens", loss, bits)]
+    return Curve(*(np.array(column, dtype=float) for column in columns))
+
+
+def _read_evaluation(folder: Path, kind: str, missing: list[str]) -> Validation | LongContext | None:
+    steps = {}
+    for path in (folder / "evaluations").glob(f"{kind}.step-*.json"):
+        match = re.fullmatch(rf"{kind}\.step-(\d+)\.json", path.name)
+        if match:
+            steps[int(match[1])] = path
+    if not steps:
+        missing.append(f"no {kind.replace('_', '-')} evaluation (evaluations/{kind}.step-*.json)")
+        return None
+    path = steps[max(steps)]
+    content = _read_json(path)
+    try:
+        return (_validation if kind == "validation" else _long_context)(content)
+    except KeyError as error:
+        raise RunError(f"{path}: no {error.args[0]}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _identity(content: dict[str, Plain]) -> tuple[str, str]:
+    return str(content["data_fingerprint"]), str(content["rows_sha256"])
+
+
+def _validation(content: dict[str, Plain]) -> Validation:
+    identity = _identity(content)
+    single = (_array(content, key, ()).item() for key in ("loss", "bits_per_byte", "unigram_entropy"))
+    nll_by_row = _array(content, "nll_by_row", (content["rows"],))
+    counts = (int(content[key]) for key in ("step", "tokens_seen", "seq_len"))
+    return Validation(identity, *counts, *single, nll_by_row)
+
+
+def _long_context(content: dict[str, Plain]) -> LongContext:
+    identity = _identity(content)
+    step, tokens_seen, seq_len, length, rows = (int(content[key]) for key in ("step", "tokens_seen", "seq_len", "length", "rows"))
+    edges = np.array(content["bucket_edges"], dtype=int)
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or np.any(np.diff(edges) <= 0):
+        raise ValueError(f"bucket_edges must ascend from 0 to length = {length}")
+    settings = tuple(
+        Setting(
+            float(setting["rope_theta_factor"]),
+            _array(setting, "nll_by_position", (length,)),
+            _array(setting, "nll_by_row", (rows, len(edges) - 1)),
+        )
+        for setting in content["settings"]
+    )
+    return LongContext(identity, step, tokens_seen, seq_len, length, rows, edges, settings)
+
+
+def _array(content: dict[str, Plain], key: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of the given shape; null (a number that was not finite) becomes NaN."""
+    array = np.array(content[key], dtype=float)
+    if array.shape != shape:
+        raise ValueError(f"{key} has shape {array.shape}, not {shape}")
+    return array

@@ -1,0 +1,254 @@
+"""The comparison tables, as Markdown, CSV, LaTeX (booktabs) and terminal text. All print the same numbers."""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from lm.report.comparison import Arm, Comparison, Difference, compare, ranges, setting_of, theta_factors
+from lm.report.runs import RunRecord, read_run
+from lm.report.statistics import Interval
+
+Cell = str | Interval | None  # None: not measured
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and its unit; `interval` columns hold a mean and its ends."""
+
+    name: str
+    unit: str = ""
+    interval: bool = False
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of cells; the first column is the arm."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def number(value: float | None) -> str | None:
+    """Four decimals, or four digits where there are more before the point; None stays None."""
+    if value is None:
+        return None
+    if not np.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign."""
+    text = f"{value:+.4f}" if abs(value) < 100 else f"{value:+.4g}"
+    return "0.0000" if float(text) == 0 else text
+
+
+def cell_text(cell: Cell, absent: str = "-") -> str:
+    """The cell as shown; an interval as `mean [low, high]`."""
+    if isinstance(cell, Interval):
+        return f"{signed(cell.mean)} [{signed(cell.low)}, {signed(cell.high)}]"
+    return absent if cell is None else cell
+
+
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """One table at the training length; if any run was evaluated on longer rows, one beyond it."""
+    tables = (_at_training_length(comparison), _beyond(comparison))
+    return tuple(table for table in tables if table.rows)
+
+
+def _at_training_length(comparison: Comparison) -> Table:
+    def millions(path: str) -> Callable[[RunRecord], float | None]:
+        return lambda run: None if run.measured(path) is None else run.measured(path) / 1e6
+
+    several = any(len(arm.runs) > 1 for arm in comparison.arms)
+    nats = "nats/token"
+    columns = [Column("arm"), Column("seeds"), Column("params", "M"), Column("tokens", "M"), Column("val loss", nats)]
+    columns += [Column("sd over seeds", nats)] if several else []
+    columns += [Column("bits per byte"), Column("unigram entropy", nats)]
+    columns += [_difference_column(comparison)] if len(comparison.arms) > 1 else []
+    rows = []
+    for arm in comparison.arms:
+        tokens = arm.mean(lambda run: run.tokens_seen)
+        sizes = (arm.mean(millions("parameters.total")), None if tokens is None else tokens / 1e6)
+        row = [arm.label, str(len(arm.runs)), *(None if size is None else f"{size:.4g}" for size in sizes), number(arm.mean(loss))]
+        losses = arm.values(loss)
+        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 else None] if several else []
+        row += [number(arm.mean(bits)), number(arm.mean(lambda run: run.unigram_entropy))]
+        row += [_difference_cell(comparison, arm, None)] if len(comparison.arms) > 1 else []
+        rows.append(tuple(row))
+    return Table("Validation, rows of the training length", tuple(columns), tuple(rows))
+
+
+def loss(run: RunRecord) -> float | None:
+    """Validation loss, nats per token; the last logged one if there is no evaluation."""
+    return run.validation.loss if run.validation else _last(run.validations.loss)
+
+
+def bits(run: RunRecord) -> float | None:
+    """Validation bits per byte; the last logged one if there is no evaluation."""
+    return run.validation.bits_per_byte if run.validation else _last(run.validations.bits_per_byte)
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _beyond(comparison: Comparison) -> Table:
+    found = [ranges(run.long_context) for arm in comparison.arms for run in arm.runs if run.long_context]
+    labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
+    columns = [Column("arm"), Column("RoPE theta", "x"), *(Column(f"loss {label}", "nats/token") for label in labels)]
+    columns += [_difference_column(comparison, labels[-1])] if len(comparison.arms) > 1 and labels else []
+    rows = []
+    for arm in comparison.arms:
+        for factor in theta_factors([arm]):
+            row = [arm.label, f"{factor:g}", *(number(arm.mean(lambda run, a=(factor, label): _range_loss(run, *a))) for label in labels)]
+            rows.append(tuple(row + ([_difference_cell(comparison, arm, factor)] if len(comparison.arms) > 1 else [])))
+    return Table("Long rows, by position in training lengths", tuple(columns), tuple(rows))
+
+
+def _range_loss(run: RunRecord, factor: float, label: str) -> float | None:
+    """Mean loss over a position range, nats per token."""
+    setting = setting_of(run, factor)
+    if setting is None:
+        return None
+    return next((float(setting.nll_by_position[a:b].mean()) for name, a, b in ranges(run.long_context) if name == label), None)
+
+
+def _difference_column(comparison: Comparison, where: str = "") -> Column:
+    return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", True)
+
+
+def _difference_cell(comparison: Comparison, arm: Arm, factor: float | None) -> Cell:
+    def matches(difference: Difference) -> bool:
+        return difference.arm == arm.label and difference.rope_theta_factor == factor
+
+    found = next(filter(matches, comparison.differences), None)
+    return found and found.interval
+
+
+# ---------------------------------------------------------------- formats
+
+
+def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
+    """Pipe tables, one after the other, then the notes as a list."""
+    blocks = []
+    for table in tables:
+        heads = [column.heading for column in table.columns]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([cell_text(cell) for cell in row] for row in table.rows)]
+        blocks.append(
+            f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        )
+    if notes:
+        blocks.append("\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(blocks) + "\n"
+
+
+def to_csv(tables: tuple[Table, ...]) -> str:
+    """One table: the columns of all, one row an arm and RoPE theta factor; an interval is three columns."""
+    first, *more = tables
+    second = more[0] if more else Table("", first.columns[:1], ())
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = [*first.columns, *second.columns[1:]]
+    heads = [
+        (column.heading, f"{column.heading} low", f"{column.heading} high") if column.interval else (column.heading,) for column in columns
+    ]
+    writer.writerow([name for group in heads for name in group])
+    for row in first.rows:
+        long_rows = [long for long in second.rows if long[0] == row[0]] or [(None,) * len(second.columns)]
+        for long in long_rows:
+            cells = zip(columns, [*row, *long[1:]], strict=True)
+            writer.writerow([text for column, cell in cells for text in _csv_cells(column, cell)])
+    return out.getvalue()
+
+
+def _csv_cells(column: Column, cell: Cell) -> list[str]:
+    if isinstance(cell, Interval):
+        return [signed(cell.mean), signed(cell.low), signed(cell.high)]
+    return [cell_text(cell, "")] * (3 if column.interval else 1)
+
+
+def to_latex(tables: tuple[Table, ...]) -> str:
+    """A booktabs tabular a table; units stand in a second line of the heading."""
+    blocks = ["% needs \\usepackage{booktabs}"]
+    for table in tables:
+        names, units = (
+            [_tex(text) for text in texts] for texts in zip(*((c.name, c.unit and f"({c.unit})") for c in table.columns), strict=True)
+        )
+        lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
+        lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
+        lines += [" & ".join(_tex_cell(cell) for cell in row) + " \\\\" for row in table.rows]
+        blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
+    return "\n\n".join(blocks) + "\n"
+
+
+_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+_TEX |= {"<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(letter, letter) for letter in text)
+
+
+def _tex_cell(cell: Cell) -> str:
+    if isinstance(cell, Interval):
+        return f"${signed(cell.mean)}$ [${signed(cell.low)}$, ${signed(cell.high)}$]"
+    return _tex(cell_text(cell))
+
+
+def print_table(folders: list[Path], baseline: str | None = None, console: Console | None = None) -> None:
+    """The tables, the differences, the warning and what is missing, on the terminal.
+
+    Raises:
+        RunError: as `write_report`.
+    """
+    comparison, console = compare([read_run(folder) for folder in folders], baseline), console or Console()
+    for table in comparison_tables(comparison):
+        kept = [index for index, column in enumerate(table.columns) if not column.interval]  # intervals get a table of their own
+        grid = _grid(f"{table.title} (losses in nats/token)")
+        for index in kept:
+            column = table.columns[index]
+            heading = column.name if column.unit.startswith("nats") else column.heading
+            grid.add_column(escape(heading.replace(" ", "\n")), justify="right" if index else "left", no_wrap=index > 0)
+        for row in table.rows:
+            grid.add_row(*(escape(cell_text(row[index])) for index in kept))
+        console.print(grid)
+    if comparison.differences:
+        grid = _grid(f"Differences to {comparison.arms[0].label} (nats/token)")
+        grid.add_column("arm")
+        grid.add_column("of")
+        grid.add_column("mean [95% interval]", no_wrap=True)
+        for difference in comparison.differences:
+            grid.add_row(escape(difference.arm), difference.what, escape(cell_text(difference.interval)))
+        console.print(grid)
+    for text in ([comparison.warning] if comparison.warning else []) + notes(comparison):
+        console.print(escape(text), highlight=False)
+
+
+def _grid(title: str) -> RichTable:
+    return RichTable(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """How the differences were made, or why there are none, and what the runs lack."""
+    lines = []
+    for note in dict.fromkeys(difference.note for difference in comparison.differences):
+        same = [difference for difference in comparison.differences if difference.note == note]
+        kind = "" if same[0].interval else "no "
+        arms = dict.fromkeys(difference.arm for difference in same)
+        whats = dict.fromkeys(difference.what for difference in same)
+        lines.append(f"{kind}difference of {', '.join(arms)} in {'; '.join(whats)}: {note}")
+    return lines + [f"missing: {lack}" for lack in comparison.missing]

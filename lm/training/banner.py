@@ -1,0 +1,104 @@
+"""What a run is, in derived quantities: the start-up banner and environment.json."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import lm
+from lm.attention import table
+from lm.config import Config, Rope
+from lm.data.store import Store
+from lm.loss import chunk_rows
+from lm.model import Decoder, count_parameters, flops_per_token, mlp_width
+from lm.schema import Plain
+from lm.training.device import Choice
+
+
+def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
+    """Bytes, roughly: fp32 weights, gradients and two Adam moments, saved activations, one chunk of logits."""
+    state = 16 * sum(p.numel() for p in decoder.parameters())
+    model = config.model
+    saved = model.n_layer * (12 * model.n_embd + 4 * mlp_width(model))  # values a token keeps for the backward pass
+    tokens = config.micro_batch * config.data.seq_len
+    return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
+
+
+def banner(config: Config, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> str:
+    """What a run prints first."""
+    model, data, optim = config.model, config.data, config.optim
+    parameters = count_parameters(decoder)
+    tokens = config.trainer.max_steps * optim.batch_tokens
+    flops = flops_per_token(decoder)
+    normalizer = decoder.blocks[0].attention.normalizer
+    options = ", ".join(f"{name} = {value}" for name, value in vars(model.normalizer).items())
+    position = f"rope theta {model.position.theta:g}" if isinstance(model.position, Rope) else f"position {model.position.name}"
+    accumulation = config.rank_rows // config.micro_batch
+    rows = {
+        "run": f"{config.run_folder}  (lm {lm.__version__})",
+        "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
+        f"{parameters['normalizer']:,} in normalizers",
+        "": f"{model.n_layer} layers x {model.n_head} heads x {model.n_embd // model.n_head}, width {model.n_embd}, "
+        f"{model.mlp} {mlp_width(model)}, {position}, vocabulary {store.vocab_size:,}",
+        "normalizer": f"{model.normalizer.name}: {table.ENTRIES[model.normalizer.name].formula}" + (f"; {options}" if options else ""),
+        "kernel": normalizer.explain(),
+        "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
+        f"fingerprint {store.fingerprint[:16]}",
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,} ({tokens / store.train.n_tokens:.2f} epochs)",
+        "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about "
+        f"{estimated_memory(decoder, config, precision.value != '32') / 2**30:.2f} GiB a process",
+        "device": f"{device}, precision {precision}, compile {compiled}",
+        "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
+    }
+    return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def environment(config: Config, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> dict[str, Plain]:
+    """What the results depend on beside the configuration."""
+    commit, dirty = git_state()
+    packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
+    return {
+        "lm": lm.__version__,
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}},
+        "device": device,
+        "precision": precision.value,
+        "compile": compiled.value == "true",
+        "threads": torch.get_num_threads(),
+        "command": " ".join(["lm", *sys.argv[1:]]),
+        "data_fingerprint": store.fingerprint,
+        "data": {
+            "store": str(store.path),
+            "train_tokens": store.train.n_tokens,
+            "val_tokens": store.val.n_tokens,
+            "train_documents": store.train.n_documents,
+            "val_documents": store.val.n_documents,
+        },
+        "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
+        "parameters": count_parameters(decoder),
+        "flops_per_token": flops_per_token(decoder),
+        "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
+        "wandb_id": os.urandom(6).hex(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """Commit of the checkout this package runs from and whether it has changes; (None, None) outside one."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(lm.__file__).parent
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

@@ -1,0 +1,79 @@
+"""Where and how a run computes: device, precision, compilation. What is `auto` is settled here, with the reason."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.config import Config
+from lm.errors import ConfigError, Problem
+from lm.schema import Plain
+
+# FLOPs of a run above which torch.compile earns back its start-up (about a minute).
+COMPILE_PAYS_FLOPS = {"cpu": 2e14, "gpu": 2e16}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting resolved from `auto`, with the reason to print."""
+
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})" if self.reason else self.value
+
+
+def resolve_device(config: Config) -> tuple[str, str]:
+    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine has not what was asked for."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = config.trainer.accelerator
+    if asked == "gpu" and not available:
+        raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
+    if asked == "cpu" or not available:
+        return "cpu", "cpu"
+    if config.trainer.devices > available:
+        problem = Problem("trainer.devices", config.trainer.devices, f"this machine has {available} GPUs", "lower it, or use the cpu")
+        raise ConfigError([problem])
+    return "gpu", torch.cuda.get_device_name(0)
+
+
+def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]) -> Choice:
+    """`32` or `bf16-mixed`. `auto` takes bf16 where the device has it natively, or what the resumed run had."""
+    if config.trainer.precision != "auto":
+        return Choice(str(config.trainer.precision), "")
+    if "precision" in before:
+        return Choice(before["precision"], "as the run was started")
+    native = has_native_bf16(accelerator)
+    return Choice("bf16-mixed", f"auto: {native}") if native else Choice("32", "auto: no native bf16 here")
+
+
+def has_native_bf16(accelerator: str) -> str:
+    """What computes in bf16 here; empty if nothing does (emulation is slower than fp32)."""
+    if accelerator == "gpu":
+        return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("\n\n")[0].split()
+    except OSError:
+        return ""
+    found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    return f"the CPU has {found[0]}" if found else ""
+
+
+def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain]) -> Choice:
+    """`true` or `false`. `auto` compiles runs of enough FLOPs (`flops`: of the whole run) if a C++ compiler is there."""
+    asked = config.trainer.compile
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if asked is True and not compiler:
+        problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
+        raise ConfigError([problem])
+    if asked != "auto":
+        return Choice(str(asked).lower(), "")
+    if "compile" in before:
+        return Choice(str(before["compile"]).lower(), "as the run was started")
+    if not compiler:
+        return Choice("false", "auto: no C++ compiler found")
+    pays = flops >= COMPILE_PAYS_FLOPS[accelerator]
+    return Choice(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))

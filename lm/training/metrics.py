@@ -1,0 +1,89 @@
+"""metrics.jsonl, the run's record, and its mirror in wandb."""
+
+import json
+import netrc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.config import LogConfig
+from lm.runs import write_atomic
+from lm.schema import Plain
+
+if TYPE_CHECKING:
+    import wandb
+
+
+class MetricLog:
+    """Appends one JSON object a line to `metrics.jsonl` and mirrors it to wandb. Does nothing on other ranks."""
+
+    def __init__(self, path: Path, mirror: "wandb.Run | None", main: bool):
+        self.path, self.mirror, self.main = path, mirror, main
+
+    def write(self, metrics: dict[str, Plain]) -> None:
+        """`metrics` holds `step`; numbers that are not finite become null."""
+        if not self.main:
+            return
+        finite = {name: value if not isinstance(value, float) or value - value == 0 else None for name, value in metrics.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite) + "\n")
+        if self.mirror:
+            self.mirror.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        if self.mirror:
+            self.mirror.finish()
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the lines after `step` (a resumed run makes them again) and a last line cut short by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            break
+    write_atomic(path, "".join(kept))
+
+
+def wandb_mode(log: LogConfig) -> str:
+    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials."""
+    if log.wandb != "auto":
+        return log.wandb
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"]
+    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
+
+
+def _netrc_has_key() -> bool:
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def start_wandb(log: LogConfig, folder: Path, name: str, run_id: str, config: dict[str, Plain]) -> "wandb.Run | None":
+    """The wandb run, or None if disabled. Never prompts; if online fails it says so and goes on offline."""
+    mode = wandb_mode(log)
+    if mode == "disabled":
+        return None
+    import wandb
+
+    def start(mode: str) -> "wandb.Run":
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=60)
+        return wandb.init(
+            project=log.project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=quiet
+        )
+
+    try:
+        return start(mode)
+    except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
+        if mode != "online":
+            raise
+        print(f"wandb: online failed ({' '.join(str(error).split())[:120]}); logging offline")
+        return start("offline")

@@ -1,0 +1,158 @@
+"""Side-by-side timings, interleaved in one run so that a noisy machine slows all sides alike.
+
+python scripts/bench.py normalizers             step time of every normalizer over softmax's
+python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT's model code (bring your own copy)
+python scripts/bench.py compile                 fp32 and bf16, eager and compiled
+"""
+
+import argparse
+import importlib.util
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lm.attention import table
+from lm.config import Learned, ModelConfig
+from lm.model import Decoder
+
+Step = Callable[[], None]
+
+
+def train_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, bf16: bool) -> Step:
+    """One whole optimizer step: forward, backward, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+            value = loss(rows)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rows.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
+def interleaved(sides: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side's step, `rounds` times, in an order drawn anew each round (after three warm-up steps)."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for step in sides.values():
+        for _ in range(3):
+            step()
+    for _ in range(rounds):
+        for name in random.sample(list(sides), len(sides)):
+            started = time.perf_counter()
+            sides[name]()
+            times[name].append(time.perf_counter() - started)
+    return times
+
+
+def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
+    """Median step time, tokens/s, and the median of the paired ratios to `base` with a 95 % bootstrap interval."""
+    print(f"{'':<24} {'ms a step':>10} {'tokens/s':>10} {'ratio to ' + base:>22}   95 % interval of the median ratio")
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times[base], strict=True)]
+        medians = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
+        median = statistics.median(seconds)
+        print(
+            f"{name:<24} {median * 1e3:>10.1f} {tokens / median:>10,.0f} {statistics.median(ratios):>22.3f}"
+            f"   {medians[50]:.3f} - {medians[1949]:.3f}"
+        )
+
+
+def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
+    """The benchmarked model."""
+    return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
+
+
+def made(config: ModelConfig, arguments: argparse.Namespace, rows: torch.Tensor, bf16: bool, compiled: bool) -> Step:
+    """A training step of a fresh decoder."""
+    decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(rows.device)
+    loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
+    tokens = rows.size(0) * (rows.size(1) - 1)
+    return train_step(decoder, lambda batch: loss_sum(batch) / tokens, rows, bf16)
+
+
+def normalizer_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Every registered normalizer, and softmax twice: the second shows the noise."""
+    options = {"softmax": table.Softmax(), "softmax again": table.Softmax()}
+    options |= {name: option() for name, option in table.OPTIONS.items() if name != "softmax"}
+    options |= {"ssmax with bias": table.SSMax(bias=True)}
+    return {
+        name: made(shape(arguments, normalizer=option), arguments, rows, arguments.bf16, arguments.compile)
+        for name, option in options.items()
+    }, "softmax"
+
+
+def nanogpt_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """GPT-2's shape in both code bases: LayerNorm, GELU, learned positions, biases, tied head, no dropout."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", arguments.path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = module
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(
+        block_size=arguments.seq_len,
+        vocab_size=arguments.vocab_size,
+        n_layer=arguments.n_layer,
+        n_head=arguments.n_head,
+        n_embd=arguments.n_embd,
+        dropout=0.0,
+        bias=True,
+    )
+    gpt = module.GPT(config).to(rows.device)
+    forward = torch.compile(gpt) if arguments.compile else gpt
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    ours = shape(arguments, mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (gpt, Decoder(ours, arguments.vocab_size, arguments.seq_len, seed=None))]
+    print(f"parameters: nanoGPT {sizes[0]:,}, ours {sizes[1]:,}")
+    return {
+        "nanoGPT": train_step(gpt, lambda batch: forward(inputs, targets)[1], rows, arguments.bf16),
+        "lm softmax": made(ours, arguments, rows, arguments.bf16, arguments.compile),
+    }, "nanoGPT"
+
+
+def compile_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Precision x compilation."""
+    return {
+        f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}": made(shape(arguments), arguments, rows, bf16, compiled)
+        for bf16 in (False, True)
+        for compiled in (False, True)
+    }, "fp32 eager"
+
+
+def main() -> None:
+    """Parse, build the sides, time them, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile"])
+    parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
+    parser.add_argument("--n-layer", type=int, default=6)
+    parser.add_argument("--n-head", type=int, default=6)
+    parser.add_argument("--n-embd", type=int, default=384)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    if arguments.what == "nanogpt" and not (arguments.path and arguments.path.is_file()):
+        parser.error("give the path of nanoGPT's model.py")
+    torch.manual_seed(0)
+    random.seed(0)
+    rows = torch.randint(arguments.vocab_size, (arguments.rows, arguments.seq_len + 1), device=arguments.device)
+    sides, base = {"normalizers": normalizer_sides, "nanogpt": nanogpt_sides, "compile": compile_sides}[arguments.what](arguments, rows)
+    name = torch.cuda.get_device_name() if rows.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
+    print_ratios(interleaved(sides, arguments.rounds), base, arguments.rows * arguments.seq_len)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A tiny corpus and configuration on which a run takes a second."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.config import Config, load
+
+ROOT = Path(__file__).parent.parent
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve documents of made-up sentences, a few hundred kilobytes; the same text every time."""
+    import random
+
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefghiklmnoprstuvw", k=drawn.randint(2, 7))) for _ in range(300)]
+    weights = [1 / (rank + 2) for rank in range(300)]
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(12):
+        sentences = [" ".join(drawn.choices(words, weights, k=drawn.randint(4, 12))) + "." for _ in range(400)]
+        (folder / f"{number:02d}.txt").write_text(" ".join(sentences))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the corpus's token store is kept through the session."""
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture
+def arguments(corpus: Path, store_root: Path, tmp_path: Path) -> list[str]:
+    """What `tiny` loads, for the command line."""
+    return [
+        str(ROOT / "tests" / "tiny.yaml"),
+        f"data.source.paths=[{corpus}]",
+        f"data.root={store_root}",
+        f"runs={tmp_path / 'runs'}",
+    ]
+
+
+@pytest.fixture
+def tiny(arguments: list[str]):
+    """A function: overrides -> the tiny configuration with them."""
+
+    def make(*overrides: str) -> Config:
+        return load([*arguments, *overrides])
+
+    return make
+
+
+def lm(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """`lm ARGUMENTS` as a process of its own."""
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "lm", *arguments], capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=300
+    )

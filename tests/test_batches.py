@@ -1,0 +1,186 @@
+"""The order in which a run reads its tokens."""
+
+import hashlib
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.config import DataConfig, Files, TrainedTokenizer
+from lm.data.batches import MicroBatches, TrainRows, long_starts, train_loader, validation_starts, windows
+from lm.data.prepare import prepare
+from lm.data.store import Split, Store
+
+SEQ_LEN, BATCH_ROWS, STEPS = 16, 8, 50
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("batches")
+    for number in range(30):
+        (folder / f"{number:02d}.txt").write_text(" ".join(f"word{(number * k) % 89}" for k in range(10 + 4 * number)))
+    data = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores"))
+    return prepare(data)
+
+
+class Counted:
+    """A store whose token i is i, so that rows tell where they come from."""
+
+    def __init__(self, n_tokens: int, fingerprint: str = "ab" * 32):
+        self.fingerprint, self.train = fingerprint, counted_split([n_tokens])
+
+
+def counted_split(sizes: list[int]) -> Split:
+    split = Split(Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes))
+    split.__dict__.update(tokens=np.arange(sum(sizes), dtype=np.uint32), offsets=np.cumsum([0, *sizes]))
+    return split
+
+
+def digests(batches: np.ndarray) -> list[str]:
+    return [hashlib.sha256(np.ascontiguousarray(batch).tobytes()).hexdigest() for batch in batches]
+
+
+def global_batches(store: Store, world: int, micro_batch: int, workers: int, first_step: int = 0) -> list[str]:
+    """What all ranks read, put together step by step."""
+    ranks = []
+    for rank in range(world):
+        rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+        loader = train_loader(rows, rank, world, micro_batch, first_step, STEPS, workers)
+        micro_batches = list(loader)
+        assert len(loader) == STEPS * BATCH_ROWS // world // micro_batch
+        assert all(batch.dtype == torch.int64 and batch.shape == (micro_batch, SEQ_LEN + 1) for batch in micro_batches)
+        ranks.append(torch.cat(micro_batches).view(STEPS - first_step, BATCH_ROWS // world, SEQ_LEN + 1))
+    return digests(torch.cat(ranks, 1).numpy())
+
+
+@pytest.fixture(scope="module")
+def expected(store: Store) -> list[str]:
+    rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+    assert rows.rows_per_epoch < STEPS * BATCH_ROWS, "the steps must span epochs"
+    return digests(np.stack([rows.rows(step) for step in range(STEPS)]))
+
+
+@pytest.mark.parametrize("first_step", [0, 17])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_global_batches_do_not_depend_on_how_they_are_read(
+    store: Store, expected: list[str], world: int, micro_batch: int, workers: int, first_step: int
+):
+    assert global_batches(store, world, micro_batch, workers, first_step) == expected[first_step:]
+
+
+def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):
+    rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+    order = np.random.default_rng(0).permutation(STEPS)
+    assert digests(np.stack([rows.rows(int(step)) for step in order])) == [expected[step] for step in order]
+
+
+def test_the_order_never_changes_between_versions():
+    """Runs that were begun with an earlier version must go on with the same tokens."""
+    rows = TrainRows(Counted(1000), 10, 8, seed=3)
+    assert rows.row_starts(0).tolist() == GOLDEN
+
+
+GOLDEN = [209, 269, 639, 549, 959, 9, 579, 169]
+
+
+def test_reading_leaves_the_global_random_state_alone(store: Store):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    list(train_loader(TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1), 0, 1, 4, 0, 3, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
+    batches = MicroBatches(TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1), 0, 1, 4)
+    batches.source.split.tokens[:1]
+    content = pickle.dumps(batches)
+    assert torch.equal(pickle.loads(content)[3], batches[3])
+    assert store.train.tokens[:50].tobytes() not in content
+
+
+@given(n_tokens=st.integers(2, 3000), seq_len=st.integers(1, 80), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_an_epoch_predicts_every_token_once_but_for_the_ends(n_tokens: int, seq_len: int, seed: int, epoch: int):
+    if n_tokens <= seq_len:
+        with pytest.raises(ValueError, match="hold no row"):
+            TrainRows(Counted(n_tokens), seq_len, 1, seed)
+        return
+    rows = TrainRows(Counted(n_tokens), seq_len, 1, seed)
+    batch = windows(rows.split, rows.epoch_starts(epoch), seq_len)
+    targets = np.sort(batch[:, 1:].ravel())
+    assert (batch[:, 1:] == batch[:, :-1] + 1).all()
+    assert len(rows.epoch_starts(epoch)) == rows.rows_per_epoch
+    assert (np.diff(targets) == 1).all()
+    assert n_tokens - len(targets) < 2 * seq_len
+
+
+@given(
+    n_tokens=st.integers(20, 500),
+    seq_len=st.integers(1, 19),
+    batch_rows=st.integers(1, 60),
+    step=st.integers(0, 200),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int, batch_rows: int, step: int, seed: int):
+    rows = TrainRows(Counted(n_tokens), seq_len, batch_rows, seed)
+    begin, end = step * batch_rows, (step + 1) * batch_rows
+    n = rows.rows_per_epoch
+    epochs = np.concatenate([rows.epoch_starts(epoch) for epoch in range(begin // n, end // n + 1)])
+    assert (rows.row_starts(step) == epochs[begin % n :][:batch_rows]).all()
+
+
+def test_epochs_seeds_and_stores_give_different_orders():
+    def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
+        return tuple(TrainRows(Counted(5000, fingerprint), 10, 1, seed).epoch_starts(epoch))
+
+    orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
+    assert len(set(orders)) == len(orders)
+    offsets = {order(1, epoch)[0] % 10 for epoch in range(100)}
+    assert offsets == set(range(10))
+
+
+# ---------------------------------------------------------------- held-out rows
+
+
+@given(n_tokens=st.integers(1, 2000), seq_len=st.integers(1, 100), rows=st.integers(1, 50))
+@settings(max_examples=200, deadline=None)
+def test_validation_rows_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, rows: int):
+    split = counted_split([n_tokens])
+    starts = validation_starts(split, seq_len, rows)
+    batch = windows(split, starts, seq_len)
+    assert batch.shape == (min(rows, (n_tokens - 1) // seq_len), seq_len + 1)
+    assert len(np.unique(batch[:, 1:])) == batch[:, 1:].size
+    if len(starts) > 1:
+        gaps = np.diff([*starts, (n_tokens - 1) // seq_len * seq_len])
+        assert gaps.max() - gaps.min() <= seq_len
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), length=st.integers(1, 30), rows=st.integers(1, 40))
+@settings(max_examples=300, deadline=None)
+def test_long_windows_lie_within_documents_and_take_them_in_turn(sizes: list[int], length: int, rows: int):
+    split = counted_split(sizes)
+    starts = long_starts(split, length, rows)
+    fitting = [(size - 1) // length for size in sizes]
+    assert len(starts) == min(rows, sum(fitting))
+    document = np.searchsorted(split.offsets, starts, "right") - 1
+    assert (starts + length + 1 <= split.offsets[document + 1]).all()
+    assert len(set(starts.tolist())) == len(starts)
+    turn = (starts - split.offsets[document]) // length
+    assert ((starts - split.offsets[document]) % length == 0).all()
+    visited = list(zip(turn.tolist(), document.tolist(), strict=True))
+    assert visited == sorted((t, d) for d, n in enumerate(fitting) for t in range(n))[:rows]
+
+
+def test_windows_are_what_the_store_holds(store: Store):
+    starts = validation_starts(store.val, SEQ_LEN, 5)
+    batch = windows(store.val, starts, SEQ_LEN)
+    assert batch.dtype == np.int64
+    assert type(batch) is np.ndarray
+    for row, begin in zip(batch, starts, strict=True):
+        assert (row == store.val.tokens[begin : begin + SEQ_LEN + 1]).all()
