@@ -163,18 +163,22 @@ def test_validation_rows_are_spread_evenly_and_share_no_target(n_tokens: int, se
 
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), length=st.integers(1, 30), rows=st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
-def test_long_windows_lie_within_documents_and_take_them_in_turn(sizes: list[int], length: int, rows: int):
+def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, rows: int):
     split = counted_split(sizes)
-    starts = long_starts(split, length, rows)
+    starts, every = long_starts(split, length, rows), long_starts(split, length, 10**6)
     fitting = [(size - 1) // length for size in sizes]
+    assert len(every) == sum(fitting)
     assert len(starts) == min(rows, sum(fitting))
-    document = np.searchsorted(split.offsets, starts, "right") - 1
-    assert (starts + length + 1 <= split.offsets[document + 1]).all()
-    assert len(set(starts.tolist())) == len(starts)
-    turn = (starts - split.offsets[document]) // length
-    assert ((starts - split.offsets[document]) % length == 0).all()
-    visited = list(zip(turn.tolist(), document.tolist(), strict=True))
-    assert visited == sorted((t, d) for d, n in enumerate(fitting) for t in range(n))[:rows]
+    document = np.searchsorted(split.offsets, every, "right") - 1
+    assert np.bincount(document, minlength=len(sizes)).tolist() == fitting
+    assert (every + length + 1 <= split.offsets[document + 1]).all()
+    same_document = np.diff(document) == 0
+    assert (np.diff(every)[same_document] == length).all()
+    taken = np.searchsorted(every, starts)
+    assert (every[taken] == starts).all()
+    if len(taken) > 1:
+        gaps = np.diff([*taken, len(every)])
+        assert gaps.max() - gaps.min() <= 1
 
 
 def test_windows_are_what_the_store_holds(store: Store):

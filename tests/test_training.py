@@ -70,7 +70,13 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
 @pytest.mark.parametrize("name", table.ENTRIES)
 def test_steps_then_kill_then_resume_equal_steps_in_one_go_bit_for_bit(tiny, name: str):
     """With dropout, gradient accumulation, a kill between checkpoints, and twice in a row."""
-    options = [f"model.normalizer={name}", "model.dropout=0.2", "trainer.micro_batch=2", "trainer.max_steps=9", "trainer.checkpoint_every=3"]
+    options = [
+        f"model.normalizer={name}",
+        "model.dropout=0.2",
+        "trainer.micro_batch=2",
+        "trainer.max_steps=9",
+        "trainer.checkpoint_every=3",
+    ]
     whole = tiny("name=whole", *options)
     train(whole)
     parts = tiny("name=parts", *options, "resume=auto")
@@ -180,11 +186,11 @@ def test_resuming_with_another_configuration_lists_every_difference(tiny):
 def test_another_normalizer_never_loads_silently(tiny):
     config = tiny("name=ssmax", "model.normalizer=ssmax")
     train(config)
-    with pytest.raises(ConfigError, match="model.normalizer"):
+    with pytest.raises(ConfigError, match=r"model\.normalizer"):
         train(tiny("name=ssmax", "resume=auto"))
     state = weights(config.run_folder)
     bare = {name.removeprefix("decoder."): value for name, value in state.items()}
-    with pytest.raises(RuntimeError, match="normalizer.s"):
+    with pytest.raises(RuntimeError, match=r"normalizer\.s"):
         Decoder(tiny().model, 400, 32).load_state_dict(bare)
 
 
@@ -285,4 +291,3 @@ def test_metrics_are_mirrored_to_an_offline_wandb_run(tiny, monkeypatch: pytest.
     config = tiny("name=mirrored", "log.wandb=offline")
     train(config)
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
-

@@ -131,14 +131,15 @@ def validation_starts(split: Split, seq_len: int, rows: int) -> np.ndarray:
 def long_starts(split: Split, length: int, rows: int) -> np.ndarray:
     """Starts of up to `rows` windows of `length` + 1 tokens, each within one document: int64 (k,).
 
-    A document of D tokens holds (D - 1) // length windows, laid from its start. First comes the first
-    window of every document that is long enough, then every second window, and so on.
+    A document of D tokens holds (D - 1) // length windows side by side in its middle; those taken are
+    evenly spread over all of them. Most then begin inside a document, as training rows do, so that the
+    loss by position shows the position and not how documents begin.
     """
     offsets = np.asarray(split.offsets)
-    fitting = (np.diff(offsets) - 1) // length
-    starts = np.empty(0, np.int64)
-    for turn in range(int(fitting.max(initial=0))):
-        if len(starts) >= rows:
-            break
-        starts = np.concatenate((starts, offsets[:-1][fitting > turn] + turn * length))
-    return starts[:rows]
+    spans = np.diff(offsets) - 1
+    fitting = spans // length
+    document = np.repeat(np.arange(len(spans)), fitting)
+    within = np.arange(len(document)) - np.repeat(np.cumsum(fitting) - fitting, fitting)
+    starts = offsets[:-1][document] + (spans - fitting * length)[document] // 2 + within * length
+    count = min(rows, len(starts))
+    return starts[np.arange(count) * len(starts) // max(1, count)]
