@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -13,35 +13,42 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
-Arguments = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, later ones win", show_default=False)]
-Runs = Annotated[list[Path], typer.Argument(help="run folders", show_default=False)]
+Configuration = Annotated[
+    list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files and overrides, later ones win", show_default=False)
+]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="run folder", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. eval.rows=512", show_default=False)]
+Reference = Annotated[bool, typer.Option("--reference", help="print all keys with their meaning instead (docs/config.md)")]
+Checkpoint = Annotated[str, typer.Option(help="`last`, a step, or a checkpoint's path")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="folder to write [default: the run's, or `report` beside several]")]
+Baseline = Annotated[str | None, typer.Option(help="run or arm that others are compared with [default: the first]")]
 
 
 @app.command()
-def config(
-    arguments: Annotated[list[str] | None, typer.Argument(help="YAML files and key=value overrides", show_default=False)] = None,
-    reference: Annotated[bool, typer.Option(help="print the reference of all keys instead (docs/config.md)")] = False,
-) -> None:
+def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
     """Print the resolved configuration, or every problem in it."""
     from lm.config import load, reference_markdown, to_yaml
 
-    print(reference_markdown() if reference else to_yaml(load(arguments or [])), end="")
+    print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
 
 
 @app.command()
-def prepare(arguments: Arguments) -> None:
+def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""
     from lm.config import load
-    from lm.data.prepare import prepare
 
     loaded = load(arguments)
+    from lm.data.prepare import prepare
+
     prepare(loaded.data, progress=True)
 
 
 @app.command()
-def train(arguments: Arguments) -> None:
+def train(arguments: Configuration) -> None:
     """Train a model; the run is kept in a folder of its own (runs/NAME)."""
     from lm.config import load
 
@@ -52,11 +59,7 @@ def train(arguments: Arguments) -> None:
 
 
 @app.command("eval")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="run folder", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(help="eval.* and other overrides, key=value", show_default=False)] = None,
-    checkpoint: Annotated[str, typer.Option(help="`last`, a step, or a checkpoint's path")] = "last",
-) -> None:
+def evaluate(run: Run, overrides: Overrides = None, checkpoint: Checkpoint = "last") -> None:
     """Measure validation loss and loss by position of a run's checkpoint; kept in its evaluations/."""
     from lm.evaluation.run import evaluate_run
 
@@ -64,15 +67,11 @@ def evaluate(
 
 
 @app.command()
-def report(
-    runs: Runs,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder to write; default: the first run's")] = None,
-    baseline: Annotated[str | None, typer.Option(help="name of the run others are compared with; default: the first")] = None,
-) -> None:
+def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or of several side by side: report.html, picture and tables."""
     from lm.report import print_table, write_report
 
-    files = write_report(runs, out or runs[0], baseline)
+    files = write_report(runs, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"), baseline)
     print_table(runs, baseline)
     print(f"report: {files.html}\npicture: {files.png}")
 
@@ -80,18 +79,16 @@ def report(
 def main() -> None:
     """Entry point: an error meant for the user is one line and a non-zero exit status."""
     try:
-        app()
+        app()  # a wrong command line or Ctrl-C ends in here, with status 2 or 130
     except LMError as error:
-        sys.exit(_fail(str(error), error.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted", 130))
+        _fail(str(error), error.exit_code)
     except BrokenPipeError:
-        sys.exit(1)
+        sys.stderr.close()  # else Python complains of the closed pipe at exit
+        sys.exit(141)
     except OSError as error:
-        named = f"{error.filename}: " if error.filename else ""
-        sys.exit(_fail(f"{named}{error.strerror or error}", 1))
+        _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
 
 
-def _fail(text: str, status: int) -> int:
+def _fail(text: str, status: int) -> NoReturn:
     print(f"error: {text}", file=sys.stderr)
-    return status
+    sys.exit(status)

@@ -34,7 +34,7 @@ class Files:
     name: ClassVar[str] = "files"
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     column: str = key("text", "column that holds the text (jsonl, parquet)")
-    separator: str = key("", "split each .txt file into documents at this text; empty: one document a file")
+    separator: str = key("", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file')
 
 
 @dataclass
@@ -295,7 +295,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
         plain = OmegaConf.to_container(node) if node else {}
     except FileNotFoundError:
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        by = f" (a base of {seen[-1].name})" if seen else ""
+        by = f" (a base of {seen[-1].name})" if seen else " (overrides are key=value)" if not path.suffix else ""
         raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

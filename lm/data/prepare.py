@@ -84,27 +84,20 @@ def check_rows(store: Store, config: Config) -> None:
     Raises:
         ConfigError: a training, validation or long row does not fit.
     """
-    problems = []
-    for name in SPLITS:
-        n_tokens = getattr(store, name).n_tokens
-        if n_tokens <= config.data.seq_len:
-            text = "training" if name == "train" else "held-out"
-            reason = f"a row needs {config.data.seq_len + 1:,} tokens, the {text} text has {n_tokens:,}"
-            problems.append(Problem("data.seq_len", config.data.seq_len, reason, f"set it to {n_tokens - 1} or less, or add text"))
+    seq_len, factor = config.data.seq_len, config.eval.long_context.length_factor
+    name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
+    if shortest <= seq_len:
+        reason = f"a row needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
+        raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {shortest - 1} or less, or add text")])
     if config.long_length >= store.val.longest:
-        fitting = (store.val.longest - 1) / config.data.seq_len
+        fitting = (store.val.longest - 1) / seq_len
         smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
-        problems.append(
-            Problem(
-                "eval.long_context.length_factor",
-                config.eval.long_context.length_factor,
-                f"with data.seq_len = {config.data.seq_len} a long row needs a held-out document of {config.long_length + 1:,} tokens, "
-                f"the longest has {store.val.longest:,}",
-                f"set it to {smaller}0 to train without this evaluation",
-            )
+        reason = (
+            f"with data.seq_len = {seq_len} a long row needs a held-out document of {config.long_length + 1:,} tokens, "
+            f"the longest has {store.val.longest:,}"
         )
-    if problems:
-        raise ConfigError(problems)
+        remedy = f"set it to {smaller}0 to train without this evaluation"
+        raise ConfigError([Problem("eval.long_context.length_factor", factor, reason, remedy)])
 
 
 # ---------------------------------------------------------------- which store

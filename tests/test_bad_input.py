@@ -1,0 +1,124 @@
+"""Bad input at the command line: one line that names it, a non-zero status, nothing half-written."""
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, lm
+
+
+def refused(tmp_path: Path, result: subprocess.CompletedProcess, *words: str, status: int = 1) -> None:
+    assert result.returncode == status, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert result.stderr.splitlines()[-1] == errors[0]
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in errors[0]
+    assert not list((tmp_path / "runs").glob("*"))
+    assert not [path for path in (tmp_path / "stores").glob("*") if path.is_dir() and not (path / "manifest.json").exists()]
+
+
+@pytest.fixture
+def train(corpus: Path, tmp_path: Path):
+    """A function: run `lm train` on files with overrides, with its own store folder."""
+
+    def run(*overrides: str, paths: object = corpus) -> subprocess.CompletedProcess:
+        return lm(
+            "train",
+            str(ROOT / "tests" / "tiny.yaml"),
+            f"data.source.paths=[{paths}]",
+            f"data.root={tmp_path / 'stores'}",
+            f"runs={tmp_path / 'runs'}",
+            *overrides,
+        )
+
+    return run
+
+
+def written(tmp_path: Path, name: str, content: bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(content)
+    return path
+
+
+def test_missing_file(train, tmp_path: Path):
+    refused(tmp_path, train(paths=tmp_path / "nowhere.txt"), "nowhere.txt")
+
+
+def test_empty_file(train, tmp_path: Path):
+    refused(tmp_path, train(paths=written(tmp_path, "empty.txt", b"")), "empty.txt", "empty")
+
+
+def test_non_utf8_file(train, tmp_path: Path):
+    refused(tmp_path, train(paths=written(tmp_path, "latin.txt", b"caf\xe9 " * 100)), "latin.txt", "UTF-8")
+
+
+def test_damaged_gzip(train, tmp_path: Path):
+    refused(tmp_path, train(paths=written(tmp_path, "cut.txt.gz", gzip.compress(os.urandom(5000))[:2000])), "cut.txt.gz")
+
+
+def test_corpus_of_one_document(train, corpus: Path, tmp_path: Path):
+    refused(tmp_path, train(paths=corpus / "00.txt"), "data.source.separator")
+
+
+def test_corpus_shorter_than_a_row(train, tmp_path: Path):
+    paths = ",".join(str(written(tmp_path, f"{i}.txt", f"a few words {i} ".encode() * 40)) for i in range(4))
+    refused(
+        tmp_path,
+        train("data.seq_len=4096", "optim.batch_tokens=4096", "data.tokenizer.vocab_size=260", paths=paths),
+        "data.seq_len",
+        status=2,
+    )
+
+
+def test_vocabulary_larger_than_the_corpus_supports(train, tmp_path: Path):
+    refused(tmp_path, train("data.tokenizer.vocab_size=60000"), "data.tokenizer.vocab_size = 60000", "supports only")
+
+
+def test_rows_beyond_the_longest_held_out_document(train, tmp_path: Path):
+    refused(tmp_path, train("data.seq_len=4096", "optim.batch_tokens=4096"), "eval.long_context.length_factor", status=2)
+
+
+def test_a_token_store_with_a_flipped_byte(train, tmp_path: Path):
+    assert train().returncode == 0
+    shutil.rmtree(tmp_path / "runs")
+    (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
+    tokens = bytearray((store / "train.bin").read_bytes())
+    tokens[1000] ^= 1
+    (store / "train.bin").write_bytes(tokens)
+    refused(tmp_path, train(), "train.bin")
+
+
+def test_batch_tokens_not_divisible(train, tmp_path: Path):
+    refused(tmp_path, train("optim.batch_tokens=1000"), "optim.batch_tokens", "992 or 1024", status=2)
+
+
+def test_normalizer_typo(train, tmp_path: Path):
+    refused(tmp_path, train("model.normalizer=smax"), "model.normalizer.name", "did you mean", status=2)
+
+
+@pytest.mark.parametrize("blocks", [20, 200])
+def test_full_disk_while_preparing(corpus: Path, tmp_path: Path, blocks: int):
+    """A file-size limit (in kilobytes) stands in for the full disk."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({blocks} * 256, {blocks} * 256));"
+        "sys.argv = ['lm', *sys.argv[1:]]; from lm.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "train", str(ROOT / "tests" / "tiny.yaml")]
+    command += [f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}", f"runs={tmp_path / 'runs'}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    refused(tmp_path, result, "File too large")
+
+
+def test_a_command_line_mistake_is_told_plainly():
+    for arguments in (["train"], ["trian"], ["train", "--fast", "x"], ["report"]):
+        result = lm(*arguments)
+        assert result.returncode == 2
+        assert "Usage" in result.stderr
+        assert "Traceback" not in result.stderr
