@@ -644,5 +644,5 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
     assert problems(store.val.n_tokens - 1, 0.0) == ""
     assert f"the held-out text has {store.val.n_tokens:,}" in problems(store.val.n_tokens, 0.0)
     text = problems(store.train.n_tokens, 0.0)
-    assert f"a row needs {store.train.n_tokens + 1:,} tokens, the training text has {store.train.n_tokens:,}" in text
+    assert f"a row needs {store.train.n_tokens + 1:,} tokens, the held-out text has {store.val.n_tokens:,}" in text
     assert "data.seq_len" in text

@@ -18,7 +18,6 @@ from lm.data.sources import Source, documents, identity, label, licence, one_lin
 from lm.data.store import (
     FORMAT,
     MANIFEST,
-    SPLITS,
     TOKEN_BYTES,
     TOKENIZER,
     SplitWriter,
