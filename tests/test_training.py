@@ -263,11 +263,29 @@ def test_weight_decay_is_on_matrices_only(tiny):
     assert sum(len(group["params"]) for group in (decayed, free)) == len(list(decoder.parameters()))
 
 
-def test_metrics_are_cut_back_to_the_resumed_step(tmp_path: Path):
+def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
+    (tmp_path / "evaluations").mkdir()
+    for step in (2, 3):
+        (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    cut_back(path, 2)
+    cut_back(tmp_path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
+
+
+def test_going_back_to_an_earlier_checkpoint_keeps_the_new_ones(tiny):
+    options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=3"]
+    config = tiny("name=back", *options)
+    train(config)
+    checkpoints = config.run_folder / "checkpoints"
+    assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
+    expected = losses(config.run_folder)
+    train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
+    assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
+    assert len(losses(config.run_folder)) == 6
+    assert losses(config.run_folder)[:4] == expected[:4]
+    assert not (config.run_folder / "evaluations" / "validation.step-000008.json").exists()
 
 
 def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -12,6 +12,16 @@ def evaluation_path(run: Path, kind: str, step: int) -> Path:
     return run / EVALUATIONS / f"{kind}.step-{step:06d}.json"
 
 
+def evaluations(run: Path) -> list[Path]:
+    """The evaluation files of a run folder, in no order."""
+    return list((run / EVALUATIONS).glob("*.step-*.json"))
+
+
+def step_of(path: Path) -> int:
+    """The step an evaluation file was measured at."""
+    return int(path.stem.rpartition(".step-")[2])
+
+
 def write_evaluation(run: Path, result: dict[str, Plain]) -> Path:
     """Write `result`, which holds `kind` and `step`, to its file; returns the path."""
     path = evaluation_path(run, result["kind"], result["step"])

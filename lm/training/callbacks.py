@@ -137,7 +137,8 @@ class Checkpoints(StepCallback):
         self.saved = trainer.global_step
         if trainer.is_global_zero:
             point_last(path)
-            for old in steps_saved(self.folder)[: -self.keep]:
+            by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)
+            for old in by_age[: -self.keep]:  # not by step: a run may have gone back to an earlier one
                 old.unlink(missing_ok=True)
         self.clock.paused(started)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config import LogConfig
-from lm.runs import write_atomic
+from lm.evaluation.results import evaluations, step_of
+from lm.runs import METRICS, write_atomic
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -36,18 +37,22 @@ class MetricLog:
             self.mirror.finish()
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Drop the lines after `step` (a resumed run makes them again) and a last line cut short by a kill."""
-    if not path.exists():
-        return
+def cut_back(run: Path, step: int) -> None:
+    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
+    (a last line cut short by a kill among them) and evaluations."""
+    metrics = run / METRICS
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError, TypeError):
             break
-    write_atomic(path, "".join(kept))
+    if kept or metrics.exists():
+        write_atomic(metrics, "".join(kept))
+    for path in evaluations(run):
+        if step_of(path) > step:
+            path.unlink()
 
 
 def wandb_mode(log: LogConfig) -> str:

@@ -81,7 +81,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         write_atomic(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_atomic(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
-        cut_back(folder / METRICS, first_step)
+        cut_back(folder, first_step)
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress = ProgressLine(config.log.progress, config.trainer.max_steps, main)
