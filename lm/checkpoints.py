@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ import yaml
 
 from lm.config import Config, parse
 from lm.errors import ConfigError, RunError
+from lm.files import replacing, sync_folder
 from lm.model import Decoder
 
 _STEP = re.compile(r"step-(\d+)\.ckpt")
@@ -18,29 +18,9 @@ LAST = "last.ckpt"
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
-    """Write `checkpoint` through a temporary file in the target folder, synced and renamed.
-
-    Raises RunError if it can't be written (a full disk, say); what was there before is untouched.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".saving-")
-    except OSError as error:
-        raise RunError(f"{path}: can't save the checkpoint: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
-        cause = error if isinstance(error, OSError) else error.__context__
-        reason = getattr(cause, "strerror", None) or " ".join(str(error).split())[:200]
-        raise RunError(f"{path}: can't save the checkpoint: {reason}; earlier checkpoints are intact, free space and resume") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    """Write `checkpoint` whole or not at all. Raises RunError if it can't be written (a full disk, say)."""
+    with replacing(path, "the checkpoint") as file:
+        torch.save(checkpoint, file)
 
 
 def point_last(path: Path) -> None:
@@ -62,15 +42,6 @@ def steps_saved(folder: Path) -> list[Path]:
     """The `step-N.ckpt` files of a folder, by rising step."""
     found = [(int(match[1]), path) for path in folder.glob("step-*.ckpt") if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:

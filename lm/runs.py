@@ -1,43 +1,22 @@
 """Run folders: the only thing that training leaves behind and everything after it reads."""
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import yaml
 
 from lm.config import Config, parse
 from lm.errors import ConfigError, RunError
+from lm.files import write_text
 from lm.schema import Plain
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) whole or not at all. Raises RunError naming the file and the reason."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    except OSError as error:
-        raise RunError(f"{path}: can't write: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise RunError(f"{path}: can't write: {error.strerror}") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 def write_json(path: Path, content: Plain) -> None:
     """`content` as indented JSON, whole or not at all."""
-    write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Plain]:

@@ -444,7 +444,7 @@ def test_no_evaluation_of_the_same_rows_twice(pair):
 
 def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="can't be written"):
+    with pytest.raises(RunError, match="can't save the report"):
         write_report(pair, tmp_path / "file" / "out")
 
 

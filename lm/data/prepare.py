@@ -29,6 +29,7 @@ from lm.data.store import (
 )
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer, vocab_size
 from lm.errors import ConfigError, DataError, Problem
+from lm.files import sync_folder
 from lm.schema import Plain
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4 << 20, 2048  # encoded at a time
@@ -205,9 +206,9 @@ def _build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: "_Prog
             "files": files,
         }
         write_manifest(partial, manifest)
-        _sync(partial)
+        sync_folder(partial)
         os.rename(partial, target)
-        _sync(target.parent)
+        sync_folder(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # renamed by now, unless something failed
 
@@ -280,15 +281,6 @@ def _batches(items: Iterator[tuple[str, int, bool]]) -> Iterator[list[tuple[str,
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _sync(folder: Path) -> None:
-    """Make the folder's entries last on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Progress:

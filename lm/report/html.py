@@ -1,6 +1,5 @@
 """One self-contained HTML page, and every file of a report."""
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lm.attention import table
-from lm.errors import RunError
+from lm.files import replacing
 from lm.report.comparison import Comparison, commit, compare, printable, show, theta_factors
 from lm.report.plots import Overview, overview
 from lm.report.runs import RunRecord, flatten, read_run
@@ -55,23 +54,10 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
         paths.latex: to_latex(tables).encode(),
         paths.html: render(comparison, picture).encode(),
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for path, content in contents.items():
-            _replace(path, content)
-    except OSError as error:
-        raise RunError(f"{out}: the report can't be written: {error.strerror}") from None
+    for path, content in contents.items():
+        with replacing(path, "the report") as file:
+            file.write(content)
     return paths
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def render(comparison: Comparison, picture: Overview) -> str:

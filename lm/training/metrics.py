@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from lm.config import LogConfig
 from lm.evaluation.results import evaluations, step_of
-from lm.runs import METRICS, write_atomic
+from lm.files import write_text
+from lm.runs import METRICS
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def cut_back(run: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError, TypeError):
             break
     if kept or metrics.exists():
-        write_atomic(metrics, "".join(kept))
+        write_text(metrics, "".join(kept))
     for path in evaluations(run):
         if step_of(path) > step:
             path.unlink()

@@ -12,7 +12,8 @@ from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_config, read_json, write_atomic, write_json
+from lm.files import write_text
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_config, read_json, write_json
 from lm.schema import Plain, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
@@ -78,9 +79,9 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     facts = {**facts, "wandb_id": before.get("wandb_id", facts["wandb_id"]), "started": before.get("started", facts["started"])}
     if main:
         print(banner(config, store, decoder, device, precision, compiled), flush=True)
-        write_atomic(folder / CONFIG, to_yaml(stored(config)))
+        write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
-        write_atomic(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
+        write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         cut_back(folder, first_step)
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)

@@ -1,0 +1,54 @@
+"""Files that are written whole or not at all, and last through a power cut."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lm.errors import RunError
+
+
+@contextmanager
+def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
+    """A file to write in place of `path`: a temporary one in the same folder, synced and renamed at the end.
+
+    If anything fails, `path` is as it was and nothing is left behind. `what` names it in the error.
+
+    Raises:
+        RunError: it can't be written (no permission, a full disk), naming the path and the reason.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = getattr(cause, "strerror", None) or " ".join(str(error).split())[:200]
+        raise RunError(f"{path}: can't save {what}: {reason}; what was there before is intact") from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) whole or not at all. Raises RunError naming the file and the reason."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was renamed in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
