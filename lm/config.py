@@ -136,7 +136,7 @@ class Cosine:
     """Half a cosine from the peak to `final_fraction` of it."""
 
     name: ClassVar[str] = "cosine"
-    final_fraction: float = key(0.1, "last learning rate, as a share of the peak", ge=0, le=1)
+    final_fraction: float = key(0.1, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -145,7 +145,7 @@ class WSD:
 
     name: ClassVar[str] = "wsd"
     decay_fraction: float = key(0.2, "share of all steps that decays", gt=0, le=1)
-    final_fraction: float = key(0.0, "last learning rate, as a share of the peak", ge=0, le=1)
+    final_fraction: float = key(0.0, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -248,7 +248,7 @@ def load(arguments: list[str]) -> Config:
         ConfigError: everything that is wrong, in one message.
     """
     if not arguments:
-        raise ConfigError("no configuration given: name a YAML file, e.g. configs/quickstart/softmax.yaml")
+        raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
     merged: dict[str, Plain] = {}
     overrides = []
     name = ""
@@ -338,7 +338,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
-            renamed = value.get("name", old.get("name")) != old.get("name")
+            renamed = "name" in old and value.get("name", old["name"]) != old["name"]
             merged[name] = value if renamed else merge(old, value)
         else:
             merged[name] = value

@@ -94,7 +94,15 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     under = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
     assert merge(under, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}
     assert merge(under, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
+    assert merge({"n": {"bias": True}}, {"n": "ssmax"}) == {"n": {"bias": True, "name": "ssmax"}}
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
+
+
+def test_the_order_of_overrides_of_one_block_does_not_matter():
+    there = load(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
+    back = load(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])
+    assert there == back
+    assert back.model.normalizer.bias
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path):

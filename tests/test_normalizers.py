@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.attention.lengths import RowLength, Rows
-from lm.attention.normalizers import Normalizer, make_normalizer, mean_log
+from lm.attention.normalizers import Normalizer, make_normalizer
 
 # One row an entry and choice of options; a new normalizer adds its row here.
 CASES = {
@@ -217,10 +217,16 @@ MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090,
 
 @pytest.mark.parametrize("length", MATCH)
 def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
-    assert 1 / mean_log(length) == pytest.approx(MATCH[length], abs=6e-6)
+    assert length / math.lgamma(length + 1) == pytest.approx(MATCH[length], abs=6e-6)
     normalizer = make_normalizer(table.SSMax(), HEADS, length)
     assert normalizer.s.tolist() == pytest.approx([MATCH[length]] * HEADS, abs=6e-6)
     assert normalizer.scale(Rows.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
+def test_matching_holds_for_every_row_length(policy: str):
+    normalizer = make_normalizer(table.SSMax(n=policy), HEADS, 100)
+    assert normalizer.scale(Rows.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_ssmax_with_s_one_over_log_n_is_softmax_at_that_n():

@@ -101,6 +101,31 @@ def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):
     assert losses(one.run_folder) == pytest.approx(losses(many.run_folder), abs=1e-4)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (8, 2), (1, 8)])
+def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, before: int, after: int):
+    train(tiny("name=whole"))
+    train(tiny("name=parts", f"trainer.micro_batch={before}", "trainer.checkpoint_every=3"))
+    first = tiny("name=parts").run_folder / "checkpoints" / "step-000003.ckpt"
+    train(tiny("name=parts", f"trainer.micro_batch={after}", "trainer.checkpoint_every=3", f"resume={first}"))
+    assert len(losses(tiny("name=parts").run_folder)) == 8
+    assert losses(tiny("name=parts").run_folder) == pytest.approx(losses(tiny("name=whole").run_folder), abs=1e-4)
+
+
+def test_a_run_of_two_processes_goes_on_with_one(arguments: list[str], tmp_path: Path):
+    options = ["trainer.checkpoint_every=4"]
+    for name, devices, steps, resume in (("one", 1, 8, ""), ("both", 2, 8, ""), ("both", 1, 8, "resume")):
+        extra = [f"resume={tmp_path / 'runs' / 'both' / 'checkpoints' / 'step-000004.ckpt'}"] if resume else []
+        result = lm("train", *arguments, *options, *extra, f"name={name}", f"trainer.devices={devices}", f"trainer.max_steps={steps}")
+        assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "runs" / "both") == pytest.approx(losses(tmp_path / "runs" / "one"), abs=1e-4)
+
+
+def test_a_launcher_of_another_size_is_refused(arguments: list[str]):
+    result = lm("train", *arguments, "name=launched", WORLD_SIZE="4", RANK="0", LOCAL_RANK="0")
+    assert result.returncode == 2
+    assert "trainer.devices = 1: with num_nodes = 1 makes 1 processes, the launcher started 4" in result.stderr
+
+
 def test_two_processes_train_as_one(arguments: list[str], tmp_path: Path):
     """DDP launched by `lm train` itself: same tokens, losses and evaluations up to the order of additions."""
     for name, devices in (("one", 1), ("two", 2)):
@@ -188,6 +213,14 @@ def test_another_normalizer_never_loads_silently(tiny):
     train(config)
     with pytest.raises(ConfigError, match=r"model\.normalizer"):
         train(tiny("name=ssmax", "resume=auto"))
+    train(tiny("name=log_n", "model.normalizer=log_n"))
+    other = tiny("name=log_n").run_folder / "checkpoints" / "last.ckpt"
+    with pytest.raises(RunError, match="not a checkpoint of"):
+        train(tiny("name=plain", f"resume={other}"))
+    train(tiny("name=plain"))
+    foreign = shutil.copy(other, tiny("name=plain").run_folder / "checkpoints" / "step-000003.ckpt")
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.name = 'softmax': the checkpoint was trained with 'log_n'"):
+        train(tiny("name=plain", f"resume={foreign}"))
     state = weights(config.run_folder)
     bare = {name.removeprefix("decoder."): value for name, value in state.items()}
     with pytest.raises(RuntimeError, match=r"normalizer\.s"):

@@ -23,8 +23,6 @@ class Normalizer(nn.Module):
         train_length: tokens in a training row, for first values and bases "at the training length".
     """
 
-    sums_to_one = True
-
     def __init__(self, options: object, n_head: int, train_length: int):
         super().__init__()
         self.options, self.n_head = options, n_head
@@ -91,8 +89,8 @@ class Softmax(QueryScale):
 class SSMax(QueryScale):
     """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
 
-    s starts at 1 / mean_{n <= L} ln n (the mean logit scale over a training row of L tokens is then
-    softmax's 1) or at the given number; b, if any, at 0. `scale: none` fixes s = 1.
+    s starts at 1 / mean ln n over a training row (the mean logit scale is then softmax's 1) or at the
+    given number; b, if any, at 0. `scale: none` fixes s = 1.
     """
 
     options: table.SSMax
@@ -100,10 +98,14 @@ class SSMax(QueryScale):
     def initialise(self, train_length: int) -> None:
         self.row_length = RowLength(self.options.n)
         if self.options.scale == "learned":
-            first = 1 / mean_log(train_length) if self.options.init == "match" else self.options.init
+            first = 1 / self.mean_log(train_length) if self.options.init == "match" else self.options.init
             self.s = nn.Parameter(torch.full((self.n_head,), first))
         if self.options.bias:
             self.b = nn.Parameter(torch.zeros(self.n_head))
+
+    def mean_log(self, train_length: int) -> float:
+        """Mean of ln n over a training row: ln(L!) / L for n = visible."""
+        return self.row_length(Rows.full(train_length)).double().log().mean().item()
 
     def scale(self, rows: Rows) -> Tensor:
         scale = self.row_length(rows).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
@@ -127,11 +129,6 @@ class LogN(QueryScale):
     def scale(self, rows: Rows) -> Tensor:
         scale = self.row_length(rows).log().unsqueeze(-2) / self.log_base  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
-
-
-def mean_log(length: int) -> float:
-    """Mean of ln n over n = 1..length: ln(length!) / length."""
-    return math.lgamma(length + 1) / length
 
 
 def make_normalizer(options: object, n_head: int, train_length: int) -> Normalizer:

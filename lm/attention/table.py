@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from lm.errors import Problem
 from lm.schema import key
 
-_ROW_LENGTH = re.compile(r"visible|sample|fixed:[1-9][0-9]*")
+_ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
 
 
 @dataclass
@@ -84,7 +84,7 @@ def check(options: Softmax | SSMax | LogN, path: str) -> list[Problem]:
     problems = []
     policy = getattr(options, "n", "visible")
     if not _ROW_LENGTH.fullmatch(policy):
-        problems.append(Problem(f"{path}.n", policy, "unknown row length", "choose visible, sample or fixed:N (N a whole number)"))
+        problems.append(Problem(f"{path}.n", policy, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)"))
     if isinstance(options, SSMax) and options.scale == "none" and options.init != "match":
         problems.append(Problem(f"{path}.init", options.init, "scale: none has no s to start", "drop init, or set scale: learned"))
     return problems

@@ -85,8 +85,8 @@ def nll_by_token(
     decoder.eval()
     result = torch.zeros(held_out.rows.shape[0], held_out.length)
     batch = max(1, EVAL_TOKENS // held_out.length)
-    mine = torch.arange(where.rank, len(result), where.world)
-    for index in mine.split(batch):
+    mine = torch.arange(len(result))[where.rank :: where.world]
+    for index in mine.split(batch) if len(mine) else ():
         rows = torch.from_numpy(held_out.rows[index.numpy()]).to(where.device)
         with where.autocast():
             hidden = decoder(rows[:, :-1], theta_factor)

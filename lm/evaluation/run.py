@@ -37,13 +37,14 @@ def evaluate_run(folder: Path, checkpoint: str, overrides: list[str]) -> list[di
     config = _with_overrides(read_config(folder), overrides)
     path = find_checkpoint(folder, checkpoint)
     decoder, trained, facts = load_decoder(path)
-    if to_plain(trained.model) != to_plain(config.model):
-        raise RunError(f"{path}: was trained with another model than {folder} describes")
+    if (trained.seed, to_plain(trained.model), to_plain(trained.optim)) != (config.seed, to_plain(config.model), to_plain(config.optim)):
+        raise RunError(f"{path}: is of another run than {folder} describes (model, optim or seed)")
     store = prepare(config.data, progress=True)
     if store.fingerprint != facts["data_fingerprint"]:
         raise RunError(f"{path}: was trained on tokens {facts['data_fingerprint'][:16]}, {store.path} holds {store.fingerprint[:16]}")
     check_rows(store, config)
 
+    config.trainer.devices = config.trainer.num_nodes = 1  # however many it was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, read_json(folder / ENVIRONMENT))
     torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)

@@ -13,7 +13,10 @@ from lm.report.runs import LongContext, RunRecord, Setting
 from lm.report.statistics import Interval, over_seeds, paired_difference
 from lm.schema import Plain
 
-_BOOKKEEPING = ("name", "runs", "log.", "data.root", "data.workers", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+# Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
+_BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "trainer.micro_batch", "trainer.devices")
+_BOOKKEEPING += ("trainer.num_nodes", "trainer.threads", "trainer.accelerator", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+FEWEST_ROWS = 8  # below, a bootstrap interval says nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +149,8 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
                 labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={group[0].flat.get(key)}" for key in keys)])
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         labels = [f"{label}, {group[0].name}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
+        repeated = {label for label, count in Counter(labels).items() if count > 1}
+        labels = [f"{label}, {group[0].folder}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
 
 
@@ -305,9 +310,11 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
         values = np.array([np.mean(ours[seed].rows - theirs[seed].rows) for seed in shared])
         return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
     mean_a, mean_b = (np.mean([one.rows for one in samples.values()], axis=0) for samples in (ours, theirs))
-    note = f"paired bootstrap over {len(mean_a)} rows: covers the choice of evaluation rows, not training noise"
+    note = f"paired bootstrap over {len(mean_a)} rows: covers the choice of evaluation rows (as if independent), not training noise"
     if len(ours) == len(theirs) == 1:
         note += "; one seed per arm: differences of this size can be noise of the seed"
-    if not shared:
+    if ours.keys() != theirs.keys():
         note += "; the seeds differ"
+    if len(mean_a) < FEWEST_ROWS:
+        return None, f"{len(mean_a)} evaluation rows are too few for an interval (at least {FEWEST_ROWS})"
     return paired_difference(mean_a, mean_b), note

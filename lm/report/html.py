@@ -101,7 +101,7 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("tokens seen", lambda run: run.tokens_seen),
         line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         line("parameters: total / non-embedding / normalizer", _parameters),
-        line("seeds", lambda run: run.seed),
+        line("seeds", lambda run: str(run.seed)),
         line("precision", lambda run: run.measured("precision")),
         line("torch.compile", lambda run: run.measured("compile")),
         line("device", lambda run: run.measured("device")),
@@ -167,7 +167,7 @@ def methods(comparison: Comparison) -> str:
         f"(peak learning rate {key('optim.lr')}, betas {key('optim.beta1')} and {key('optim.beta2')}, weight decay "
         f"{key('optim.weight_decay')}, gradients clipped at norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
         f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
-        f"{say(lambda run: run.measured('precision'))}, seeds: {say(lambda run: run.seed)}. "
+        f"{say(lambda run: run.measured('precision'))}, seeds: {say(lambda run: str(run.seed))}. "
     )
     if comparison.warning:
         text += f"{comparison.warning} "

@@ -34,7 +34,7 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """SIGINT, SIGTERM and SIGUSR1 end training after the current step, on all ranks, with a checkpoint.
 
-    `signal` says which came. A second one acts as if this callback were not there.
+    `signal` says which came. A second one ends the process at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -96,6 +96,13 @@ class TrainModule(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, optim, max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Count Lightning's micro-batches anew: the resumed run may split a step otherwise (micro_batch, devices)."""
+        done = checkpoint["global_step"] * self.accumulation
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts.update(ready=done, started=done, processed=done, completed=done - (counts["ready"] - counts["completed"]))
+
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Plain data beside Lightning's own: enough to rebuild the model and to refuse the wrong one."""
         checkpoint["lm"] = {

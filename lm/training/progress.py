@@ -33,6 +33,7 @@ class ProgressLine:
         self.max_steps, self.main = max_steps, main and mode != "none"
         self.lines = mode == "lines" or (mode == "auto" and not self.console.is_terminal)
         self.started, self.first_step = time.perf_counter(), 0
+        self.line_every, self.due = max(1, max_steps // 20), 0
         self.bar = Progress(
             TextColumn("step"),
             BarColumn(),
@@ -59,7 +60,8 @@ class ProgressLine:
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         if not self.lines:
             self.bar.update(self.task, completed=step, **text)
-        elif text and (step % max(1, self.max_steps // 20) == 0 or step in (1, self.max_steps)):
+        elif text and (step >= self.due or step == self.max_steps):
+            self.due = (step // self.line_every + 1) * self.line_every
             left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.max_steps - step)
             self.console.print(f"step {step}/{self.max_steps}  {text['text']}  ETA {left:.0f} s", highlight=False)
 

@@ -7,13 +7,15 @@ import shutil
 import warnings
 from pathlib import Path
 
-from lm.config import Config, to_yaml
+import yaml
+
+from lm.config import Config, parse, to_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_config, read_json, write_json
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_json, write_json
 from lm.schema import Plain, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
@@ -28,6 +30,7 @@ def train(config: Config) -> int:
     """
     main = is_main_process()
     folder = config.run_folder
+    check_launcher(config)
     checkpoint = find_checkpoint(config)
     created = main and not folder.exists()
     if main and not checkpoint:
@@ -46,7 +49,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     import lightning as L
     import torch
 
-    from lm.checkpoints import load_checkpoint
+    from lm.checkpoints import LAST, load_checkpoint, point_last
     from lm.evaluation.loss import long_rows, validation_rows
     from lm.model import Decoder, flops_per_token
     from lm.training.banner import banner, environment
@@ -83,6 +86,8 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         cut_back(folder, first_step)
+        if checkpoint and checkpoint.name != LAST:
+            point_last(checkpoint)  # the run goes back to it
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress = ProgressLine(config.log.progress, config.trainer.max_steps, main)
@@ -118,12 +123,13 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     finally:
         progress.stop()
         log.close()
+    stopped = stop.signal if trainer.global_step < config.trainer.max_steps else 0
     if main:
-        if stop.signal:
+        if stopped:
             progress.note(f"stopped by a signal at step {trainer.global_step}; go on with: resume=auto")
         else:
             progress.note(f"done: {folder}")
-    return 128 + stop.signal if stop.signal else 0
+    return 128 + stopped if stopped else 0
 
 
 def _complete(config: Config, step: int, main: bool) -> int:
@@ -145,6 +151,14 @@ def is_main_process() -> bool:
     return all(rank == "0" for rank in [*ranks, os.environ.get("NODE_RANK", "0"), os.environ.get("GROUP_RANK", "0")])
 
 
+def check_launcher(config: Config) -> None:
+    """Raises ConfigError if a launcher started another number of processes than the configuration says."""
+    started = os.environ.get("WORLD_SIZE", str(config.world_size))
+    if started != str(config.world_size):
+        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
+
+
 def claim(folder: Path, resume: bool) -> None:
     """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
     try:
@@ -162,6 +176,8 @@ def find_checkpoint(config: Config) -> Path | None:
         return None
     path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
     if path.exists():
+        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
+            raise RunError(f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it")
         return path
     if config.resume == "auto":
         return None
@@ -171,9 +187,9 @@ def find_checkpoint(config: Config) -> Path | None:
 def check_resume(config: Config, store: Store, checkpoint: dict[str, dict[str, Plain]], path: Path) -> int:
     """The step the checkpoint is at. Raises ConfigError with every difference that would make it another run."""
     saved = checkpoint["lm"]
-    old, new = flatten(to_plain(read_config(config.run_folder))), flatten(to_plain(stored(config)))
+    old, new = flatten(to_plain(parse(yaml.safe_load(saved["config"])))), flatten(to_plain(stored(config)))
     problems = [
-        Problem(key, new.get(key), f"the run was started with {old.get(key)!r}", "resume it with that, or choose another name")
+        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
         for key in dict.fromkeys((*new, *old))
         if old.get(key) != new.get(key) and not any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
     ]
