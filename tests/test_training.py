@@ -21,7 +21,7 @@ from lm.errors import ConfigError, RunError
 from lm.model import Decoder
 from lm.training.metrics import cut_back, wandb_mode
 from lm.training.optim import lr_factor, make_optimizer
-from lm.training.run import train
+from lm.training.run import hold, train
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -199,6 +199,13 @@ def test_an_existing_run_folder_is_refused_and_left_alone(tiny):
     with pytest.raises(RunError, match="resume=auto"):
         train(config)
     assert before == {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_folder_in_use_is_refused(tiny):
+    config = tiny("name=used")
+    train(config)
+    with hold(config.run_folder), pytest.raises(RunError, match="another process is training"):
+        train(tiny("name=used", "resume=auto"))
 
 
 def test_resuming_with_another_configuration_lists_every_difference(tiny):

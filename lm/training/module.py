@@ -72,7 +72,7 @@ class TrainModule(L.LightningModule):
         if not math.isfinite(self.grad_norm):
             raise RunError(
                 f"step {self.global_step + 1}: the gradient is {self.grad_norm} (first in {self._first_nonfinite()}); "
-                f"the last checkpoint is intact: lower optim.lr or raise optim.warmup_steps"
+                f"checkpoints up to the last saved are intact: lower optim.lr or raise optim.warmup_steps, in a run of another name"
             )
 
     def _first_nonfinite(self) -> str:

@@ -1,10 +1,13 @@
 """`lm train`: checks, data, model, Trainer, run folder, in this order."""
 
+import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -36,9 +39,10 @@ def train(config: Config) -> int:
     if main and not checkpoint:
         claim(folder, resume=bool(config.resume))
     try:
-        store = prepare(config.data, progress=main)
-        check_rows(store, config)
-        return _fit(config, store, checkpoint, main)
+        with hold(folder) if main else contextlib.nullcontext():
+            store = prepare(config.data, progress=main)
+            check_rows(store, config)
+            return _fit(config, store, checkpoint, main)
     except BaseException:
         if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -120,6 +124,10 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     progress.start(first_step)
     try:
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+    except RuntimeError as error:
+        if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
+            raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
+        raise
     finally:
         progress.stop()
         log.close()
@@ -168,6 +176,22 @@ def claim(folder: Path, resume: bool) -> None:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
         raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def find_checkpoint(config: Config) -> Path | None:
