@@ -5,6 +5,7 @@ the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from lm.attention import table
 from lm.attention.lengths import RowLength, Rows
 
 
-class Normalizer(nn.Module):
+class Normalizer(nn.Module, ABC):
     """Base of every normalizer; one instance per layer, its parameters per head.
 
     Args:
@@ -31,23 +32,23 @@ class Normalizer(nn.Module):
     def initialise(self, train_length: int) -> None:
         """Create the parameters with their first values for training rows of `train_length` tokens."""
 
+    @abstractmethod
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in the dtype of `q`.
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Weights x values, (B, H, T, D) in the dtype of `v`, never holding T x S weights.
 
         q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, D).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def explain(self) -> str:
         """The kernel `forward` takes, and why."""
-        raise NotImplementedError
 
 
 class QueryScale(Normalizer):
