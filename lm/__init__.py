@@ -1,3 +1,16 @@
-"""lm: what does an attention normalizer do to a language model?"""
+"""lm: what an attention normalizer does to a language model."""
+
+import os
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lm.loading import Loaded
+
+
+def load(path: str | os.PathLike, checkpoint: str = "last") -> "Loaded":
+    """A trained model with its tokenizer and configuration: see `lm.loading.load`."""
+    from lm.loading import load
+
+    return load(path, checkpoint)

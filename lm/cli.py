@@ -23,7 +23,11 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders"
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="run folder", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. eval.rows=512", show_default=False)]
 Reference = Annotated[bool, typer.Option("--reference", help="print all keys with their meaning instead (docs/config.md)")]
-Checkpoint = Annotated[str, typer.Option(help="`last`, a step, or a checkpoint's path")]
+Checkpoint = Annotated[str, typer.Option(help="`last`, `best`, a step, or a checkpoint's path")]
+Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
+To = Annotated[str, typer.Option(help="the new normalizer; its options as e.g. model.normalizer.bias=true", show_default=False)]
+Init = Annotated[str | None, typer.Option(help="its first values: match, unit, a number, or fit (least KL to the old model)")]
+New = Annotated[Path, typer.Option("--out", "-o", help="folder to make", show_default=False)]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="folder to write [default: the run's, or `report` beside several]")]
 Baseline = Annotated[str | None, typer.Option(help="run or arm that others are compared with [default: the first]")]
 
@@ -64,6 +68,22 @@ def evaluate(run: Run, overrides: Overrides = None, checkpoint: Checkpoint = "la
     from lm.evaluation.run import evaluate_run
 
     evaluate_run(run, checkpoint, overrides or [])
+
+
+@app.command()
+def swap(source: Source, to: To, out: New, overrides: Overrides = None, init: Init = None, checkpoint: Checkpoint = "last") -> None:
+    """Replace the normalizer of a trained model and measure what that did; the new model is a run folder of its own."""
+    from lm.swap import swap_run
+
+    swap_run(source, checkpoint, to, init, out, overrides or [])
+
+
+@app.command()
+def export(source: Source, out: New, checkpoint: Checkpoint = "last") -> None:
+    """Write a trained model as safetensors, JSON and tokenizer, for `lm.load` and others."""
+    from lm.loading import export
+
+    print(export(source, checkpoint, out))
 
 
 @app.command()

@@ -4,7 +4,8 @@
 `ConfigError` that holds every problem. Nothing here imports torch.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lm.attention import table
 from lm.errors import ConfigError, Problem
-from lm.schema import Plain, build, key, reference, section, suggest, to_plain, variant
+from lm.schema import Plain, build, key, reference, section, sections, suggest, to_plain, variant
 
 # ---------------------------------------------------------------- data
 
@@ -80,6 +81,8 @@ class DataConfig:
 
 # ---------------------------------------------------------------- model
 
+AnyNormalizer = table.Softmax | table.SSMax | table.LogN
+
 
 @dataclass
 class Rope:
@@ -113,7 +116,7 @@ class ModelConfig:
     mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     position: Rope | Learned | NoPosition = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
-    normalizer: table.Softmax | table.SSMax | table.LogN = variant(table.OPTIONS, "softmax", "how attention scores become weights")
+    normalizer: AnyNormalizer = variant(table.OPTIONS, "softmax", "how attention scores become weights")
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     tied: bool = key(False, "one matrix for embedding and head")
@@ -155,9 +158,21 @@ class OptimConfig:
     beta2: float = key(0.95, "AdamW's second moment decay", ge=0, lt=1)
     weight_decay: float = key(0.1, "on parameters of rank 2 and more; never on norms, biases or normalizers", ge=0)
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop", "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it"
+    )
     warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
     schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2)
+
+
+@dataclass
+class Phase:
+    """A part of training with a normalizer of its own; at its start the normalizers are swapped, all else goes on."""
+
+    until: float = key(1.0, "where the phase ends, as a share of trainer.max_steps; 1 for the last", gt=0, le=1)
+    normalizer: AnyNormalizer = variant(table.OPTIONS, "softmax", "how attention scores become weights, in this phase")
+    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters alone", ge=0)
 
 
 @dataclass
@@ -171,7 +186,7 @@ class TrainerConfig:
     compile: Literal["auto", True, False] = key("auto", "torch.compile; `auto`: when the run is long enough to repay it")
     threads: int | None = key(None, "CPU threads of each process; null: cores / devices", ge=1)
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1)
-    keep_checkpoints: int = key(2, "how many of them to keep", ge=1)
+    keep_checkpoints: int = key(2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1)
 
 
 @dataclass
@@ -186,6 +201,7 @@ class LongContextConfig:
 class EvalConfig:
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
+    swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
 
 
@@ -202,7 +218,10 @@ class Config:
     name: str = key("", "name of the run; empty: the first configuration file's name")
     runs: str = key("runs", "folder that holds the run folders")
     resume: str = key("", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run")
+    init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
+    train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
     seed: int = key(1, "of initial weights, dropout and the order of the batches", ge=0, lt=2**31)
+    phases: list[Phase] = sections(Phase, "swap the normalizer during training; empty: `model.normalizer` throughout")
     data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
     model: ModelConfig = section(ModelConfig, "the decoder")
     optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
@@ -231,6 +250,24 @@ class Config:
         fitting = max(1, 16384 // self.data.seq_len)
         divisors = [rows for rows in range(1, min(self.rank_rows, fitting) + 1) if self.rank_rows % rows == 0]
         return self.trainer.micro_batch or divisors[-1]
+
+    @property
+    def plan(self) -> list[Phase]:
+        """The phases of training: those configured, or one with `model.normalizer`."""
+        return self.phases or [Phase(1.0, self.model.normalizer)]
+
+    @property
+    def phase_ends(self) -> list[int]:
+        """The step each phase of the plan ends at: so many steps are done when the next begins."""
+        return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
+
+    def phase_at(self, step: int) -> int:
+        """Which phase of the plan makes the step after `step` steps are done; the last one at the end."""
+        return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
+
+    def model_in(self, phase: int) -> ModelConfig:
+        """The model as it is in a phase of the plan."""
+        return replace(self.model, normalizer=self.plan[phase].normalizer)
 
     @property
     def long_length(self) -> int:
@@ -274,6 +311,8 @@ def parse(plain: dict[str, Plain]) -> Config:
         raise ConfigError(_one_line(error)) from None
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
+    if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
+        config.model.normalizer = config.phases[0].normalizer
     failed = {problem.path for problem in problems}
     problems += [problem for problem in check(config) if problem.path not in failed]
     if problems:
@@ -377,6 +416,7 @@ def check(config: Config) -> list[Problem]:
             "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
         )  # fmt: skip
     problems += table.check(model.normalizer, "model.normalizer")
+    problems += check_phases(config)
 
     step_row = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
@@ -420,6 +460,35 @@ def check(config: Config) -> list[Problem]:
         not long.rope_theta_factors or len(set(long.rope_theta_factors)) < len(long.rope_theta_factors),
         "eval.long_context.rope_theta_factors", long.rope_theta_factors, "must be a list of different numbers", "set it to [1]",
     )  # fmt: skip
+    return problems
+
+
+def check_phases(config: Config) -> list[Problem]:
+    """What is wrong with `phases`: their order, their ends, their normalizers."""
+    problems = []
+    phases, ends = config.phases, config.phase_ends
+    for index, phase in enumerate(phases):
+        where = f"phases[{index}]"
+        problems += table.check(phase.normalizer, f"{where}.normalizer")
+        start = ends[index - 1] if index else 0
+        if index and phase.until <= phases[index - 1].until:
+            problems.append(Problem(f"{where}.until", phase.until, f"is not after phases[{index - 1}].until = {phases[index - 1].until}"))
+        elif ends[index] <= start:
+            problems.append(
+                Problem(f"{where}.until", phase.until, f"leaves the phase no step of trainer.max_steps = {config.trainer.max_steps}")
+            )
+        elif phase.warmup_steps > ends[index] - start:
+            reason = f"is more than the {ends[index] - start} steps of the phase"
+            problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason))
+    if not phases:
+        return problems
+    if phases[-1].until != 1:
+        problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1"))
+    if phases[0].warmup_steps:
+        problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, "warms up from no swap", "set optim.warmup_steps"))
+    if config.model.normalizer != phases[0].normalizer:
+        reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
+        problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
     return problems
 
 

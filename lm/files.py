@@ -1,6 +1,7 @@
-"""Files that are written whole or not at all, and last through a power cut."""
+"""Files and folders that are written whole or not at all, and last through a power cut."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,31 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) whole or not at all. Raises RunError naming the file and the reason."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end; if anything fails, nothing is left behind.
+
+    Raises:
+        RunError: `path` exists and holds something, or can't be made.
+    """
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path}: exists already; choose another")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    except OSError as error:
+        raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
+    try:
+        yield temporary
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"{path}: can't be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

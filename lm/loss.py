@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 # Logits held at a time. On a CPU a chunk that stays in the cache (4 MiB) halves the head's time; a GPU wants large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
@@ -25,7 +26,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         head, size = weight.to(dtype), chunk_rows(weight)
-        grad_hidden, grad_weight = [], torch.zeros_like(weight) if train else None
+        grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
             h_low = h.to(dtype)
             log_p = (h_low @ head.t()).float().log_softmax(-1)  # (chunk, V)
@@ -33,7 +34,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if train:
                 grad_logits = log_p.exp_().scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).to(dtype)
                 grad_hidden.append((grad_logits @ head).to(hidden.dtype))
-                grad_weight += grad_logits.t() @ h_low
+                if grad_weight is not None:
+                    grad_weight += grad_logits.t() @ h_low
         if train:
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         return total
@@ -42,7 +44,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight * grad.to(grad_weight.dtype)
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -55,6 +59,23 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, targets, dtype)
+
+
+def token_kl(p: Tensor, p_weight: Tensor, q: Tensor, q_weight: Tensor) -> Tensor:
+    """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
+
+    p, q: (N, C) hidden states; p_weight, q_weight: (V, C), their heads. Exactly 0 where they are equal.
+    Holds `CHUNK_LOGITS` logits of each, not N x V, in the backward pass as well.
+    """
+
+    def chunk(a: Tensor, b: Tensor) -> Tensor:
+        log_p, log_q = (a.float() @ p_head).log_softmax(-1), (b.float() @ q_head).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    rows = chunk_rows(p_weight)
+    with torch.autocast(p.device.type, enabled=False):
+        p_head, q_head = p_weight.float().t(), q_weight.float().t()
+        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False) for a, b in zip(p.split(rows), q.split(rows), strict=True)])
 
 
 @torch.no_grad()

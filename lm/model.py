@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0."""
         residual = ("attention.out.weight", "mlp.out.weight")
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or ".normalizer." in name:
+            if parameter.dim() < 2 or is_normalizer(name):
                 continue  # gains, biases and normalizers have set themselves
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -167,10 +167,23 @@ class Decoder(nn.Module):
             x = block(x, rows, rotation)
         return self.norm(x)
 
+    def normalizers(self) -> list[Normalizer]:
+        """The normalizers, from the first layer to the last."""
+        return [module for module in self.modules() if isinstance(module, Normalizer)]
+
+    def logits(self, tokens: Tensor, theta_factor: float = 1.0) -> Tensor:
+        """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.loss`."""
+        return self.head(self(tokens, theta_factor))
+
     def loss(self, rows: Tensor) -> Tensor:
         """Sum of the next-token losses (nats, fp32 scalar) of rows (B, T + 1) int64: T predictions each."""
         hidden = self(rows[:, :-1])
         return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, rows[:, 1:].flatten())
+
+
+def is_normalizer(parameter: str) -> bool:
+    """True for the name of a normalizer's parameter."""
+    return ".normalizer." in parameter
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -184,7 +197,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     """`total`, `non_embedding` (without embeddings and head), `normalizer`."""
     total = sum(p.numel() for p in decoder.parameters())
     embedding = {p for m in (decoder.embedding, decoder.head, decoder.position) if m is not None for p in m.parameters()}
-    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if ".normalizer." in name)
+    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if is_normalizer(name))
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
 
 

@@ -1,8 +1,8 @@
 """Dataclasses as configuration schemas: strict building from plain data, and their reference text.
 
-A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass)
-or `variant` (one of several dataclasses, chosen by the node's `name`). `build` checks plain data
-against it and collects every problem instead of stopping at the first.
+A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass),
+`sections` (a list of them) or `variant` (one of several dataclasses, chosen by the node's `name`).
+`build` checks plain data against it and collects every problem instead of stopping at the first.
 """
 
 import dataclasses
@@ -55,6 +55,11 @@ def section(schema: type, help: str):
     return field(default_factory=schema, metadata={"help": help})
 
 
+def sections(schema: type, help: str):
+    """A list of blocks, each described by the dataclass `schema`; empty by default."""
+    return field(default_factory=list, metadata={"help": help, "item": schema})
+
+
 def variant(table: Mapping[str, type], default: str, help: str):
     """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults."""
     return field(default_factory=lambda: table[default](), metadata={"help": help, "table": table})
@@ -86,6 +91,11 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem]):
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
     if "table" in spec.metadata:
         return _build_variant(spec, value, path, problems)
+    if "item" in spec.metadata:
+        if not isinstance(value, list | None):
+            problems.append(Problem(path, value, "must be a list of blocks"))
+            return MISSING
+        return [build(spec.metadata["item"], item, f"{path}[{index}]", problems) for index, item in enumerate(value or [])]
     if is_dataclass(spec.type):
         return build(spec.type, {} if value is None else value, path, problems)
     converted = convert(spec.type, value)
@@ -160,7 +170,10 @@ def to_plain(config) -> dict[str, Plain]:
     plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
     for spec in fields(config):
         value = getattr(config, spec.name)
-        plain[spec.name] = to_plain(value) if is_dataclass(value) else value
+        if "item" in spec.metadata:
+            plain[spec.name] = [to_plain(item) for item in value]
+        else:
+            plain[spec.name] = to_plain(value) if is_dataclass(value) else value
     return plain
 
 
@@ -174,6 +187,9 @@ def reference(schema: type, path: str = "") -> list[tuple[str, str, str, str]]:
             rows.append((where, " | ".join(table), spec.default_factory().name, spec.metadata["help"]))
             for name, option in table.items():
                 rows += reference(option, f"{where}[{name}]")
+        elif "item" in spec.metadata:
+            rows.append((where, "a list of blocks", "[]", spec.metadata["help"]))
+            rows += reference(spec.metadata["item"], f"{where}[]")
         elif is_dataclass(spec.type):
             rows += reference(spec.type, where)
         else:

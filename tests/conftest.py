@@ -62,3 +62,18 @@ def lm(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "lm", *arguments], capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=300
     )
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The table of runs that were resumed, from the tests that record `bitwise`: [normalizer, scenario, result]."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    cells = [value for report in reports for name, value in report.user_properties if name == "bitwise"]
+    if not cells:
+        return
+    normalizers = list(dict.fromkeys(cell[0] for cell in cells))
+    width = max(len(cell[1]) for cell in cells) + 2
+    terminalreporter.section("resumed runs, compared bit for bit with runs in one go")
+    terminalreporter.write_line(" " * width + "".join(f"{name:<14}" for name in normalizers))
+    for scenario in dict.fromkeys(cell[1] for cell in cells):
+        row = {cell[0]: cell[2] for cell in cells if cell[1] == scenario}
+        terminalreporter.write_line(f"{scenario:<{width}}" + "".join(f"{row.get(name, '-'):<14}" for name in normalizers))

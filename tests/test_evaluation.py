@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from conftest import lm
 
 from lm.attention import table
-from lm.checkpoints import load_decoder
 from lm.config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.loss import Device, HeldOut, bits_per_byte, bucket_edges, evaluate_long_context, long_rows, nll_by_token, validation_rows
 from lm.evaluation.results import finite
-from lm.evaluation.run import by_octave, evaluate_run, find_checkpoint
+from lm.evaluation.run import by_octave, evaluate_run
+from lm.loading import find_checkpoint, load
 from lm.model import Decoder
 from lm.training.run import train
 
@@ -125,7 +125,8 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
 def test_a_checkpoint_gives_its_model_back(tiny):
     config = tiny("name=back", "model.normalizer={name: ssmax, bias: true}")
     train(config)
-    decoder, trained, facts = load_decoder(config.run_folder / "checkpoints" / "last.ckpt")
+    loaded = load(config.run_folder)
+    decoder, trained, facts = loaded.decoder, loaded.config, loaded.facts
     assert trained == config
     assert (facts["step"], facts["tokens"]) == (8, 8 * 256)
     assert not decoder.training

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from lm import config as configuration
+from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
+from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile
 from lm.report import compare, paired_difference, print_table, read_run, write_report
-from lm.report.comparison import normalizer_label
-from lm.report.statistics import bootstrap_mean, over_seeds, t_quantile
 
 SEQ_LEN = 64
 

@@ -31,6 +31,10 @@ class Rows:
         positions = torch.arange(length, device=device)
         return cls(positions, positions, torch.full_like(positions, length), causal=True)
 
+    def queries(self, start: int, stop: int) -> "Rows":
+        """The same keys, and of the queries those from `start` to `stop`."""
+        return Rows(self.positions[..., start:stop], self.key_positions, self.lengths[..., start:stop], causal=False)
+
     def visible(self) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: which keys each query sees."""
         mask = self.key_positions.unsqueeze(-2) <= self.positions.unsqueeze(-1)

@@ -32,6 +32,16 @@ class Normalizer(nn.Module, ABC):
     def initialise(self, train_length: int) -> None:
         """Create the parameters with their first values for training rows of `train_length` tokens."""
 
+    def match(self, other: "Normalizer", train_length: int) -> None:
+        """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
+
+        The closed form over rows of `train_length` tokens, where there is one; the first values stay otherwise.
+        """
+
+    def constants(self) -> dict[str, float]:
+        """Numbers fixed by the training length that no parameter holds, by the option that names them."""
+        return {}
+
     @abstractmethod
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in the dtype of `q`.
@@ -62,6 +72,12 @@ class QueryScale(Normalizer):
         """c as fp32, broadcastable to (B, H, T); None for 1."""
         return None
 
+    def scale_by_position(self, train_length: int) -> Tensor:
+        """c at each position of a training row: (H, L) float64."""
+        scale = self.scale(Rows.full(train_length))
+        c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
+        return c.double().expand(self.n_head, train_length)
+
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         logits = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, S)
         scale = self.scale(rows)
@@ -90,8 +106,8 @@ class Softmax(QueryScale):
 class SSMax(QueryScale):
     """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
 
-    s starts at 1 / mean ln n over a training row (the mean logit scale is then softmax's 1) or at the
-    given number; b, if any, at 0. `scale: none` fixes s = 1.
+    s starts at 1 / mean ln n over a training row (the mean logit scale is then softmax's 1), at 1 (`unit`) or
+    at the given number; b, if any, at 0. `scale: none` fixes s = 1.
     """
 
     options: table.SSMax
@@ -99,14 +115,40 @@ class SSMax(QueryScale):
     def initialise(self, train_length: int) -> None:
         self.row_length = RowLength(self.options.n)
         if self.options.scale == "learned":
-            first = 1 / self.mean_log(train_length) if self.options.init == "match" else self.options.init
+            first = {"match": 1 / self.mean_log(train_length), "unit": 1.0}.get(self.options.init, self.options.init)
             self.s = nn.Parameter(torch.full((self.n_head,), first))
         if self.options.bias:
             self.b = nn.Parameter(torch.zeros(self.n_head))
 
     def mean_log(self, train_length: int) -> float:
         """Mean of ln n over a training row: ln(L!) / L for n = visible."""
-        return self.row_length(Rows.full(train_length)).double().log().mean().item()
+        return self.log_n(train_length).mean().item()
+
+    def log_n(self, train_length: int) -> Tensor:
+        """ln n at each position of a training row: (L,) float64."""
+        return self.row_length(Rows.full(train_length)).double().log()
+
+    @torch.no_grad()
+    def match(self, other: Normalizer, train_length: int) -> None:
+        """With `init: match`, follow the factor c(n) of `other` over a training row, head by head.
+
+        s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
+        least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
+        """
+        if self.options.init != "match" or not isinstance(other, QueryScale):
+            return
+        c, log_n = other.scale_by_position(train_length), self.log_n(train_length)
+        if self.options.scale == "learned":
+            s = c.mean(-1) / log_n.mean()
+            if self.options.bias:
+                centred = log_n - log_n.mean()
+                s = (c - c.mean(-1, keepdim=True)) @ centred / centred.square().sum().clamp(min=1e-12)
+            self.s.copy_(s)
+            c = c - s.unsqueeze(-1) * log_n
+        else:
+            c = c - log_n
+        if self.options.bias:
+            self.b.copy_(c.mean(-1))
 
     def scale(self, rows: Rows) -> Tensor:
         scale = self.row_length(rows).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
@@ -125,10 +167,13 @@ class LogN(QueryScale):
 
     def initialise(self, train_length: int) -> None:
         self.row_length = RowLength(self.options.n)
-        self.log_base = math.log(train_length if self.options.base == "train" else self.options.base)
+        self.base = float(train_length if self.options.base == "train" else self.options.base)
+
+    def constants(self) -> dict[str, float]:
+        return {"base": self.base}
 
     def scale(self, rows: Rows) -> Tensor:
-        scale = self.row_length(rows).log().unsqueeze(-2) / self.log_base  # (1, T) or (B, 1, T)
+        scale = self.row_length(rows).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
 
 

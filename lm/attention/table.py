@@ -6,11 +6,11 @@ module imports torch, so that a configuration is checked before anything heavy i
 
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
-from lm.schema import key
+from lm.schema import Plain, key
 
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
 
@@ -29,8 +29,10 @@ class SSMax:
     name: ClassVar[str] = "ssmax"
     scale: Literal["learned", "none"] = key("learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)")
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
-    init: Literal["match"] | float = key(
-        "match", "first value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1"
+    init: Literal["match", "unit"] | float = key(
+        "match",
+        "first value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
+        "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
     )
     n: str = key("visible", "row length n: `visible` keys, length of the `sample`, or `fixed:N`")
 
@@ -75,6 +77,20 @@ ENTRIES: dict[str, Entry] = {
         Entry(LogN, "lm.attention.normalizers:LogN", "softmax(z ln n / ln m)", "none", "Su 2021, kexue.fm 8823"),
     )
 }
+
+
+def label(plain: dict[str, Plain]) -> str:
+    """A normalizer's name with the options that aren't its defaults: `ssmax (init=1.0)`."""
+    schema = OPTIONS.get(plain["name"])
+    defaults = {spec.name: spec.default for spec in fields(schema)} if schema else {}
+    options = {key: value for key, value in plain.items() if key != "name"}
+    changed = [f"{key}={_shown(value)}" for key, value in options.items() if key not in defaults or defaults[key] != value]
+    return f"{plain['name']} ({', '.join(changed)})" if changed else plain["name"]
+
+
+def _shown(value: Plain) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 OPTIONS: dict[str, type] = {name: entry.options for name, entry in ENTRIES.items()}
 

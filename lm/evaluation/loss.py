@@ -73,35 +73,60 @@ def long_rows(store: Store, config: Config) -> HeldOut | None:
 
 
 @torch.no_grad()
+def by_token(
+    models: list[Decoder],
+    held_out: HeldOut,
+    where: Device,
+    measure: Callable[[Tensor], Tensor],
+    numbers: int = 1,
+    on_rows: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """What `measure` gives for every predicted token: (numbers, R, length) fp32.
+
+    Rows are split over the ranks of `where`; every rank returns all. Leaves the models' modes as they were.
+
+    Args:
+        models: those that `measure` runs; in evaluation mode meanwhile.
+        measure: rows (B, length + 1) int64 on the device -> (numbers, B, length).
+        on_rows: hears how many rows are done.
+    """
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    result = torch.zeros(numbers, held_out.rows.shape[0], held_out.length)
+    batch = max(1, EVAL_TOKENS // held_out.length)
+    mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
+    for index in mine.split(batch) if len(mine) else ():
+        rows = torch.from_numpy(held_out.rows[index.numpy()]).to(where.device)
+        result[:, index] = measure(rows).cpu()
+        if on_rows:
+            on_rows(len(index))
+    for model, training in zip(models, modes, strict=True):
+        model.train(training)
+    return sum_over_ranks(result, where).numpy()
+
+
 def nll_by_token(
     decoder: Decoder, held_out: HeldOut, where: Device, theta_factor: float = 1.0, on_rows: Callable[[int], None] | None = None
 ) -> np.ndarray:
-    """-log p of every predicted token, (R, length) fp32, nats.
+    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`.
 
-    Never holds T x T weights nor T x V logits. Rows are split over the ranks of `where`; every rank
-    returns all. Leaves the model's mode as it was. `on_rows` hears how many rows are done.
+    Never holds T x T weights nor T x V logits.
     """
-    training = decoder.training
-    decoder.eval()
-    result = torch.zeros(held_out.rows.shape[0], held_out.length)
-    batch = max(1, EVAL_TOKENS // held_out.length)
-    mine = torch.arange(len(result))[where.rank :: where.world]
-    for index in mine.split(batch) if len(mine) else ():
-        rows = torch.from_numpy(held_out.rows[index.numpy()]).to(where.device)
+
+    def measure(rows: Tensor) -> Tensor:
         with where.autocast():
             hidden = decoder(rows[:, :-1], theta_factor)
-        nll = token_nll(hidden.flatten(0, 1), decoder.head.weight, rows[:, 1:].flatten())
-        result[index] = nll.view(len(index), -1).cpu()
-        if on_rows:
-            on_rows(len(index))
-    if where.world > 1:
-        result = _sum_over_ranks(result, where.device)
-    decoder.train(training)
-    return result.numpy()
+        return token_nll(hidden.flatten(0, 1), decoder.head.weight, rows[:, 1:].flatten()).view(1, len(rows), -1)
+
+    return by_token([decoder], held_out, where, measure, on_rows=on_rows)[0]
 
 
-def _sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    shared = values.to(device)
+def sum_over_ranks(values: Tensor, where: Device) -> Tensor:
+    """The sum of every rank's `values`, on the CPU. Collective."""
+    if where.world == 1:
+        return values
+    shared = values.to(where.device)
     torch.distributed.all_reduce(shared)
     return shared.cpu()
 

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lm.checkpoints import LAST, load_decoder, steps_saved
 from lm.config import Config, merge, parse, read_overrides
 from lm.data.prepare import check_rows, prepare
+from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.loss import Device, evaluate_long_context, evaluate_validation, long_rows, validation_rows
 from lm.evaluation.results import write_evaluation
-from lm.runs import CHECKPOINTS, ENVIRONMENT, read_config, read_json
+from lm.loading import Loaded, find_checkpoint, load
+from lm.runs import ENVIRONMENT, read_config, read_json
 from lm.schema import Plain, to_plain
 from lm.training.device import resolve_device, resolve_precision
 
@@ -28,27 +29,20 @@ def evaluate_run(folder: Path, checkpoint: str, overrides: list[str]) -> list[di
 
     Args:
         folder: the run folder.
-        checkpoint: `last`, a step number, or a path.
+        checkpoint: `last`, `best`, a step number, or a path.
         overrides: `key=value` of `OVERRIDABLE` keys.
 
     Raises:
         LMError: not a run, no such checkpoint, other data than it was trained on.
     """
-    config = _with_overrides(read_config(folder), overrides)
-    path = find_checkpoint(folder, checkpoint)
-    decoder, trained, facts = load_decoder(path)
+    config = parse(merge(to_plain(read_config(folder)), only(OVERRIDABLE, overrides, "an evaluation")))
+    loaded = load(find_checkpoint(folder, checkpoint))
+    decoder, trained, facts, path = loaded.decoder, loaded.config, loaded.facts, loaded.path
     if (trained.seed, to_plain(trained.model), to_plain(trained.optim)) != (config.seed, to_plain(config.model), to_plain(config.optim)):
         raise RunError(f"{path}: is of another run than {folder} describes (model, optim or seed)")
-    store = prepare(config.data, progress=True)
-    if store.fingerprint != facts["data_fingerprint"]:
-        raise RunError(f"{path}: was trained on tokens {facts['data_fingerprint'][:16]}, {store.path} holds {store.fingerprint[:16]}")
+    store = open_store(config, loaded)
     check_rows(store, config)
-
-    config.trainer.devices = config.trainer.num_nodes = 1  # however many it was trained on
-    accelerator, _ = resolve_device(config)
-    precision = resolve_precision(config, accelerator, read_json(folder / ENVIRONMENT))
-    torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)
-    where = Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
+    where = open_device(config, read_json(folder / ENVIRONMENT))
     decoder.to(where.device)
 
     results = [{**evaluate_validation(decoder, validation_rows(store, config), where), "unigram_entropy": store.val.unigram_entropy}]
@@ -69,21 +63,6 @@ def evaluate_run(folder: Path, checkpoint: str, overrides: list[str]) -> list[di
     for file in written:
         print(file)
     return results
-
-
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """`last`, a step number or a path, as a path. Raises RunError that lists what there is."""
-    checkpoints = folder / CHECKPOINTS
-    if which == "last":
-        path = checkpoints / LAST
-    elif which.isdigit():
-        path = checkpoints / f"step-{int(which):06d}.ckpt"
-    else:
-        path = Path(which)
-    if not path.is_file():
-        have = ", ".join(str(int(found.stem.removeprefix("step-"))) for found in steps_saved(checkpoints)) or "none"
-        raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {have}")
-    return path
 
 
 def print_results(folder: Path, results: list[dict[str, Plain]], step: int) -> None:
@@ -114,13 +93,35 @@ def by_octave(nll: list[float], seq_len: int) -> list[tuple[int, int, float]]:
     return [(low, high, sum(nll[low:high]) / (high - low)) for low, high in pairwise(edges)]
 
 
-def _with_overrides(config: Config, overrides: list[str]) -> Config:
+def open_store(config: Config, loaded: Loaded) -> Store:
+    """The token store a model was trained on. Raises RunError if it is another one by now."""
+    store = prepare(config.data, progress=True)
+    if store.fingerprint != loaded.facts["data_fingerprint"]:
+        trained = loaded.facts["data_fingerprint"][:16]
+        raise RunError(f"{loaded.path}: was trained on tokens {trained}, {store.path} holds {store.fingerprint[:16]}")
+    return store
+
+
+def open_device(config: Config, trained: dict[str, Plain]) -> Device:
+    """The one device to measure on, in the precision of training (`trained`: its environment.json) unless set otherwise."""
+    config.trainer.devices = config.trainer.num_nodes = 1  # however many it was trained on
+    accelerator, _ = resolve_device(config)
+    precision = resolve_precision(config, accelerator, trained)
+    torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)
+    return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
+
+
+def only(allowed: tuple[str, ...], overrides: list[str], what: str) -> dict[str, Plain]:
+    """The overrides as nested plain data. Raises ConfigError naming each that `what` may not change."""
     changes = read_overrides(overrides)
-    problems = []
-    for override in overrides:
-        key = override.split("=")[0]
-        if not any(key == free or key.startswith(free + ".") for free in OVERRIDABLE):
-            problems.append(Problem(key, override, "can't be changed in an evaluation", "free to change: " + ", ".join(OVERRIDABLE)))
-    if problems:
-        raise ConfigError(problems)
-    return parse(merge(to_plain(config), changes))
+    keys = [override.split("=")[0] for override in overrides]
+    refused = [key for key in keys if not any(key == free or key.startswith(free + ".") for free in allowed)]
+    if refused:
+        remedy = "free to change: " + ", ".join(allowed)
+        raise ConfigError([Problem(key, override_of(key, overrides), f"can't be changed in {what}", remedy) for key in refused])
+    return changes
+
+
+def override_of(key: str, overrides: list[str]) -> str:
+    """The value that an override gives `key`."""
+    return next(override.partition("=")[2] for override in overrides if override.startswith(key + "="))

@@ -2,20 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from lm.attention import table
 from lm.errors import RunError
+from lm.evaluation.statistics import Interval, over_seeds, paired_difference
 from lm.report.runs import LongContext, RunRecord, Setting
-from lm.report.statistics import Interval, over_seeds, paired_difference
 from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
 _BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "trainer.micro_batch", "trainer.devices")
 _BOOKKEEPING += ("trainer.num_nodes", "trainer.threads", "trainer.accelerator", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+_NORMALIZER = ("model.normalizer.", "phases")  # what a comparison of normalizers is about
 FEWEST_ROWS = 8  # below, a bootstrap interval says nothing
 
 
@@ -120,7 +121,7 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     if len(arms) == 1:
         return result
     diff = _config_diff(arms)
-    other = [key for key, _ in diff if not key.startswith("model.normalizer.") and not key.startswith(_BOOKKEEPING)]
+    other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and not key.startswith(_BOOKKEEPING)]
     warning = f"The arms differ in more than the normalizer: {', '.join(other)}." if other else ""
     same_tokens, tokens = result.across(lambda run: run.tokens_seen)
     if same_tokens is False:
@@ -139,10 +140,10 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
         groups.setdefault((key, seen[key, record.seed]), []).append(record)  # a seed run twice is another arm, not a seed
         seen[key, record.seed] += 1
     runs = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
-    labels = [normalizer_label(group[0].config["model"]["normalizer"]) for group in runs]
+    labels = [arm_label(group[0].config) for group in runs]
     if len(set(labels)) < len(labels):
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
-        keys = [key for key, _ in _config_diff(bare) if not key.startswith(("model.normalizer.", *_BOOKKEEPING))]
+        keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *_BOOKKEEPING))]
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         for index, group in enumerate(runs):
             if labels[index] in repeated:
@@ -154,14 +155,14 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
 
 
-def normalizer_label(options: dict[str, Plain]) -> str:
-    """The normalizer's name with the options that aren't its defaults: `ssmax (init=1.0)`."""
-    schema = table.OPTIONS.get(options["name"])
-    defaults = {spec.name: spec.default for spec in fields(schema)} if schema else {}
-    changed = [
-        f"{key}={show(value)}" for key, value in options.items() if key != "name" and (key not in defaults or defaults[key] != value)
-    ]
-    return f"{options['name']} ({', '.join(changed)})" if changed else options["name"]
+def arm_label(config: dict[str, Plain]) -> str:
+    """The run's normalizer, or those of its phases: `softmax, then ssmax from step 175`."""
+    phases, steps = config.get("phases") or [], config.get("trainer", {}).get("max_steps")
+    if not phases:
+        return table.label(config["model"]["normalizer"])
+    names = [table.label(phase["normalizer"]) for phase in phases]
+    later = [f"then {name} from step {round(before['until'] * steps)}" for name, before in zip(names[1:], phases, strict=False)]
+    return ", ".join([names[0], *later])
 
 
 def _config_diff(arms: list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:

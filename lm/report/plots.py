@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lm.evaluation.statistics import bootstrap_mean
 from lm.report.comparison import Arm, Comparison, setting_of, theta_factors
 from lm.report.runs import Curve
-from lm.report.statistics import bootstrap_mean
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"

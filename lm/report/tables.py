@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from lm.evaluation.statistics import Interval
 from lm.report.comparison import Arm, Comparison, Difference, compare, ranges, setting_of, theta_factors
 from lm.report.runs import RunRecord, read_run
-from lm.report.statistics import Interval
 
 Cell = str | Interval | None  # None: not measured
 

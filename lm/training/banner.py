@@ -17,7 +17,7 @@ from lm.config import Config, Rope
 from lm.data.store import Store
 from lm.loss import chunk_rows
 from lm.model import Decoder, count_parameters, flops_per_token, mlp_width
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 from lm.training.device import Choice
 
 
@@ -30,14 +30,14 @@ def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
     return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
 
 
-def banner(config: Config, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> str:
+def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> str:
     """What a run prints first."""
     model, data, optim = config.model, config.data, config.optim
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    normalizer = decoder.blocks[0].attention.normalizer
-    options = ", ".join(f"{name} = {value}" for name, value in vars(model.normalizer).items())
+    options = ", ".join(f"{name} = {value}" for name, value in vars(decoder.config.normalizer).items())
+    entry = table.ENTRIES[decoder.config.normalizer.name]
     position = f"rope theta {model.position.theta:g}" if isinstance(model.position, Rope) else f"position {model.position.name}"
     accumulation = config.rank_rows // config.micro_batch
     rows = {
@@ -46,8 +46,9 @@ def banner(config: Config, store: Store, decoder: Decoder, device: str, precisio
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {model.n_head} heads x {model.n_embd // model.n_head}, width {model.n_embd}, "
         f"{model.mlp} {mlp_width(model)}, {position}, vocabulary {store.vocab_size:,}",
-        "normalizer": f"{model.normalizer.name}: {table.ENTRIES[model.normalizer.name].formula}" + (f"; {options}" if options else ""),
-        "kernel": normalizer.explain(),
+        "normalizer": f"{entry.options.name}: {entry.formula}" + (f"; {options}" if options else ""),
+        "kernel": decoder.normalizers()[0].explain(),
+        **({"phases": _phases(config, phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,} ({tokens / store.train.n_tokens:.2f} epochs)",
@@ -60,8 +61,25 @@ def banner(config: Config, store: Store, decoder: Decoder, device: str, precisio
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
 
 
-def environment(config: Config, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> dict[str, Plain]:
-    """What the results depend on beside the configuration."""
+def _phases(config: Config, phase: int) -> str:
+    """Each phase's normalizer and last step, the present one marked."""
+    ends = zip(config.phases, config.phase_ends, strict=True)
+    names = [f"{table.label(to_plain(one.normalizer))} to step {end:,}" for one, end in ends]
+    return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
+
+
+def environment(
+    config: Config,
+    store: Store,
+    decoder: Decoder,
+    device: str,
+    precision: Choice,
+    compiled: Choice,
+    step: int = 0,
+    before: dict[str, Plain] | None = None,
+) -> dict[str, Plain]:
+    """What the results depend on beside the configuration; a run resumed at `step` keeps what was said `before` of its starts."""
+    before = before or {}
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
     return {
@@ -86,8 +104,11 @@ def environment(config: Config, store: Store, decoder: Decoder, device: str, pre
         "parameters": count_parameters(decoder),
         "flops_per_token": flops_per_token(decoder),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
-        "wandb_id": os.urandom(6).hex(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
+        "starts": [
+            *before.get("starts", []),
+            {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "git_commit": commit},
+        ],
     }
 
 

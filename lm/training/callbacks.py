@@ -2,17 +2,17 @@
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lm.checkpoints import point_last, save_checkpoint, steps_saved
+from lm.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.config import Config
-from lm.evaluation.loss import Device, HeldOut, evaluate_long_context, evaluate_validation
-from lm.evaluation.results import write_evaluation
+from lm.evaluation.continuity import evaluate_swap, swap_rows
+from lm.evaluation.loss import Device, evaluate_long_context, evaluate_validation, long_rows, validation_rows
+from lm.evaluation.results import evaluation_path, write_evaluation
 from lm.schema import Plain
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
@@ -34,7 +34,8 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """SIGINT, SIGTERM and SIGUSR1 end training after the current step, on all ranks, with a checkpoint.
 
-    `signal` says which came. A second one ends the process at once.
+    A context manager around the phases of a run: between two of them a signal is noted, too. `signal` says
+    which came. A second one ends the process at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -43,25 +44,29 @@ class StopOnSignal(StepCallback):
         self.signal: int = 0
         self._before: dict[int, object] = {}
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take the handlers over from Lightning, whose own would act inside the signal."""
+    def __enter__(self) -> "StopOnSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Take the handlers back from Lightning, whose own would act inside the signal."""
+        for number in self.SIGNALS:
+            if number != self.signal:
+                signal.signal(number, self._note)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """All ranks agree to stop if one was told to."""
         if trainer.strategy.reduce_boolean_decision(bool(self.signal), all=False):
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
-
-    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Give the handlers back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
 
 
 class Metrics(StepCallback):
@@ -72,9 +77,9 @@ class Metrics(StepCallback):
         self.last_step, self.last_time = 0, 0.0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Speed counts from here."""
-        self.clock.start()
-        self.last_step, self.last_time = trainer.global_step, 0.0
+        """Speed counts from here; time goes on from where the checkpoint was saved."""
+        self.clock.start(module.elapsed_s)
+        self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Reduce, log, and show the step."""
@@ -96,6 +101,7 @@ class Metrics(StepCallback):
                 "lr": module.last_lr,
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
+                **({"train/skipped": module.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
             }
         )
         self.progress.advance(step, loss, speed)
@@ -111,88 +117,156 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Checkpoints(StepCallback):
-    """Saves `step-N.ckpt` every `checkpoint_every` steps and where training ends, and points `last.ckpt` at it."""
+    """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
+    training ends; points `last.ckpt` and `best.ckpt` at them."""
 
     def __init__(self, config: Config, folder: Path, clock: Clock):
         self.every = config.trainer.checkpoint_every or max(1, config.trainer.max_steps // 10)
-        self.max_steps, self.keep = config.trainer.max_steps, config.trainer.keep_checkpoints
+        self.keep, self.phase_ends = config.trainer.keep_checkpoints, config.phase_ends
         self.folder, self.clock = folder, clock
         self.saved = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Save if it is time."""
-        if step % self.every == 0 or step == self.max_steps:
-            self.save(trainer)
+        if self.is_regular(step) or step in self.phase_ends or is_best(module, step):
+            self.save(trainer, module)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def is_regular(self, step: int) -> bool:
+        """True for the steps of which the last `keep_checkpoints` are kept."""
+        return step % self.every == 0 or step == self.phase_ends[-1]
+
+    def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save where a signal stopped training."""
         if trainer.global_step != self.saved:
-            self.save(trainer)
+            self.save(trainer, module)
 
-    def save(self, trainer: L.Trainer) -> None:
+    def save(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save now (collective), and drop what is over `keep_checkpoints`."""
         started = time.perf_counter()
-        path = self.folder / f"step-{trainer.global_step:06d}.ckpt"
+        module.elapsed_s = self.clock.seconds()
+        path = step_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         self.saved = trainer.global_step
         if trainer.is_global_zero:
-            point_last(path)
-            by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)
-            for old in by_age[: -self.keep]:  # not by step: a run may have gone back to an earlier one
-                old.unlink(missing_ok=True)
+            point(LAST, path)
+            if is_best(module, self.saved):
+                point(BEST, path)
+            self.prune()
         self.clock.paused(started)
 
+    def prune(self) -> None:
+        """Drop what isn't the newest, one of the last regular ones or a phase's end; `best.ckpt` stays by itself."""
+        by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)  # a run may have gone back to an earlier step
+        regular = [saved for saved in by_age if self.is_regular(step_of(saved))]
+        swaps = {step_path(self.folder, end) for end in self.phase_ends[:-1]}
+        for old in set(by_age[:-1]) - set(regular[-self.keep :]) - swaps:
+            old.unlink(missing_ok=True)
 
-class Evaluate(StepCallback):
-    """Validation every `eval.every` steps and at the end; long-context loss at its own interval and at the end."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        record: MetricLog,
-        progress: ProgressLine,
-        clock: Clock,
-        validation: HeldOut,
-        long_context: HeldOut | None,
-        bf16: bool,
-    ):
-        self.config, self.folder, self.record, self.progress, self.clock = config, folder, record, progress, clock
-        self.validation, self.long_context, self.bf16 = validation, long_context, bf16
-        self.every = config.eval.every or max(1, config.trainer.max_steps // 20)
+def is_best(module: TrainModule, step: int) -> bool:
+    """True if the validation at `step` is the best so far."""
+    return module.best is not None and module.best["step"] == step
+
+
+class Evaluation(StepCallback):
+    """Measures something on all ranks and keeps it: a file in evaluations/, a line in metrics.jsonl."""
+
+    def __init__(self, config: Config, folder: Path, record: MetricLog, progress: ProgressLine, clock: Clock, bf16: bool):
+        self.config, self.folder, self.record, self.progress, self.clock, self.bf16 = config, folder, record, progress, clock, bf16
+
+    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
+        """The result with its `kind`, the numbers among the run's metrics, and a line to show. Collective."""
+        raise NotImplementedError
+
+    def run(self, trainer: L.Trainer, module: TrainModule) -> dict[str, Plain]:
+        """Measure now; training's clock is stopped meanwhile."""
+        started, step = time.perf_counter(), trainer.global_step
+        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size)
+        result, scores, text = self.measure(module, where)
+        if trainer.is_global_zero:
+            tokens = step * module.step_tokens
+            stamp = {"step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint, "precision": where.precision}
+            write_evaluation(self.folder, {**result, **stamp})
+            self.record.write({"step": step, "tokens": tokens, **scores})
+            self.progress.note(f"step {step}: {text}")
+        self.clock.paused(started)
+        return result
+
+
+class Validate(Evaluation):
+    """Loss at the training length, every `eval.every` steps and at the end. Comes before `Checkpoints`, which saves the best."""
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Run what is due."""
-        last = step == self.config.trainer.max_steps
-        started = time.perf_counter()
-        if last or step % self.every == 0:
-            self._run(trainer, module, step, self.validate)
-        long_every = self.config.eval.long_context.every
-        if self.long_context and (last or (long_every and step % long_every == 0)):
-            self._run(trainer, module, step, self.evaluate_long)
-        self.clock.paused(started)
-
-    def validate(self, module: TrainModule, where: Device) -> dict[str, Plain]:
-        """Loss at the training length."""
-        result = evaluate_validation(module.decoder, self.validation, where)
-        return {**result, "unigram_entropy": module.store.val.unigram_entropy}
-
-    def evaluate_long(self, module: TrainModule, where: Device) -> dict[str, Plain]:
-        """Loss by position beyond it."""
-        assert self.long_context is not None
-        return evaluate_long_context(module.decoder, self.long_context, where, self.config.eval.long_context.rope_theta_factors)
-
-    def _run(self, trainer: L.Trainer, module: TrainModule, step: int, measure: Callable[[TrainModule, Device], dict[str, Plain]]) -> None:
-        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size)
-        result = measure(module, where)
-        if not trainer.is_global_zero:
+        """Measure if it is time, and remember the best."""
+        every = self.config.eval.every or max(1, self.config.trainer.max_steps // 20)
+        if step % every and step != self.config.trainer.max_steps:
             return
-        tokens = step * module.step_tokens
-        stamp = {"step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint, "precision": where.precision}
-        write_evaluation(self.folder, {**result, **stamp})
-        if result["kind"] == "validation":
-            scores = {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"]}
-            self.progress.note(f"step {step}: validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte")
-        else:
-            scores = {f"long/loss_theta_x{s['rope_theta_factor']:g}": s["loss"] for s in result["settings"]}
-        self.record.write({"step": step, "tokens": tokens, **scores})
+        result = self.run(trainer, module)
+        fresh = not module.best or module.best["rows_sha256"] != result["rows_sha256"]
+        if fresh or result["loss"] < module.best["loss"]:
+            module.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
+
+    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
+        """Validation loss."""
+        result = evaluate_validation(module.decoder, validation_rows(module.store, self.config), where)
+        scores = {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"]}
+        text = f"validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
+        return {**result, "unigram_entropy": module.store.val.unigram_entropy}, scores, text
+
+
+class LongContext(Evaluation):
+    """Loss by position beyond the training length, at its own interval and at the end. Comes after `Checkpoints`:
+    it takes long, and a kill meanwhile loses no step; what it lost is made up for when the run is resumed."""
+
+    def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Make up for what is missing at the step that training goes on from."""
+        step = trainer.global_step
+        if step and self.is_due(step):
+            missing = not evaluation_path(self.folder, "long_context", step).exists()
+            if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
+                self.run(trainer, module)
+
+    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """Measure if it is time."""
+        if self.is_due(step):
+            self.run(trainer, module)
+
+    def is_due(self, step: int) -> bool:
+        """True at the end, and every `eval.long_context.every` steps."""
+        every = self.config.eval.long_context.every
+        return bool(self.config.long_length) and (step == self.config.trainer.max_steps or bool(every and step % every == 0))
+
+    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
+        """Loss of long rows for each RoPE theta factor."""
+        factors = self.config.eval.long_context.rope_theta_factors
+        decoder = (module.before_swap or [module.decoder])[0].to(where.device)  # at a phase's start: as the one before ended
+        result = evaluate_long_context(decoder, long_rows(module.store, self.config), where, factors)
+        scores = {f"long/loss_theta_x{s['rope_theta_factor']:g}": s["loss"] for s in result["settings"]}
+        losses = ", ".join(f"{s['loss']:.4f} at RoPE theta x {s['rope_theta_factor']:g}" for s in result["settings"])
+        return result, scores, f"loss of rows of {result['length']:,} tokens {losses}"
+
+
+class Swap(Evaluation):
+    """At the start of a phase, what replacing the normalizer did: the same measurements as `lm swap`."""
+
+    def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Measure a swap that has just been made, once. Comes after `LongContext`, which may need the model before."""
+        if not module.before_swap:
+            return
+        missing = bool(swap_rows(module.store, self.config))
+        missing &= not evaluation_path(self.folder, "swap", trainer.global_step).exists()
+        if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
+            self.run(trainer, module)
+        module.before_swap = []
+
+    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
+        """Loss before and after, KL, attention drift."""
+        before = module.before_swap[0].to(where.device)
+        result = evaluate_swap(before, module.decoder, swap_rows(module.store, self.config), where)
+        first = result["lengths"][0]
+        scores = {"swap/loss_before": first["loss_before"], "swap/loss_after": first["loss_after"], "swap/kl": first["kl"]}
+        change = first["loss_after"] - first["loss_before"]
+        text = (
+            f"{result['from']} -> {result['to']}: validation loss {first['loss_before']:.4f} -> {first['loss_after']:.4f} ({change:+.4f})"
+        )
+        return result, scores, text

@@ -1,15 +1,18 @@
 """metrics.jsonl, the run's record, and its mirror in wandb."""
 
+import contextlib
 import json
 import netrc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lm.checkpoints import BEST, load_checkpoint
 from lm.config import LogConfig
+from lm.errors import RunError
 from lm.evaluation.results import evaluations, step_of
 from lm.files import write_text
-from lm.runs import METRICS
+from lm.runs import CHECKPOINTS, EVALUATIONS, METRICS
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -40,7 +43,15 @@ class MetricLog:
 
 def cut_back(run: Path, step: int) -> None:
     """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
-    (a last line cut short by a kill among them) and evaluations."""
+    (a last line cut short by a kill among them), evaluations, a best checkpoint; and what a kill left half-written."""
+    for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
+        for rubbish in part.glob(".*"):
+            if rubbish.is_file():
+                rubbish.unlink()
+    best = run / CHECKPOINTS / BEST
+    with contextlib.suppress(RunError):  # none, or damaged
+        if load_checkpoint(best)["lm"]["step"] > step:
+            best.unlink()
     metrics = run / METRICS
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:

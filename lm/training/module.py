@@ -6,12 +6,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lm.checkpoints import FORMAT, bare_weights
 from lm.config import Config, to_yaml
 from lm.data.batches import TrainRows, train_loader
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.model import Decoder
-from lm.training.optim import lr_factor, make_optimizer
+from lm.model import Decoder, is_normalizer
+from lm.swap import swapped
+from lm.training.optim import carry_over, lr_factor, make_optimizer, parameter_groups
 
 
 class TrainModule(L.LightningModule):
@@ -22,14 +24,21 @@ class TrainModule(L.LightningModule):
     (data fingerprint, seed, step), so a checkpoint needs no position and no random state.
     """
 
-    def __init__(self, config: Config, store: Store, decoder: Decoder, compiled: bool):
+    MOST_SKIPPED = 10  # steps in a row whose update may be left out before the run stops after all
+
+    def __init__(self, config: Config, phase: int, store: Store, decoder: Decoder, compiled: bool, wandb_id: str = ""):
         super().__init__()
-        self.config, self.store, self.decoder = config, store, decoder
+        self.config, self.phase, self.store, self.decoder = config, phase, store, decoder
+        self._freeze(decoder)
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
         self.loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
         self.accumulation = config.rank_rows // config.micro_batch
         self.step_nll: Tensor | None = None
         self.grad_norm = self.last_lr = math.nan
+        self.best: dict[str, float] | None = None  # `step` and validation `loss` of the lowest so far
+        self.skipped = self.skipped_in_a_row = 0
+        self.before_swap: list[Decoder] = []  # the model a phase's swap began with; in a list, or it would be part of this module
+        self.wandb_id, self.elapsed_s = wandb_id, 0.0
 
     @property
     def step_tokens(self) -> int:
@@ -51,9 +60,8 @@ class TrainModule(L.LightningModule):
         )
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        """Dropout's stream is a function of (seed, micro-batch, rank)."""
-        if self.config.model.dropout:
-            torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
+        """The random stream (dropout's) is a function of (seed, micro-batch, rank): a checkpoint holds no random state."""
+        torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch (rows, seq_len + 1), scaled so that the step's gradient is that of the mean."""
@@ -62,24 +70,57 @@ class TrainModule(L.LightningModule):
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the learning rates: functions of the step alone, so that a schedule has no state to restore."""
+        optim = self.config.optim
+        self.last_lr = optim.lr * lr_factor(self.global_step, optim, self.config.trainer.max_steps)
+        *others, normalizers = optimizer.param_groups
+        for group in others:
+            group["lr"] = self.last_lr
+        start = self.config.phase_ends[self.phase - 1] if self.phase else 0
+        warmup = self.config.plan[self.phase].warmup_steps
+        normalizers["lr"] = self.last_lr * min(1.0, (self.global_step - start + 1) / max(1, warmup))
+
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the global norm, and stop at a norm that is not finite (equal on all ranks)."""
-        self.last_lr = optimizer.param_groups[0]["lr"]
+        """Clip by the global norm; all ranks agree on what to do about a loss or gradient that is not finite."""
         limit = self.config.optim.grad_clip or math.inf
-        self.grad_norm = float(torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), limit))
-        if not math.isfinite(self.grad_norm):
-            raise RunError(
-                f"step {self.global_step + 1}: the gradient is {self.grad_norm} (first in {self._first_nonfinite()}); "
-                f"checkpoints up to the last saved are intact: lower optim.lr or raise optim.warmup_steps, in a run of another name"
-            )
+        trained = [p for p in self.decoder.parameters() if p.grad is not None]
+        norms = torch.nn.utils.get_total_norm([p.grad for p in trained])
+        self.grad_norm = float(norms)
+        bad = not math.isfinite(self.grad_norm) or not bool(self.step_nll.isfinite())
+        if self.trainer.strategy.reduce_boolean_decision(bad, all=False):  # a loss is of one rank, gradients are of all
+            self._refuse_update(trained)
+            return
+        self.skipped_in_a_row = 0
+        torch.nn.utils.clip_grads_with_norm_(trained, limit, norms)
 
-    def _first_nonfinite(self) -> str:
-        for name, parameter in self.decoder.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
-                return name
-        return "their sum"
+    def _refuse_update(self, trained: list[Tensor]) -> None:
+        """Leave this step's update out (`on_nonfinite: skip`), or raise RunError."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        where = (
+            f"step {self.global_step + 1}: the loss is {float(self.step_nll) / self.step_tokens:g}, the gradient's norm {self.grad_norm:g}"
+        )
+        if self.config.optim.on_nonfinite == "stop":
+            advice = (
+                "lower optim.lr or raise optim.warmup_steps, in a run of another name; or leave such steps out: optim.on_nonfinite=skip"
+            )
+            raise RunError(f"{where} ({self._norms()}); checkpoints up to the last saved are intact: {advice}")
+        if self.skipped_in_a_row >= self.MOST_SKIPPED:
+            raise RunError(f"{where} ({self._norms()}), the {self.skipped_in_a_row}th step in a row; the last checkpoint is intact")
+        for parameter in trained:
+            parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
+
+    def _norms(self) -> str:
+        """The first parameter whose gradient isn't finite, and the layer with the largest gradient that is."""
+        norms = {name: float(p.grad.norm()) for name, p in self.decoder.named_parameters() if p.grad is not None}
+        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+        first = f"not finite in {bad[0]} and {len(bad) - 1} of {len(norms)} others" if bad else "finite in each parameter"
+        largest = max(finite, key=finite.get, default="")
+        return first + (f", largest finite norm {finite[largest]:.3g} in {largest}" if largest else "")
 
     def take_step_loss(self) -> float:
         """Mean loss (nats per token) of the step just made, over all ranks; starts the next sum. Collective."""
@@ -89,26 +130,52 @@ class TrainModule(L.LightningModule):
             torch.distributed.all_reduce(nll)
         return float(nll) / self.step_tokens
 
-    def configure_optimizers(self) -> dict[str, object]:
-        """AdamW and its schedule, stepped once an optimizer step."""
-        optim, max_steps = self.config.optim, self.config.trainer.max_steps
-        optimizer = make_optimizer(self.decoder, optim)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, optim, max_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; `on_before_optimizer_step` sets its learning rates."""
+        return make_optimizer(self.decoder, self.config.optim)
 
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        """Count Lightning's micro-batches anew: the resumed run may split a step otherwise (micro_batch, devices)."""
+        """Go on from a checkpoint: of this phase as it is, of the one before with the normalizers swapped."""
+        facts = checkpoint["lm"]
+        self.best, self.skipped, self.skipped_in_a_row = facts["best"], facts["skipped"], facts["skipped_in_a_row"]
+        self.elapsed_s = facts["elapsed_s"]
+        if facts["phase"] != self.phase:
+            self._swap(checkpoint)
+        # Count Lightning's micro-batches anew: the resumed run may split a step otherwise (micro_batch, devices).
         done = checkpoint["global_step"] * self.accumulation
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts.update(ready=done, started=done, processed=done, completed=done - (counts["ready"] - counts["completed"]))
 
+    def _freeze(self, decoder: Decoder) -> None:
+        """Leave `train_only` to train."""
+        for name, parameter in decoder.named_parameters():
+            parameter.requires_grad_(not self.config.train_only or is_normalizer(name))
+
+    def _swap(self, checkpoint: dict[str, object]) -> None:
+        """Turn the checkpoint of the phase before, as it was at its end, into one of this phase."""
+        before = Decoder(self.config.model_in(checkpoint["lm"]["phase"]), self.decoder.vocab_size, self.decoder.seq_len, seed=None)
+        before.load_state_dict(bare_weights(checkpoint))
+        self._freeze(before)
+        groups = [parameter_groups(decoder) for decoder in (before, self.decoder)]
+        checkpoint["optimizer_states"] = [carry_over(checkpoint["optimizer_states"][0], *groups)]
+        self.before_swap = [before]
+        weights = swapped(before, self.decoder.config.normalizer).state_dict()
+        checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
+
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Plain data beside Lightning's own: enough to rebuild the model and to refuse the wrong one."""
         checkpoint["lm"] = {
+            "format": FORMAT,
             "config": to_yaml(self.config),
             "vocab_size": self.decoder.vocab_size,
             "data_fingerprint": self.store.fingerprint,
             "step": self.global_step,
             "tokens": self.global_step * self.step_tokens,
+            "phase": self.phase,
+            "best": self.best,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "elapsed_s": self.elapsed_s,
+            "wandb_id": self.wandb_id,
         }

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups and the learning rate as a function of the step."""
+"""AdamW's parameter groups, what of its state a swap keeps, and the learning rate as a function of the step."""
 
 import math
 
@@ -6,20 +6,45 @@ import torch
 from torch import nn
 
 from lm.config import WSD, Constant, Cosine, OptimConfig
+from lm.model import is_normalizer
+
+
+def parameter_groups(model: nn.Module) -> list[list[str]]:
+    """Names of the trained parameters: those of rank >= 2, the others, and the normalizers' (each list may be empty)."""
+    trained = [(name, p.dim()) for name, p in model.named_parameters() if p.requires_grad]
+    normalizers = [name for name, _ in trained if is_normalizer(name)]
+    rest = [(name, rank) for name, rank in trained if not is_normalizer(name)]
+    return [[name for name, rank in rest if rank >= 2], [name for name, rank in rest if rank < 2], normalizers]
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on parameters of rank >= 2 only: never on norms, biases or normalizers' scalars.
+    """AdamW; weight decay on parameters of rank >= 2 only: never on norms, biases or normalizers.
 
     Fused where the device has it: one kernel over all parameters.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = dict(model.named_parameters())
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(parameter_groups(model), (config.weight_decay, 0.0, 0.0), strict=True)
     ]
-    fused = parameters[0].device.type in ("cpu", "cuda")
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
+
+
+def carry_over(state: dict[str, object], before: list[list[str]], after: list[list[str]]) -> dict[str, object]:
+    """An optimizer's state after a swap: of the parameters in the groups `before`, for those in `after` (`parameter_groups`).
+
+    Parameters that were not there, and all of normalizers, start afresh: no moments, step count 0.
+    """
+    known = dict(enumerate(name for names in before for name in names))
+    kept = {known[index]: moments for index, moments in state["state"].items() if not is_normalizer(known[index])}
+    place = {name: index for index, name in enumerate(name for names in after for name in names)}
+    return {
+        "state": {index: kept[name] for name, index in place.items() if name in kept},
+        "param_groups": [
+            {**group, "params": [place[name] for name in names]} for group, names in zip(state["param_groups"], after, strict=True)
+        ],
+    }
 
 
 def lr_factor(step: int, config: OptimConfig, max_steps: int) -> float:

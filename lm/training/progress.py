@@ -12,9 +12,9 @@ class Clock:
     def __init__(self) -> None:
         self._begin = self._paused = 0.0
 
-    def start(self) -> None:
-        """Zero."""
-        self._begin, self._paused = time.perf_counter(), 0.0
+    def start(self, seconds: float = 0.0) -> None:
+        """Go on from `seconds`."""
+        self._begin, self._paused = time.perf_counter() - seconds, 0.0
 
     def seconds(self) -> float:
         """Since `start`, without the pauses."""
@@ -68,7 +68,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """A line of its own."""
         if self.main:
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Take the bar away."""

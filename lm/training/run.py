@@ -1,28 +1,27 @@
-"""`lm train`: checks, data, model, Trainer, run folder, in this order."""
+"""`lm train`: checks, data, then a model and a Trainer for each phase; all is kept in the run folder."""
 
 import contextlib
-import dataclasses
-import fcntl
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import yaml
-
-from lm.config import Config, parse, to_yaml
+from lm.config import Config, to_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
 from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_json, write_json
-from lm.schema import Plain, to_plain
+from lm.schema import to_plain
+from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
 
-# A resumed run may differ from its first start in these; anything else would make it another run.
-FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers")
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lm.training.module import TrainModule
 
 
 def train(config: Config) -> int:
@@ -50,80 +49,73 @@ def train(config: Config) -> int:
 
 
 def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
-    import lightning as L
     import torch
 
-    from lm.checkpoints import LAST, load_checkpoint, point_last
-    from lm.evaluation.loss import long_rows, validation_rows
+    from lm.checkpoints import LAST, load_checkpoint, point, step_path
     from lm.model import Decoder, flops_per_token
+    from lm.training import callbacks
     from lm.training.banner import banner, environment
-    from lm.training.callbacks import AtomicCheckpointIO, Checkpoints, Evaluate, Metrics, StopOnSignal
     from lm.training.device import resolve_compile, resolve_device, resolve_precision
     from lm.training.metrics import MetricLog, cut_back, start_wandb
     from lm.training.module import TrainModule
     from lm.training.progress import Clock, ProgressLine
 
     quiet_lightning()
-    folder = config.run_folder
+    folder, max_steps = config.run_folder, config.trainer.max_steps
     before = read_json(folder / ENVIRONMENT) if checkpoint else {}
     accelerator, device = resolve_device(config)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, config.seed)
-    precision = resolve_precision(config, accelerator, before)
-    flops = flops_per_token(decoder) * config.optim.batch_tokens * config.trainer.max_steps
-    compiled = resolve_compile(config, flops, accelerator, before)
-    module = TrainModule(config, store, decoder, compiled.value == "true")
-    first_step = 0
+    first_step, notes = 0, []
     if checkpoint:
-        first_step = check_resume(config, store, load_checkpoint(checkpoint), checkpoint)
-        if first_step >= config.trainer.max_steps:
+        first_step, notes = check_resume(config, store, load_checkpoint(checkpoint), checkpoint)
+        if first_step >= max_steps:
             return _complete(config, first_step, main)
+    phase = config.phase_at(first_step)
+    decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
+    if config.train_only:
+        check_train_only(config, decoder)
+    if config.init_from and not checkpoint:
+        notes = [start_from(config, store, decoder)]
+    precision = resolve_precision(config, accelerator, before)
+    flops = flops_per_token(decoder) * config.optim.batch_tokens * max_steps
+    compiled = resolve_compile(config, flops, accelerator, before)
 
-    facts = environment(config, store, decoder, device, precision, compiled)
-    facts = {**facts, "wandb_id": before.get("wandb_id", facts["wandb_id"]), "started": before.get("started", facts["started"])}
+    facts = environment(config, store, decoder, device, precision, compiled, first_step, before)
     if main:
-        print(banner(config, store, decoder, device, precision, compiled), flush=True)
+        print(banner(config, phase, store, decoder, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         cut_back(folder, first_step)
         if checkpoint and checkpoint.name != LAST:
-            point_last(checkpoint)  # the run goes back to it
+            point(LAST, checkpoint)  # the run goes back to it
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
-    progress = ProgressLine(config.log.progress, config.trainer.max_steps, main)
-    clock, stop = Clock(), StopOnSignal()
-    trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=config.trainer.devices,
-        num_nodes=config.trainer.num_nodes,
-        strategy="ddp" if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if precision.value == "bf16-mixed" else "32-true",
-        max_steps=config.trainer.max_steps,
-        max_epochs=-1,
-        accumulate_grad_batches=module.accumulation,
-        use_distributed_sampler=False,
-        callbacks=[
-            stop,
-            Metrics(log, config, progress, clock),
-            Checkpoints(config, folder / CHECKPOINTS, clock),
-            Evaluate(
-                config, folder, log, progress, clock, validation_rows(store, config), long_rows(store, config), precision.value != "32"
-            ),
-        ],
-        plugins=[AtomicCheckpointIO()],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
+    evaluation = config, folder, log, progress, clock, precision.value != "32"
+    step = first_step
     progress.start(first_step)
     try:
-        trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        with callbacks.StopOnSignal() as stop:
+            while step < max_steps and not stop.signal:
+                if step > first_step:  # a phase has ended: the next one begins with its checkpoint
+                    phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
+                    decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
+                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"])
+                hooks = [
+                    stop,
+                    callbacks.Metrics(log, config, progress, clock),
+                    callbacks.Validate(*evaluation),
+                    callbacks.Checkpoints(config, folder / CHECKPOINTS, clock),
+                    callbacks.LongContext(*evaluation),
+                    callbacks.Swap(*evaluation),
+                ]
+                trainer = make_trainer(config, phase, accelerator, precision.value, module, hooks)
+                trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+                step = trainer.global_step
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
             raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
@@ -131,17 +123,43 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     finally:
         progress.stop()
         log.close()
-    stopped = stop.signal if trainer.global_step < config.trainer.max_steps else 0
-    if main:
-        if stopped:
-            progress.note(f"stopped by a signal at step {trainer.global_step}; go on with: resume=auto")
-        else:
-            progress.note(f"done: {folder}")
-    return 128 + stopped if stopped else 0
+    if step < max_steps:
+        progress.note(f"stopped by a signal at step {step}; go on with: resume=auto")
+        return 128 + stop.signal
+    progress.note(f"done: {folder}")
+    return 0
+
+
+def make_trainer(
+    config: Config, phase: int, accelerator: str, precision: str, module: "TrainModule", callbacks: list["L.Callback"]
+) -> "L.Trainer":
+    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone."""
+    import lightning as L
+
+    from lm.training.callbacks import AtomicCheckpointIO
+
+    return L.Trainer(
+        accelerator=accelerator,
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.num_nodes,
+        strategy="ddp" if config.world_size > 1 else "auto",
+        precision="bf16-mixed" if precision == "bf16-mixed" else "32-true",
+        max_steps=config.phase_ends[phase],
+        max_epochs=-1,
+        accumulate_grad_batches=module.accumulation,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        default_root_dir=config.run_folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def _complete(config: Config, step: int, main: bool) -> int:
-    """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
+    """Nothing is left to train: make up for a long-context evaluation that a kill after the last step prevented."""
     from lm.evaluation.run import evaluate_run
 
     folder = config.run_folder
@@ -165,77 +183,6 @@ def check_launcher(config: Config) -> None:
     if started != str(config.world_size):
         reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
-
-
-def claim(folder: Path, resume: bool) -> None:
-    """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not resume:
-            raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
-
-
-@contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
-    if not config.resume:
-        return None
-    path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
-    if path.exists():
-        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
-            raise RunError(f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it")
-        return path
-    if config.resume == "auto":
-        return None
-    raise RunError(f"{path}: no such checkpoint (resume)")
-
-
-def check_resume(config: Config, store: Store, checkpoint: dict[str, dict[str, Plain]], path: Path) -> int:
-    """The step the checkpoint is at. Raises ConfigError with every difference that would make it another run."""
-    saved = checkpoint["lm"]
-    old, new = flatten(to_plain(parse(yaml.safe_load(saved["config"])))), flatten(to_plain(stored(config)))
-    problems = [
-        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
-        for key in dict.fromkeys((*new, *old))
-        if old.get(key) != new.get(key) and not any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
-    ]
-    if saved["data_fingerprint"] != store.fingerprint:
-        problems.append(
-            Problem("data", store.fingerprint[:16], f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}")
-        )
-    if problems:
-        raise ConfigError(problems)
-    return saved["step"]
-
-
-def stored(config: Config) -> Config:
-    """The configuration as the run folder keeps it: how the run was resumed is not part of it."""
-    return dataclasses.replace(config, resume="")
-
-
-def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
-    """Nested blocks as {key path: value}."""
-    if not isinstance(plain, dict):
-        return {path: plain}
-    return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 
 
 def quiet_lightning() -> None:

@@ -1,0 +1,163 @@
+"""What replacing the normalizer did to a model: loss, next-token distributions and attention, before and after."""
+
+import math
+from itertools import pairwise
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lm.attention import table
+from lm.attention.lengths import Rows
+from lm.config import Config, Learned
+from lm.data.batches import long_starts
+from lm.data.store import Store
+from lm.evaluation.loss import Device, HeldOut, bucket_edges, by_token, sum_over_ranks, validation_rows
+from lm.evaluation.statistics import paired_difference
+from lm.loss import token_kl, token_nll
+from lm.model import Decoder
+from lm.schema import Plain, to_plain
+
+DRIFT_ROWS = 4  # of each length whose attention weights are compared
+DRIFT_WEIGHTS = 2**24  # attention weights held at a time
+
+
+def swap_rows(store: Store, config: Config) -> list[HeldOut]:
+    """Held-out rows of each of `eval.swap_lengths`: the validation rows, and longer ones within documents.
+
+    Lengths that no held-out document has are left out, and all beyond the first where positions are learned.
+    """
+    found = []
+    for factor in config.eval.swap_lengths:
+        length = int(factor * config.data.seq_len)
+        if factor == 1:
+            found.append(validation_rows(store, config))
+        elif not isinstance(config.model.position, Learned):
+            starts = long_starts(store.val, length, config.eval.long_context.rows)
+            found += [HeldOut.take(store, starts, length)] if len(starts) else []
+    return found
+
+
+def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: Device) -> dict[str, Plain]:
+    """Both models on identical tokens, without a change to RoPE. Collective.
+
+    For each length: the mean loss before and after (nats per token) with the 95 % interval of its change over rows,
+    KL(old || new) of the next-token distributions (nats), both by position, and the attention drift of each layer:
+    half the L1 distance of the two models' weights, a mean over queries and heads. It is 0 for equal attention and
+    at most 1 for weights that sum to one; layers above the first see what the layers below have changed.
+    """
+    lengths = []
+    for rows in held_out:
+
+        def measure(tokens: Tensor) -> Tensor:
+            with where.autocast():
+                hidden = [model(tokens[:, :-1]).flatten(0, 1) for model in (old, new)]
+            targets = tokens[:, 1:].flatten()
+            heads = old.head.weight, new.head.weight
+            losses = [token_nll(h, head, targets) for h, head in zip(hidden, heads, strict=True)]
+            return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, len(tokens), -1)
+
+        before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
+        change = paired_difference(after.mean(1), before.mean(1))
+        lengths.append(
+            {
+                "length": rows.length,
+                "rows": len(rows.rows),
+                "rows_sha256": rows.sha256,
+                "loss_before": float(before.mean()),
+                "loss_after": float(after.mean()),
+                "change": vars(change),
+                "kl": float(kl.mean()),
+                "attention_drift": attention_drift(old, new, rows, where),
+                "nll_by_position_before": _rounded(before),
+                "nll_by_position_after": _rounded(after),
+                "kl_by_position": _rounded(kl),
+            }
+        )
+    parameters = {name: [round(x, 6) for x in p.flatten().tolist()] for name, p in new.named_parameters() if ".normalizer." in name}
+    names = {key: table.label(to_plain(model.config.normalizer)) for key, model in (("from", old), ("to", new))}
+    return {"kind": "swap", **names, "seq_len": old.seq_len, "parameters": parameters, "lengths": lengths}
+
+
+def _rounded(values: object) -> list[float]:
+    return [round(float(x), 6) for x in values.mean(0)]
+
+
+@torch.no_grad()
+def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> list[float]:
+    """Half the L1 distance between both models' attention weights, a mean over queries and heads, for each layer.
+
+    On the first `DRIFT_ROWS` rows; holds `DRIFT_WEIGHTS` weights at a time, not T x T. Collective.
+    """
+    total = torch.zeros(old.config.n_layer, dtype=torch.float64)
+    rows = held_out.rows[:DRIFT_ROWS]
+    for row in rows[where.rank :: where.world]:
+        tokens = torch.from_numpy(row[None, :-1]).to(where.device)
+        seen = [_attention_inputs(model, tokens, where) for model in (old, new)]
+        for layer, (a, b) in enumerate(zip(*seen, strict=True)):
+            total[layer] += _distance(a, b)
+    drift = sum_over_ranks(total.float(), where) / len(rows)
+    return [round(float(x), 6) for x in drift]
+
+
+_Inputs = tuple[nn.Module, Tensor, Tensor, Rows]  # a normalizer and its queries, keys and rows
+
+
+def _attention_inputs(model: Decoder, tokens: Tensor, where: Device) -> list[_Inputs]:
+    """What each layer's normalizer is given for `tokens` (1, T)."""
+    seen: list[_Inputs] = []
+
+    def note(normalizer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor, Rows]) -> None:
+        q, k, _, rows = arguments
+        seen.append((normalizer, q.float(), k.float(), rows))
+
+    hooks = [normalizer.register_forward_pre_hook(note) for normalizer in model.normalizers()]
+    training = model.training
+    try:
+        with where.autocast():
+            model.eval()(tokens)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _distance(a: _Inputs, b: _Inputs) -> float:
+    """Half the L1 distance of the weights of one layer, a mean over heads and queries."""
+    n_head, length = a[1].shape[1:3]
+    step, total = max(1, DRIFT_WEIGHTS // (n_head * length)), 0.0
+    for start in range(0, length, step):
+        first, second = (
+            normalizer.weights(q[:, :, start : start + step], k, rows.queries(start, start + step)) for normalizer, q, k, rows in (a, b)
+        )
+        total += float((first - second).abs().sum(dtype=torch.float64)) / 2
+    return total / (n_head * length)
+
+
+def print_swap(result: dict[str, Plain]) -> None:
+    """Tables on the terminal: for each length loss and KL by octave of position, then drift by layer."""
+    console = Console()
+    console.print(f"{result['from']} -> {result['to']}, step {result['step']}, losses and KL in nats per token", highlight=False)
+    for one in result["lengths"]:
+        change, times = one["change"], f"{one['length'] / result['seq_len']:g}x"
+        interval = f"{change['mean']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]"
+        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+        for column in (f"{times}: {one['rows']} rows", "loss before", "after", "change [95% over rows]", "KL"):
+            grid.add_column(column, justify="right", no_wrap=True)
+        grid.add_row(f"0-{one['length']:,}", f"{one['loss_before']:.4f}", f"{one['loss_after']:.4f}", interval, f"{one['kl']:.5f}")
+        inner = [int(edge) for edge in bucket_edges(result["seq_len"], one["length"])[1:-1] if _is_octave(edge, result["seq_len"])]
+        for low, high in pairwise([0, *inner, one["length"]]):
+            means = [
+                sum(one[key][low:high]) / (high - low) for key in ("nll_by_position_before", "nll_by_position_after", "kl_by_position")
+            ]
+            grid.add_row(f"{low:,}-{high:,}", f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[1] - means[0]:+.4f}", f"{means[2]:.5f}")
+        console.print(grid)
+        console.print(f"attention drift by layer: {' '.join(f'{x:.4f}' for x in one['attention_drift'])}", highlight=False, soft_wrap=True)
+
+
+def _is_octave(edge: int, seq_len: int) -> bool:
+    """True for seq_len x 2^i, i >= -3."""
+    return edge >= seq_len / 8 and math.log2(edge / seq_len).is_integer()

@@ -1,0 +1,176 @@
+"""Replacing the normalizer of a trained decoder: what is kept, what starts anew, what can't be done; and `lm swap`."""
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.attention import table
+from lm.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
+from lm.config import Config, merge, parse, to_yaml
+from lm.data.batches import TrainRows
+from lm.data.store import Store
+from lm.errors import ConfigError, Problem, RunError
+from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
+from lm.evaluation.results import write_evaluation
+from lm.evaluation.run import OVERRIDABLE, only, open_device, open_store
+from lm.files import new_folder, write_text
+from lm.loading import Loaded, load, tokenizer_file
+from lm.loss import token_kl
+from lm.model import Decoder, count_parameters, is_normalizer
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, read_json, write_json
+from lm.schema import Plain, suggest, to_plain
+
+FIT_TOKENS, FIT_BATCHES, FIT_EPOCHS, FIT_LR = 2048, 8, 8, 0.02  # of `--init fit`
+
+
+@torch.no_grad()
+def swapped(old: Decoder, normalizer: object) -> Decoder:
+    """A decoder with the weights of `old` and another normalizer, on the CPU.
+
+    The new normalizer has its first values for the old decoder's training length, or those that its `match` gives.
+
+    Args:
+        normalizer: the new entry's options (`lm.attention.table`).
+
+    Raises:
+        RunError: the two need other parameters around them, each named.
+    """
+    new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
+    kept, wanted = ({name: p.shape for name, p in one.named_parameters() if not is_normalizer(name)} for one in (old, new))
+    unlike = [name for name in {**kept, **wanted} if kept.get(name) != wanted.get(name)]
+    if unlike:
+        before, after = (table.label(to_plain(one.config.normalizer)) for one in (old, new))
+        raise RunError(
+            f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
+        )
+    new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
+    for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
+        ours.match(theirs, old.seq_len)
+    return new.train(old.training)
+
+
+def fit(old: Decoder, new: Decoder, rows: Tensor) -> tuple[float, float]:
+    """Choose the parameters of the normalizers of `new`, and only them, to minimise KL(old || new) of next-token distributions.
+
+    Adam from where they stand, in fp32, over batches `rows` (batches, B, T + 1) int64; the start is kept if the end is
+    no better. Returns the mean KL (nats) over all batches before and after.
+    """
+    chosen = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
+    before = {name: p.detach().clone() for name, p in chosen.items()}
+    new.eval().requires_grad_(False)
+    for parameter in chosen.values():
+        parameter.requires_grad_()
+    with torch.no_grad():
+        targets = [old.eval()(batch[:, :-1]).flatten(0, 1) for batch in rows]
+
+    def kl(index: int) -> Tensor:
+        hidden = new(rows[index][:, :-1]).flatten(0, 1)
+        return token_kl(targets[index], old.head.weight, hidden, new.head.weight).mean()
+
+    def mean() -> float:
+        with torch.no_grad():
+            return sum(float(kl(index)) for index in range(len(rows))) / len(rows)
+
+    start, steps = mean(), FIT_EPOCHS * len(rows)
+    optimizer = torch.optim.Adam(chosen.values(), lr=FIT_LR)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
+        optimizer.zero_grad()
+        kl(step % len(rows)).backward()
+        optimizer.step()
+    end = mean()
+    if not end < start:
+        with torch.no_grad():
+            for name, parameter in chosen.items():
+                parameter.copy_(before[name])
+    new.requires_grad_(True)
+    return start, min(start, end)
+
+
+def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> dict[str, Plain]:
+    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `out` that holds weights alone.
+
+    Measures both models on identical held-out tokens; the result is printed, kept in `out`'s evaluations/ and returned.
+
+    Args:
+        source: a run folder, a checkpoint or an export.
+        checkpoint: of a run folder: `last`, `best` or a step.
+        to: name of the new normalizer.
+        init: first values of its parameters: `match`, `unit`, `fit` or a number; None: as its options say.
+        overrides: `key=value` of the new normalizer's options and of evaluation.
+
+    Raises:
+        LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
+    """
+    loaded = load(source, checkpoint)
+    config = _swapped_config(loaded, to, init, out, overrides)
+    old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
+    folder = tokenizer_file(loaded.path).parent
+    trained = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
+    store = open_store(config, loaded)
+    rows = swap_rows(store, config)
+    where = open_device(config, trained)
+    old.to(where.device), new.to(where.device)
+    facts: dict[str, Plain] = {
+        "from": str(loaded.path),
+        "normalizer": table.label(to_plain(old.config.normalizer)),
+        "init": init or "match",
+    }
+    with new_folder(out) as made:
+        if init == "fit":
+            facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, _fit_rows(store, config).to(where.device))
+        stamp = {"step": loaded.facts["step"], "tokens_seen": loaded.facts["tokens"], "data_fingerprint": store.fingerprint}
+        result = {**evaluate_swap(old, new, rows, where), **stamp, "precision": where.precision, "swap": facts}
+        write_evaluation(made, result)
+        _write_run(made, config, loaded, new.cpu(), {**trained, "command": " ".join(["lm", *sys.argv[1:]]), "swap": facts})
+    print_swap(result)
+    if init == "fit":
+        print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training rows")
+    print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
+    return result
+
+
+def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
+    """The configuration of the new run folder."""
+    changes = only(("model.normalizer", *OVERRIDABLE), overrides, "a swap")
+    if to not in table.OPTIONS:
+        raise ConfigError([Problem("--to", to, "unknown normalizer", suggest(to, table.OPTIONS))])
+    normalizer: dict[str, Plain] = {"name": to}
+    if init is not None:
+        if "init" not in table.OPTIONS[to].__dataclass_fields__:
+            raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
+        normalizer["init"] = {"fit": "match"}.get(init) or _number(init)
+    plain = merge(to_plain(loaded.config), {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
+    plain = merge(merge(plain, {"model": {"normalizer": normalizer}}), changes)
+    own = {"name": out.name, "runs": str(out.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
+    return parse({**plain, **own})
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _fit_rows(store: Store, config: Config) -> Tensor:
+    """Batches of training rows to fit on: (FIT_BATCHES, B, seq_len + 1)."""
+    rows = TrainRows(store, config.data.seq_len, max(1, FIT_TOKENS // config.data.seq_len), config.seed)
+    return torch.stack([torch.from_numpy(rows.rows(step)) for step in range(FIT_BATCHES)])
+
+
+def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
+    """A run folder with one checkpoint of weights."""
+    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
+    path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
+    weights = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
+    save_checkpoint({"state_dict": weights, "lm": {**loaded.facts, **own}}, path)
+    point(LAST, path)
+    write_text(folder / CONFIG, to_yaml(config))
+    write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})
+    if tokenizer_file(loaded.path).is_file():
+        shutil.copyfile(tokenizer_file(loaded.path), folder / TOKENIZER)

@@ -1,0 +1,211 @@
+"""Where a run starts from: a new folder, a checkpoint of its own, or another run's weights; and what is refused."""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from lm.attention import table
+from lm.config import Config, parse
+from lm.data.store import Store
+from lm.errors import ConfigError, Problem, RunError
+from lm.runs import CHECKPOINTS
+from lm.schema import Plain, to_plain
+
+# A resumed run may differ from its first start in these; anything else would make it another run.
+# Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
+FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "phases", "model.normalizer")
+
+# A model that starts from other weights may differ from theirs in these.
+FREE_AT_START = ("normalizer", "dropout", "init_std")
+
+
+def claim(folder: Path, resume: bool) -> None:
+    """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not resume:
+            raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def stored(config: Config) -> Config:
+    """The configuration as the run folder keeps it: how the run was resumed is not part of it."""
+    return dataclasses.replace(config, resume="")
+
+
+# ---------------------------------------------------------------- resume: the same run, everything
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
+    if not config.resume:
+        return None
+    path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
+    if path.exists():
+        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
+            remedy = "to start a new run from its weights: init_from=... instead"
+            raise RunError(
+                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
+            )
+        return path
+    if config.resume == "auto":
+        return None
+    raise RunError(f"{path}: no such checkpoint (resume)")
+
+
+def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> tuple[int, list[str]]:
+    """The step the checkpoint is at, and notes on what has changed and matters.
+
+    Raises:
+        ConfigError: every difference that would make it another run.
+        RunError: the checkpoint holds weights alone.
+    """
+    saved = checkpoint["lm"]
+    if "optimizer_states" not in checkpoint:
+        folder = config.run_folder
+        raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
+    trained = parse(yaml.safe_load(saved["config"]))
+    old, new = flatten(to_plain(trained)), flatten(to_plain(stored(config)))
+    problems = [
+        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
+        for key in dict.fromkeys((*new, *old))
+        if old.get(key) != new.get(key) and not any(key == free or key.startswith((free + ".", free + "[")) for free in FREE_TO_CHANGE)
+    ]
+    problems += _plan_problems(config, trained, saved["phase"], saved["step"], path)
+    if saved["data_fingerprint"] != store.fingerprint:
+        reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
+        problems.append(Problem("data", store.fingerprint[:16], reason))
+    if problems:
+        raise ConfigError(problems)
+    notes = []
+    steps = trained.trainer.max_steps, config.trainer.max_steps
+    if steps[0] != steps[1] and config.optim.schedule.name != "constant":
+        notes.append(
+            f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
+        )
+    return saved["step"], notes
+
+
+def _plan_problems(config: Config, trained: Config, phase: int, step: int, path: Path) -> list[Problem]:
+    """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
+    problems = []
+    for index in range(phase + 1):
+        where = f"phases[{index}]" if config.phases else "model"
+        if index >= len(config.plan):
+            return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
+        ours, theirs = (table.label(to_plain(plan[index].normalizer)) for plan in (config.plan, trained.plan))
+        if config.plan[index].normalizer != trained.plan[index].normalizer:
+            name = config.plan[index].normalizer.name
+            remedy = f"to change it now: lm swap {path} --to {name} -o OUT, then init_from=OUT in a run of another name"
+            problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
+        if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:
+            reason = f"the checkpoint was trained with {trained.plan[index].warmup_steps}"
+            problems.append(Problem(f"{where}.warmup_steps", config.plan[index].warmup_steps, reason))
+    ends, before = config.phase_ends, trained.phase_ends
+    moved = [index for index in range(phase) if ends[index] != before[index]] + ([phase] if ends[phase] < step else [])
+    for index in moved if step < config.trainer.max_steps else ():
+        reason = f"ends the phase at step {ends[index]}; {path}, at step {step}, was trained with its end at {before[index]}"
+        remedy = f"the same end is until={before[index] / config.trainer.max_steps:.6g}"
+        problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
+    return problems
+
+
+def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
+    """Nested blocks as {key path: value}; the blocks of a list by their index."""
+    if isinstance(plain, list) and plain and isinstance(plain[0], dict):
+        return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
+    if not isinstance(plain, dict):
+        return {path: plain}
+    return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
+
+
+# ---------------------------------------------------------------- init_from: a new run, the weights alone
+
+
+def start_from(config: Config, store: Store, decoder: object) -> str:
+    """Give `decoder` the weights that `init_from` names; a note on where they come from.
+
+    Raises:
+        RunError: nothing to load there.
+        ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
+    """
+    from lm.loading import load, tokenizer_file
+
+    loaded = load(config.init_from)
+    problems = []
+    ours, theirs = (flatten(to_plain(model)) for model in (decoder.config, loaded.decoder.config))
+    for key in dict.fromkeys((*ours, *theirs)):
+        if ours.get(key) != theirs.get(key) and not any(key == free or key.startswith(free + ".") for free in FREE_AT_START):
+            problems.append(Problem(f"model.{key}", ours.get(key), f"{loaded.path} has {theirs.get(key)!r}", "set it to that"))
+    problems += _normalizer_problems(config, decoder, loaded)
+    if store.vocab_size != loaded.decoder.vocab_size:
+        reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(tokenizer_file(loaded.path))))
+    elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
+        reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(tokenizer_file(loaded.path))))
+    if config.model.position.name == "learned" and loaded.decoder.seq_len != decoder.seq_len:
+        reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
+        problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
+    if problems:
+        raise ConfigError(problems)
+    decoder.load_state_dict(loaded.decoder.state_dict())
+    return f"weights from {loaded.path} (step {loaded.facts['step']:,}, {loaded.facts['tokens']:,} tokens)"
+
+
+def _normalizer_problems(config: Config, decoder: object, loaded: object) -> list[Problem]:
+    """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
+    plain = [{**to_plain(model.config.normalizer), "init": None} for model in (decoder, loaded.decoder)]
+    labels = [table.label(to_plain(model.config.normalizer)) for model in (decoder, loaded.decoder)]
+    where = "phases[0].normalizer" if config.phases else "model.normalizer"
+    if plain[0] != plain[1]:
+        name = config.plan[0].normalizer.name
+        remedy = f"convert it: lm swap {config.init_from} --to {name} -o OUT, then init_from=OUT; or keep {labels[1]}"
+        return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
+    constants = [model.normalizers()[0].constants() for model in (decoder, loaded.decoder)]
+    return [
+        Problem(
+            f"{where}.{key}", ours, f"was {constants[1][key]:g} at the training length of {loaded.path}", f"set it to {constants[1][key]:g}"
+        )
+        for key, ours in constants[0].items()
+        if ours != constants[1][key]
+    ]
+
+
+def _tokenizer_remedy(file: Path) -> str:
+    return f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
+
+
+def check_train_only(config: Config, decoder: object) -> None:
+    """Raises ConfigError if there is nothing to train in some phase."""
+    from lm.attention.normalizers import make_normalizer
+
+    for index, phase in enumerate(config.plan):
+        normalizer = make_normalizer(phase.normalizer, config.model.n_head, decoder.seq_len)
+        if not any(True for _ in normalizer.parameters()):
+            where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
+            reason = f"{table.label(to_plain(phase.normalizer))} has no parameters to train ({where})"
+            raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])

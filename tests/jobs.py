@@ -1,0 +1,16 @@
+"""Several training runs in one process (or under torchrun, in one group of processes), which imports torch once.
+
+python tests/jobs.py '[["tests/tiny.yaml", "name=a"], ["tests/tiny.yaml", "name=a", "resume=auto"]]'
+"""
+
+import json
+import sys
+
+from lm.config import load
+from lm.training.run import train
+
+if __name__ == "__main__":
+    for arguments in json.loads(sys.argv[1]):
+        status = train(load(arguments))
+        if status:
+            sys.exit(status)

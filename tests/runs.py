@@ -1,0 +1,67 @@
+"""Reading the run folders that tests make."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from lm.checkpoints import load_checkpoint, steps_saved
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in metrics(folder) if name in line]
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for _, loss in curve(folder)]
+
+
+def weights(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder / "checkpoints" / name)["state_dict"]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kill_after(folder: Path, step: int) -> None:
+    """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond it."""
+    checkpoints = folder / "checkpoints"
+    for path in steps_saved(checkpoints):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()
+    os.replace(shutil.copy(checkpoints / f"step-{step:06d}.ckpt", checkpoints / "copy"), checkpoints / "last.ckpt")
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
+    found = [name for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "lr") if curve(a, name) != curve(b, name)]
+    one, other = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
+    if not same(one["state_dict"], other["state_dict"]):
+        found.append("weights")
+    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+    if states[0].keys() != states[1].keys() or not all(same(states[0][index], states[1][index]) for index in states[0]):
+        found.append("optimizer state")
+    if [one["lm"][key] for key in ("step", "phase", "best")] != [other["lm"][key] for key in ("step", "phase", "best")]:
+        found.append("facts")
+    return found
+
+
+def alive(group: int) -> bool:
+    """True if a process of the group lives on after two seconds (what is dead but not yet waited for does not live)."""
+    time.sleep(2)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Several processes train as one: tokens equal exactly, losses and weights up to the order of additions.
+
+Gradients are summed in another order, which moves a loss by about 1e-6 after eight steps here; TOLERANCE leaves room.
+"""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, lm
+from runs import alive, curve, losses, weights
+
+from lm.data.batches import MicroBatches, TrainRows
+from lm.data.prepare import prepare
+
+TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
+
+
+def close(one: Path, other: Path) -> None:
+    """Equal up to the order of additions: losses, validations, last weights."""
+    for name in ("train/loss", "val/loss"):
+        a, b = curve(one, name), curve(other, name)
+        assert [step for step, _ in a] == [step for step, _ in b]
+        assert [loss for _, loss in a] == pytest.approx([loss for _, loss in b], abs=TOLERANCE)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(other)[name], atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_tokens_of_a_step_are_the_same_for_any_number_of_ranks(tiny, world: int):
+    config = tiny()
+    rows = TrainRows(prepare(config.data, progress=False), 32, 8, seed=1)
+
+    def digest(world: int, micro_batch: int) -> str:
+        steps = 50
+        ranks = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
+        taken = [
+            torch.cat([ranks[rank][step * ranks[rank].accumulation + k] for rank in range(world) for k in range(ranks[rank].accumulation)])
+            for step in range(steps)
+        ]
+        return hashlib.sha256(torch.stack(taken).numpy().tobytes()).hexdigest()
+
+    assert digest(1, 8) == digest(world, 8 // world) == digest(world, 1)
+
+
+def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tmp_path: Path):
+    """Launched by `lm train` itself; validation, long rows and the swap's measurement are shared by the ranks, too."""
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    for name, devices in (("one", 1), ("two", 2)):
+        result = lm("train", *arguments, phases, f"name={name}", f"trainer.devices={devices}")
+        assert result.returncode == 0, result.stderr
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    close(one, two)
+    for kind, step in (("long_context", 8), ("swap", 4)):
+        a, b = (json.loads((run / "evaluations" / f"{kind}.step-{step:06d}.json").read_text()) for run in (one, two))
+        if kind == "long_context":
+            assert a["rows_sha256"] == b["rows_sha256"]
+            assert a["settings"][0]["nll_by_position"] == pytest.approx(b["settings"][0]["nll_by_position"], abs=1e-4)
+        else:
+            assert a["lengths"][0]["nll_by_position_after"] == pytest.approx(b["lengths"][0]["nll_by_position_after"], abs=1e-4)
+            assert a["lengths"][0]["attention_drift"] == pytest.approx(b["lengths"][0]["attention_drift"], abs=1e-5)
+
+
+def test_a_launcher_of_another_size_is_refused(arguments: list[str]):
+    result = lm("train", *arguments, "name=launched", WORLD_SIZE="4", RANK="0", LOCAL_RANK="0")
+    assert result.returncode == 2
+    assert "trainer.devices = 1: with num_nodes = 1 makes 1 processes, the launcher started 4" in result.stderr
+
+
+def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):
+    """Two torchrun agents on loopback, a process each, stand in for the machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
+    command = [f"--master_port={port}", "-m", "lm", "train", *arguments, "name=nodes", "trainer.num_nodes=2"]
+    agents = [subprocess.Popen([*launch, f"--node_rank={node}", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True) for node in (0, 1)]
+    for agent in agents:
+        _, stderr = agent.communicate(timeout=300)
+        assert agent.returncode == 0, stderr
+    assert lm("train", *arguments, "name=one").returncode == 0
+    close(tmp_path / "runs" / "one", tmp_path / "runs" / "nodes")
+    assert len(losses(tmp_path / "runs" / "nodes")) == 8
+
+
+def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[str], tmp_path: Path):
+    """Only rank 0 writes; where it can't, the others don't wait in a collective for ever."""
+    runs = tmp_path / "runs" / "failing"
+    (runs / "checkpoints").mkdir(parents=True)
+    (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
+    command = [sys.executable, "-m", "lm", "train", *arguments, "name=failing", "trainer.devices=2", "resume=auto"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "Traceback" not in stderr
+    assert "evaluations" in stderr
+    assert not alive(process.pid)

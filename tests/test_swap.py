@@ -1,0 +1,363 @@
+"""Swapping the normalizer: in training, on a checkpoint, and starting from swapped weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lm as command
+from runs import curve, same, weights
+
+import lm
+from lm.attention import table
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import make_normalizer
+from lm.checkpoints import load_checkpoint
+from lm.errors import ConfigError, RunError
+from lm.evaluation.continuity import attention_drift, evaluate_swap
+from lm.evaluation.loss import Device, HeldOut
+from lm.loading import load
+from lm.loss import token_kl
+from lm.model import Decoder, is_normalizer
+from lm.swap import swap_run, swapped
+from lm.training.optim import carry_over, make_optimizer, parameter_groups
+from lm.training.run import train
+
+HERE = Device(torch.device("cpu"), bf16=False)
+SSMAX_BIAS = table.SSMax(bias=True)
+
+
+def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
+    """The tiny model with attention sharp enough to tell normalizers apart."""
+    config = tiny().model
+    config.normalizer = normalizer or table.Softmax()
+    model = Decoder(config, 400, 32, seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight.mul_(8)
+    return model.eval()
+
+
+# ---------------------------------------------------------------- match
+
+
+@pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
+def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
+    """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
+    new = make_normalizer(table.SSMax(init=0.7), 3, length)
+    new.match(make_normalizer(table.Softmax(), 3, length), length)
+    assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
+    new = make_normalizer(table.SSMax(), 3, length)
+    new.match(make_normalizer(table.Softmax(), 3, length), length)
+    assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
+    assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "old", [table.Softmax(), table.LogN(), table.SSMax(init=0.4), table.LogN(base=64.0), table.SSMax(init=0.3, bias=True)]
+)
+@pytest.mark.parametrize("new", [table.SSMax(), SSMAX_BIAS, table.SSMax(scale="none", bias=True), table.SSMax(n="sample")])
+def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, new: object):
+    before, after = (make_normalizer(options, 2, 256) for options in (old, new))
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter.add_(torch.tensor([0.0, 0.2]))  # heads that differ
+    after.match(before, 256)
+    expected, found = before.scale_by_position(256), after.scale_by_position(256)
+    torch.testing.assert_close(found.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
+    if new == SSMAX_BIAS:  # a line in ln n follows any other exactly
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
+    old = decoder(tiny)
+    new = swapped(old, SSMAX_BIAS)
+    for normalizer in new.normalizers():
+        assert normalizer.s.tolist() == [0.0, 0.0]
+        assert normalizer.b.tolist() == [1.0, 1.0]
+    tokens = torch.randint(400, (2, 80), generator=torch.Generator().manual_seed(0))
+    for bf16 in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            assert torch.equal(old.logits(tokens), new.logits(tokens))
+
+
+@pytest.mark.parametrize("to", table.ENTRIES)
+@pytest.mark.parametrize("start", table.ENTRIES)
+def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str, to: str):
+    old = decoder(tiny, table.OPTIONS[start]())
+    new = swapped(old, table.OPTIONS[to]())
+    assert new.config.normalizer == table.OPTIONS[to]()
+    kept = [{name: value for name, value in model.state_dict().items() if not is_normalizer(name)} for model in (old, new)]
+    assert same(*kept)
+    assert {name for name in new.state_dict() if is_normalizer(name)} == {
+        name for name, _ in Decoder(new.config, 400, 32).named_parameters() if is_normalizer(name)
+    }
+
+
+def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
+    old = decoder(tiny)
+    old.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(RunError, match=r"softmax can't become ssmax: they need other weights around them \(extra, 1 in all\)"):
+        swapped(old, table.SSMax())
+
+
+# ---------------------------------------------------------------- the optimizer's state
+
+
+def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
+    old, new = decoder(tiny), decoder(tiny, table.SSMax())
+    optimizer = make_optimizer(old, tiny().optim)
+    old.loss(torch.randint(400, (2, 33))).backward()
+    optimizer.step()
+    state = carry_over(optimizer.state_dict(), parameter_groups(old), parameter_groups(new))
+    fresh = make_optimizer(new, tiny().optim)
+    fresh.load_state_dict(state)
+    before, after = (dict(model.named_parameters()) for model in (old, new))
+    for name, parameter in after.items():
+        if is_normalizer(name):
+            assert not fresh.state[parameter]
+        else:
+            assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
+    back = carry_over(fresh.state_dict(), parameter_groups(new), parameter_groups(old))
+    assert back["state"].keys() == optimizer.state_dict()["state"].keys()
+    assert back["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+# ---------------------------------------------------------------- measuring a swap
+
+
+def held_out(length: int, rows: int = 3) -> HeldOut:
+    import numpy as np
+
+    return HeldOut(np.random.default_rng(0).integers(400, size=(rows, length + 1)), np.ones(400, "f4"), "")
+
+
+def test_kl_is_that_of_the_definition():
+    drawn = torch.Generator().manual_seed(0)
+    p, q, weight = (torch.randn(*shape, generator=drawn) for shape in ((150, 8), (150, 8), (5000, 8)))
+    weight.requires_grad_(), q.requires_grad_()
+    log_p, log_q = ((x.double() @ weight.double().t()).log_softmax(-1) for x in (p, q))
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    found = token_kl(p, weight, q, weight)  # in several chunks
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
+    assert token_kl(p, weight, p, weight).abs().max() == 0
+    (gradient,) = torch.autograd.grad(found.sum(), q, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0], atol=1e-4, rtol=1e-3)
+
+
+def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch):
+    old = decoder(tiny)
+    new = swapped(old, table.SSMax(init=1.0))
+    rows = held_out(40, rows=2)
+    expected = 0.0
+    for row in rows.rows:
+        tokens = torch.from_numpy(row[None, :-1])
+        hidden = old.blocks[0].attention_norm(old.embedding(tokens))
+        from lm.model import rope_rotation
+
+        places = Rows.full(40)
+        q, k, _ = old.blocks[0].attention.heads(hidden, rope_rotation(places.positions, 16, old.config.position))
+        a, b = (model.normalizers()[0].weights(q, k, places) for model in (old, new))
+        expected += float((a - b).detach().abs().sum(-1).mean() / 2) / 2
+    monkeypatch.setattr("lm.evaluation.continuity.DRIFT_WEIGHTS", 500)  # several blocks of queries
+    drift = attention_drift(old, new, rows, HERE)
+    assert drift[0] == pytest.approx(expected, abs=1e-5)
+    assert 0.01 < drift[0] < 1
+    assert attention_drift(old, old, rows, HERE) == [0.0, 0.0]
+
+
+def test_a_swap_is_measured_on_identical_tokens(tiny):
+    old = decoder(tiny)
+    result = evaluate_swap(old, swapped(old, table.SSMax()), [held_out(32), held_out(64)], HERE)
+    assert [one["length"] for one in result["lengths"]] == [32, 64]
+    for one in result["lengths"]:
+        tokens = torch.from_numpy(held_out(one["length"]).rows)
+        with torch.no_grad():
+            expected = float(old.loss(tokens)) / (3 * one["length"])
+        assert one["loss_before"] == pytest.approx(expected, abs=1e-5)
+        assert one["change"]["mean"] == pytest.approx(one["loss_after"] - one["loss_before"], abs=1e-9)
+        assert one["kl"] == pytest.approx(sum(one["kl_by_position"]) / one["length"], abs=1e-5)
+        assert one["kl"] > 0
+    nothing = evaluate_swap(old, swapped(old, SSMAX_BIAS), [held_out(32)], HERE)["lengths"][0]
+    assert (nothing["change"]["mean"], nothing["kl"], nothing["attention_drift"]) == (0.0, 0.0, [0.0, 0.0])
+
+
+# ---------------------------------------------------------------- lm swap, lm export, lm.load
+
+
+@pytest.fixture
+def trained(tiny) -> Path:
+    """A softmax run of 40 steps."""
+    config = tiny("name=trained", "trainer.max_steps=40", "trainer.checkpoint_every=20", "eval.rows=64")
+    train(config)
+    return config.run_folder
+
+
+def swap(source: Path, out: Path, to: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last") -> dict:
+    return swap_run(source, checkpoint, to, init, out, list(overrides))["lengths"][0]
+
+
+def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(trained: Path, tmp_path: Path):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    out = tmp_path / "out"
+    result = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
+    assert result.returncode == 0, result.stderr
+    assert "softmax -> ssmax, step 40" in result.stdout
+    assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    kept = json.loads((out / "evaluations" / "swap.step-000040.json").read_text())
+    assert [one["length"] for one in kept["lengths"]] == [32, 64, 128]
+    assert {name for name in kept["parameters"]} == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
+    loaded = load(out)
+    assert (loaded.config.name, loaded.config.model.normalizer, loaded.facts["step"]) == ("out", table.SSMax(), 40)
+    validation = json.loads((trained / "evaluations" / "validation.step-000040.json").read_text())["loss"]
+    assert kept["lengths"][0]["loss_before"] == pytest.approx(validation, abs=1e-5)
+    evaluated = command("eval", str(out))
+    assert evaluated.returncode == 0, evaluated.stderr
+    after = json.loads((out / "evaluations" / "validation.step-000040.json").read_text())["loss"]
+    assert after == pytest.approx(kept["lengths"][0]["loss_after"], abs=1e-5)
+    assert command("report", str(trained), str(out)).returncode == 0
+    refused = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
+    assert (refused.returncode, refused.stderr) == (1, f"error: {out}: exists already; choose another\n")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path):
+    match = swap(trained, tmp_path / "match", "ssmax", "match")
+    fit = swap(trained, tmp_path / "fit", "ssmax", "fit")
+    affine = swap(trained, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
+    assert (affine["change"]["mean"], affine["change"]["low"], affine["change"]["high"], affine["kl"]) == (0.0, 0.0, 0.0, 0.0)
+    assert fit["kl"] < match["kl"]
+    assert abs(fit["change"]["mean"]) <= abs(match["change"]["mean"]) + 1e-4
+    values = [json.loads((tmp_path / name / "evaluations/swap.step-000040.json").read_text())["parameters"] for name in ("match", "fit")]
+    assert values[0] != values[1]
+    outside = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer(n)} for name in ("match", "fit")]
+    assert same(*outside)
+    assert same(outside[0], weights(trained))
+
+
+@pytest.mark.parametrize(("init", "s"), [("unit", 1.0), ("0.3", 0.3), ("match", 32 / math.lgamma(33))])
+def test_first_values_as_asked(trained: Path, tmp_path: Path, init: str, s: float):
+    swap(trained, tmp_path / "out", "ssmax", init)
+    assert all(normalizer.s.tolist() == pytest.approx([s, s]) for normalizer in load(tmp_path / "out").decoder.normalizers())
+
+
+def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(trained: Path, tmp_path: Path):
+    swap(trained, tmp_path / "early", checkpoint="20")
+    assert load(tmp_path / "early").facts["step"] == 20
+    assert command("export", str(trained), "-o", str(tmp_path / "exported")).returncode == 0
+    swap(tmp_path / "exported", tmp_path / "there")
+    swap(tmp_path / "there" / "checkpoints" / "last.ckpt", tmp_path / "back", "softmax")
+    assert same(weights(trained), weights(tmp_path / "back"))
+
+
+def test_a_swap_that_makes_no_sense_is_one_line(trained: Path, tmp_path: Path):
+    def refused(*arguments: str) -> str:
+        result = command("swap", str(trained), "-o", str(tmp_path / "out"), *arguments)
+        assert result.returncode in (1, 2)
+        assert result.stderr.count("error") == 1
+        assert "Traceback" not in result.stderr
+        assert not (tmp_path / "out").exists()
+        return result.stderr
+
+    assert "--to = 'ssmx': unknown normalizer; did you mean 'ssmax'?" in refused("--to", "ssmx")
+    assert "--init = 'fit': log_n has no parameters to start; drop --init" in refused("--to", "log_n", "--init", "fit")
+    assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
+    assert "model.n_head = '4': can't be changed in a swap" in refused("--to", "ssmax", "model.n_head=4")
+    assert "no such checkpoint; steps saved" in refused("--to", "ssmax", "--checkpoint", "7")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Path, tied: bool):
+    config = tiny("name=given", f"model.tied={str(tied).lower()}", "model.normalizer={name: ssmax, bias: true}")
+    train(config)
+    folder = config.run_folder
+    result = command("export", str(folder), "-o", str(tmp_path / "exported"))
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
+    tokens = torch.arange(40)[None]
+    given = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
+    for one in given:
+        assert not one.decoder.training
+        assert torch.equal(one.decoder.logits(tokens), given[0].decoder.logits(tokens))
+        assert one.tokenizer.decode(one.tokenizer.encode("a few words").ids) == "a few words"
+        assert (one.facts["step"], one.config) == (8, given[0].config)
+    assert command("export", str(folder), "-o", str(tmp_path / "exported")).returncode == 1
+    (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(RunError, match=r"model.safetensors: not readable"):
+        lm.load(tmp_path / "exported")
+    with pytest.raises(RunError, match="no such checkpoint"):
+        lm.load(tmp_path)
+
+
+# ---------------------------------------------------------------- phases and init_from
+
+
+def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"
+    options = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+    train(tiny("name=swapped", phases, *options))
+    train(tiny("name=plain", *options))
+    swapped_run, plain = tiny("name=swapped").run_folder, tiny("name=plain").run_folder
+    losses, expected = (dict(curve(folder)) for folder in (swapped_run, plain))
+    assert all(losses[step] == expected[step] for step in range(1, 6))  # the swap itself changes nothing: s = 0, b = 1
+    assert curve(swapped_run, "lr") == curve(plain, "lr")
+    boundary = load_checkpoint(swapped_run / "checkpoints" / "step-000004.ckpt")
+    assert (boundary["lm"]["phase"], len(weights(swapped_run, "step-000004.ckpt"))) == (0, len(weights(plain)))
+    groups = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer_states"][0]["param_groups"]
+    assert groups[2]["lr"] == pytest.approx(groups[0]["lr"] / 4)  # a quarter of the new parameters' own warm-up
+    state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer_states"][0]["state"]
+    steps = {int(moments["step"]) for moments in state.values()}
+    assert steps == {1, 5}  # new parameters start afresh, the others go on
+    kept = json.loads((swapped_run / "evaluations" / "swap.step-000004.json").read_text())
+    assert (kept["from"], kept["to"], kept["lengths"][0]["kl"]) == ("softmax", "ssmax (bias=true)", 0.0)
+
+
+def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
+    swap(trained, tmp_path / "out")
+    config = tiny(
+        "name=next", "model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "optim.warmup_steps=0", "trainer.checkpoint_every=1"
+    )
+    train(config)
+    assert "weights from" in capsys.readouterr().out
+    assert dict(curve(config.run_folder))[1] < dict(curve(trained))[1] - 0.5
+    train(tiny("name=next", "resume=auto", "model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "optim.warmup_steps=0"))
+
+
+def test_only_the_normalizer_is_trained_if_asked(trained: Path, tiny, tmp_path: Path):
+    swap(trained, tmp_path / "out")
+    options = ["model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "train_only=normalizer", "trainer.checkpoint_every=3"]
+    config = tiny("name=few", *options)
+    train(config)
+    before, after = weights(tmp_path / "out"), weights(config.run_folder)
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved == {f"decoder.blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
+    with pytest.raises(ConfigError, match=r"train_only = 'normalizer': softmax has no parameters to train"):
+        train(tiny("name=none", "train_only=normalizer"))
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sides_and_a_way_out(trained: Path, tiny, tmp_path: Path):
+    def refused(*options: str) -> str:
+        config = tiny("name=refused", f"init_from={trained}", *options)
+        with pytest.raises(ConfigError) as caught:
+            train(config)
+        assert not config.run_folder.exists()
+        return str(caught.value)
+
+    text = refused("model.normalizer=ssmax")
+    assert "model.normalizer = 'ssmax'" in text
+    assert "has softmax; convert it: lm swap" in text
+    assert "--to ssmax" in text
+    assert "model.n_embd = 64" in refused("model.n_embd=64")
+    text = refused("data.tokenizer.vocab_size=300")
+    assert "makes a vocabulary of 300" in text
+    assert "set data.tokenizer={name: file, path:" in text
+    with pytest.raises(RunError, match="no such checkpoint"):
+        train(tiny("name=refused", f"init_from={tmp_path / 'nothing'}"))
+
+
+def test_log_n_from_another_training_length_is_refused(tiny):
+    train(tiny("name=short", "model.normalizer=log_n"))
+    options = [f"init_from={tiny('name=short').run_folder}", "data.seq_len=64", "name=longer"]
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64\.0: was 32 at the training length of"):
+        train(tiny("model.normalizer=log_n", *options))
