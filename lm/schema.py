@@ -177,6 +177,15 @@ def to_plain(config) -> dict[str, Plain]:
     return plain
 
 
+def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
+    """Nested blocks as {key path: value}; the blocks of a list by their index."""
+    if isinstance(plain, list) and plain and isinstance(plain[0], dict):
+        return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
+    if not isinstance(plain, dict):
+        return {path: plain}
+    return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
+
+
 def reference(schema: type, path: str = "") -> list[tuple[str, str, str, str]]:
     """Rows (key path, type, default, description) of every key of `schema`, in order."""
     rows = []

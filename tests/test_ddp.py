@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from runs import alive, curve, losses, weights
+from folders import alive, curve, losses, weights
 
 from lm.data.batches import MicroBatches, TrainRows
 from lm.data.prepare import prepare
+from lm.errors import ConfigError
+from lm.training.run import train
 
 TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
 
@@ -70,6 +72,11 @@ def test_a_launcher_of_another_size_is_refused(arguments: list[str]):
     result = lm("train", *arguments, "name=launched", WORLD_SIZE="4", RANK="0", LOCAL_RANK="0")
     assert result.returncode == 2
     assert "trainer.devices = 1: with num_nodes = 1 makes 1 processes, the launcher started 4" in result.stderr
+
+
+def test_several_machines_without_a_launcher_are_refused(tiny):
+    with pytest.raises(ConfigError, match=r"trainer.num_nodes = 2: needs a launcher on each machine; use torchrun"):
+        train(tiny("trainer.num_nodes=2"))
 
 
 def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):

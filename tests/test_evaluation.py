@@ -43,7 +43,7 @@ def test_loss_by_token_equals_the_full_computation(name: str, monkeypatch: pytes
 
 
 def test_ranks_share_the_rows_even_if_there_are_fewer_rows_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.loss._sum_over_ranks", lambda values, device: values)
+    monkeypatch.setattr("lm.evaluation.loss.sum_over_ranks", lambda values, where: values)
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, lm
-from runs import alive, curve, differences, kill_after, losses, metrics, same, weights
+from folders import alive, curve, differences, kill_after, losses, metrics, same, weights
 
 from lm.attention import table
 from lm.checkpoints import load_checkpoint, steps_saved

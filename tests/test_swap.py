@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lm as command
-from runs import curve, same, weights
+from folders import curve, same, weights
 
 import lm
 from lm.attention import table

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import lm
-from runs import losses, metrics, same, weights
+from folders import losses, metrics, same, weights
 
 from lm.checkpoints import load_checkpoint, steps_saved
 from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig, parse

@@ -11,7 +11,6 @@ from lm.attention import table
 from lm.errors import RunError
 from lm.evaluation.statistics import Interval, over_seeds, paired_difference
 from lm.report.runs import LongContext, RunRecord, Setting
-from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
 _BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "trainer.micro_batch", "trainer.devices")
@@ -140,7 +139,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
         groups.setdefault((key, seen[key, record.seed]), []).append(record)  # a seed run twice is another arm, not a seed
         seen[key, record.seed] += 1
     runs = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
-    labels = [arm_label(group[0].config) for group in runs]
+    labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
         keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *_BOOKKEEPING))]
@@ -155,14 +154,10 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
 
 
-def arm_label(config: dict[str, Plain]) -> str:
-    """The run's normalizer, or those of its phases: `softmax, then ssmax from step 175`."""
-    phases, steps = config.get("phases") or [], config.get("trainer", {}).get("max_steps")
-    if not phases:
-        return table.label(config["model"]["normalizer"])
-    names = [table.label(phase["normalizer"]) for phase in phases]
-    later = [f"then {name} from step {round(before['until'] * steps)}" for name, before in zip(names[1:], phases, strict=False)]
-    return ", ".join([names[0], *later])
+def arm_label(run: RunRecord) -> str:
+    """The run's normalizer, or those of its phases: `softmax -> ssmax at step 175`."""
+    (_, first), *later = run.phases
+    return " -> ".join([table.label(first), *(f"{table.label(normalizer)} at step {step}" for step, normalizer in later)])
 
 
 def _config_diff(arms: list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -132,8 +132,11 @@ def _pairs(block: Plain) -> str | None:
 
 
 def describe_normalizer(run: RunRecord) -> str:
-    """Formula, source, options and what n means for a run's normalizer."""
-    options = run.config["model"]["normalizer"]
+    """Formula, source, options and what n means for a run's normalizer, phase by phase."""
+    return "; then ".join((f"from step {step}: " if step else "") + _described(normalizer) for step, normalizer in run.phases)
+
+
+def _described(options: dict[str, Plain]) -> str:
     entry = table.ENTRIES.get(options["name"])
     parts = [f"{entry.formula} ({entry.source})"] if entry else [str(options["name"])]
     parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]

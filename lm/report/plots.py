@@ -82,7 +82,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     window = max(1, min(points, default=1) // 50) // 2 * 2 + 1
     last = max((c.tokens[-1] for arm in comparison.arms for r in arm.runs for c in (r.training, r.validations) if len(c.tokens)), default=1)
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
-    lows, highs = [], []
+    lows, highs, swaps = [], [], ""
     for index, arm in enumerate(comparison.arms):
         colour = _COLOURS[index % 7]
         tokens, losses = _shared([run.training for run in arm.runs])
@@ -91,6 +91,9 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             axes.plot(tokens / unit, loss, color=colour, linewidth=1.1, alpha=0.55)
             lows.append(loss)
             highs.append(loss[tokens >= 0.05 * tokens[-1]])
+        for step, _ in arm.runs[0].phases[1:]:
+            axes.axvline(step * (arm.runs[0].flat.get("optim.batch_tokens") or 0) / unit, color=colour, linestyle=":", linewidth=1.2)
+            swaps = " Dotted: where the normalizer was swapped."
         tokens, losses = _shared([run.validations for run in arm.runs])
         if len(tokens):
             axes.plot(tokens / unit, losses.mean(axis=0), color=colour, marker=_MARKERS[index % 7], markersize=4, linewidth=1.5, zorder=3)
@@ -109,7 +112,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         return "Left: no training metrics.", ""
     shown = _limit(axes, low, high, max(1.08 * entropy, 1.3 * low) if entropy else 2 * low)
     smoothed = f"centred mean of {window} logged points" if window > 1 else "as logged"
-    ends = f" Validation loss: markers. Thin lines: training loss, {smoothed}."
+    ends = f" Validation loss: markers. Thin lines: training loss, {smoothed}.{swaps}"
     if any(len(arm.runs) > 1 for arm in comparison.arms):
         ends += " Arms with several seeds: mean over seeds, the band from the lowest to the highest seed."
     if entropy and low < entropy < shown:

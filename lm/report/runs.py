@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from lm.errors import RunError
-from lm.schema import Plain
+from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
@@ -81,6 +81,15 @@ class RunRecord:
         return flatten(self.config)
 
     @property
+    def phases(self) -> list[tuple[int, dict[str, Plain]]]:
+        """The normalizers of training, each with the step it began after."""
+        phases = self.config.get("phases") or []
+        starts = [0, *(round(phase["until"] * self.flat["trainer.max_steps"]) for phase in phases)]
+        return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=False)] or [
+            (0, self.config["model"]["normalizer"])
+        ]
+
+    @property
     def seed(self) -> int:
         return self.flat["seed"]
 
@@ -105,13 +114,6 @@ class RunRecord:
     def measured(self, path: str) -> Plain:
         """A dotted entry of environment.json, e.g. `parameters.total`; None if it is not there."""
         return flatten(self.environment).get(path)
-
-
-def flatten(node: Plain, path: str = "") -> dict[str, Plain]:
-    """Nested blocks as {dotted key: value}; lists stay values."""
-    if not isinstance(node, dict):
-        return {path: node}
-    return {key: value for name, child in node.items() for key, value in flatten(child, f"{path}.{name}" if path else str(name)).items()}
 
 
 def read_run(folder: Path) -> RunRecord:

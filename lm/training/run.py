@@ -178,11 +178,14 @@ def is_main_process() -> bool:
 
 
 def check_launcher(config: Config) -> None:
-    """Raises ConfigError if a launcher started another number of processes than the configuration says."""
-    started = os.environ.get("WORLD_SIZE", str(config.world_size))
-    if started != str(config.world_size):
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
+    """Raises ConfigError if the processes are not those that the configuration says."""
+    nodes = config.trainer.num_nodes
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and started != str(config.world_size):
+        reason = f"with num_nodes = {nodes} makes {config.world_size} processes, the launcher started {started}"
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
+    if nodes > 1 and started is None and "SLURM_NTASKS" not in os.environ:
+        raise ConfigError([Problem("trainer.num_nodes", nodes, "needs a launcher on each machine", "use torchrun, see docs/running.md")])
 
 
 def quiet_lightning() -> None:

@@ -14,7 +14,7 @@ from lm.config import Config, parse
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs import CHECKPOINTS
-from lm.schema import Plain, to_plain
+from lm.schema import flatten, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
 # Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
@@ -131,15 +131,6 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
         remedy = f"the same end is until={before[index] / config.trainer.max_steps:.6g}"
         problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
     return problems
-
-
-def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
-    """Nested blocks as {key path: value}; the blocks of a list by their index."""
-    if isinstance(plain, list) and plain and isinstance(plain[0], dict):
-        return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
-    if not isinstance(plain, dict):
-        return {path: plain}
-    return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 
 
 # ---------------------------------------------------------------- init_from: a new run, the weights alone
