@@ -27,8 +27,11 @@ def point(name: str, path: Path) -> None:
         try:
             os.link(path, fresh)
         except OSError:
-            shutil.copyfile(path, fresh)
+            with replacing(target, "the checkpoint") as copy, path.open("rb") as file:
+                shutil.copyfileobj(file, copy)
+            return
         os.replace(fresh, target)
+        fresh.unlink(missing_ok=True)  # still there if both were the same file already
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
@@ -49,6 +52,16 @@ def steps_saved(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdigit()), key=step_of)
 
 
+def is_saved(folder: Path, step: int) -> bool:
+    """True if a folder of checkpoints holds that of `step`, under its own name or as the best."""
+    if step_path(folder, step).exists():
+        return True
+    try:
+        return load_checkpoint(folder / BEST)["lm"]["step"] == step
+    except RunError:
+        return False
+
+
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The checkpoint's plain data and tensors, on the CPU. Nothing in the file is executed.
 
@@ -61,7 +74,7 @@ def load_checkpoint(path: Path) -> dict[str, object]:
         raise RunError(f"{path}: no such checkpoint") from None
     except Exception as error:  # a damaged file fails in many ways inside torch
         others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
-        hint = f"; try resume={others[-1]}" if others else ""
+        hint = f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""
         raise RunError(f"{path}: not a readable checkpoint: {' '.join(str(error).split())[:160]}{hint}") from None
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("lm"), dict):
         raise RunError(f"{path}: not a checkpoint of lm")

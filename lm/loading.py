@@ -40,6 +40,11 @@ class Loaded:
     facts: dict[str, Plain]
     path: Path
 
+    @property
+    def folder(self) -> Path:
+        """The run folder of a checkpoint, or the export itself: where tokenizer.json and others lie."""
+        return _folder(self.path)
+
 
 def load(path: str | os.PathLike, checkpoint: str = "last") -> Loaded:
     """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or an export of `lm export`.
@@ -48,6 +53,8 @@ def load(path: str | os.PathLike, checkpoint: str = "last") -> Loaded:
         RunError: nothing of the kind, damaged, or weights that don't fit their configuration.
     """
     path = Path(path)
+    if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
+        raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
         description = read_json(path / DESCRIPTION)
         try:
@@ -75,14 +82,13 @@ def _build(plain: Plain, facts: dict[str, Plain], weights: dict[str, object], pa
         decoder.load_state_dict(weights, strict=True)
     except (ConfigError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
-    file = tokenizer_file(path)
+    file = _folder(path) / TOKENIZER
     tokenizer = load_tokenizer(file, getattr(config.data.tokenizer, "end_of_text", END_OF_TEXT)) if file.is_file() else None
     return Loaded(decoder.eval(), tokenizer, config, facts, path)
 
 
-def tokenizer_file(path: Path) -> Path:
-    """Where the tokenizer of a checkpoint (of its run folder) or of an export is kept."""
-    return (path if path.is_dir() else path.resolve().parent.parent) / TOKENIZER
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.resolve().parent.parent
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:
@@ -117,5 +123,5 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
             file.write(safetensors.torch.save(weights, {"format": "pt"}))
         write_json(folder / DESCRIPTION, {**loaded.facts, "config": to_plain(loaded.config)})
         if loaded.tokenizer:
-            shutil.copyfile(tokenizer_file(loaded.path), folder / TOKENIZER)
+            shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)
     return out

@@ -18,7 +18,7 @@ from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
 from lm.evaluation.results import write_evaluation
 from lm.evaluation.run import OVERRIDABLE, only, open_device, open_store
 from lm.files import new_folder, write_text
-from lm.loading import Loaded, load, tokenizer_file
+from lm.loading import Loaded, load
 from lm.loss import token_kl
 from lm.model import Decoder, count_parameters, is_normalizer
 from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, read_json, write_json
@@ -100,7 +100,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         source: a run folder, a checkpoint or an export.
         checkpoint: of a run folder: `last`, `best` or a step.
         to: name of the new normalizer.
-        init: first values of its parameters: `match`, `unit`, `fit` or a number; None: as its options say.
+        init: first values of its parameters: `match`, `unit`, `fit` or a number; None: `match`, or as `overrides` say.
         overrides: `key=value` of the new normalizer's options and of evaluation.
 
     Raises:
@@ -109,8 +109,11 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
     loaded = load(source, checkpoint)
     config = _swapped_config(loaded, to, init, out, overrides)
     old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
-    folder = tokenizer_file(loaded.path).parent
-    trained = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
+    if init == "fit" and not count_parameters(new)["normalizer"]:
+        raise ConfigError(
+            [Problem("--init", init, f"{table.label(to_plain(new.config.normalizer))} has no parameters to fit", "drop --init")]
+        )
+    trained = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
     store = open_store(config, loaded)
     rows = swap_rows(store, config)
     where = open_device(config, trained)
@@ -139,11 +142,17 @@ def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overri
     changes = only(("model.normalizer", *OVERRIDABLE), overrides, "a swap")
     if to not in table.OPTIONS:
         raise ConfigError([Problem("--to", to, "unknown normalizer", suggest(to, table.OPTIONS))])
+    set_by_hand = changes.get("model", {}).get("normalizer", {})
+    if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
+        raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": to}
-    if init is not None:
-        if "init" not in table.OPTIONS[to].__dataclass_fields__:
-            raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
-        normalizer["init"] = {"fit": "match"}.get(init) or _number(init)
+    starts = "init" in table.OPTIONS[to].__dataclass_fields__
+    if init is not None and not starts:
+        raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
+    if init is not None and "init" in set_by_hand:
+        raise ConfigError([Problem("model.normalizer.init", set_by_hand["init"], f"--init says {init}", "give one of them")])
+    if starts:
+        normalizer["init"] = "match" if init in (None, "fit") else _number(init)
     plain = merge(to_plain(loaded.config), {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
     plain = merge(merge(plain, {"model": {"normalizer": normalizer}}), changes)
     own = {"name": out.name, "runs": str(out.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
@@ -172,5 +181,5 @@ def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, e
     point(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})
-    if tokenizer_file(loaded.path).is_file():
-        shutil.copyfile(tokenizer_file(loaded.path), folder / TOKENIZER)
+    if loaded.tokenizer:
+        shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)

@@ -1,4 +1,4 @@
-"""Reading the run folders that tests make."""
+"""Run folders that tests make: read, compared, damaged."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from lm.checkpoints import load_checkpoint, steps_saved
+from lm.training.module import TrainModule
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -42,16 +44,37 @@ def kill_after(folder: Path, step: int) -> None:
 
 def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
-    found = [name for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "lr") if curve(a, name) != curve(b, name)]
+    found = [
+        name
+        for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "lr", "train/skipped")
+        if curve(a, name) != curve(b, name)
+    ]
     one, other = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
     if not same(one["state_dict"], other["state_dict"]):
         found.append("weights")
     states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
     if states[0].keys() != states[1].keys() or not all(same(states[0][index], states[1][index]) for index in states[0]):
         found.append("optimizer state")
-    if [one["lm"][key] for key in ("step", "phase", "best")] != [other["lm"][key] for key in ("step", "phase", "best")]:
+    facts = ("step", "phase", "best", "skipped", "skipped_in_a_row")
+    if [one["lm"][key] for key in facts] != [other["lm"][key] for key in facts]:
         found.append("facts")
     return found
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
+    """Make the loss or the gradient of the given steps (1-based) NaN."""
+    training_step = TrainModule.training_step
+
+    def poisoned(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = training_step(self, batch, batch_idx)
+        if self.global_step + 1 not in steps:
+            return loss
+        if what == "loss":
+            self.step_nll = self.step_nll * float("nan")
+            return loss
+        return loss * float("nan")
+
+    monkeypatch.setattr(TrainModule, "training_step", poisoned)
 
 
 def alive(group: int) -> bool:

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, lm
-from folders import alive, curve, differences, kill_after, losses, metrics, same, weights
+from folders import alive, curve, differences, kill_after, losses, metrics, poison, same, weights
 
 from lm.attention import table
 from lm.checkpoints import load_checkpoint, steps_saved
@@ -23,6 +24,7 @@ from lm.data.batches import TrainRows
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.loading import load
+from lm.training.callbacks import Checkpoints
 from lm.training.run import train
 from lm.training.starting import hold
 
@@ -42,7 +44,6 @@ SCENARIOS = {
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
-    "skipped steps": (["optim.on_nonfinite=skip"], (5,)),
 }
 SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all three": (2, 4, 6)}
 
@@ -52,6 +53,13 @@ SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all
 def test_a_resumed_run_is_bitwise_the_same(tiny, record_property, name: str, scenario: str):
     options, kills = SCENARIOS[scenario]
     check(tiny, record_property, name, scenario, [f"model.normalizer={name}", *options], kills)
+
+
+@pytest.mark.parametrize("name", table.ENTRIES)
+def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(tiny, record_property, monkeypatch: pytest.MonkeyPatch, name: str):
+    poison(monkeypatch, {2, 3, 4, 7}, "gradient")
+    parts = check(tiny, record_property, name, "skipped steps", [f"model.normalizer={name}", "optim.on_nonfinite=skip"], (3,))
+    assert load_checkpoint(parts / "checkpoints" / "last.ckpt")["lm"]["skipped"] == 4
 
 
 @pytest.mark.parametrize("scenario", SWAPS)
@@ -71,8 +79,9 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
         rows = TrainRows(store, seq_len, 1, 1).rows_per_epoch
         if rows % 3 == 0:
             break
-    options = [*few, f"data.seq_len={seq_len}", f"optim.batch_tokens={rows // 3 * seq_len}", "trainer.max_steps=7", "trainer.micro_batch=1"]
-    options[-1] = f"trainer.micro_batch={rows // 3}"
+    else:
+        pytest.fail("no length of rows gives epochs of three steps")
+    options = [*few, f"data.seq_len={seq_len}", f"optim.batch_tokens={rows // 3 * seq_len}", "trainer.max_steps=7"]
     check(tiny, record_property, name, "an epoch's end", options, (3, 6))
 
 
@@ -306,7 +315,51 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_new_ones(tiny):
     assert len(losses(config.run_folder)) == 6
     assert losses(config.run_folder)[:4] == expected[:4]
     assert not (config.run_folder / "evaluations" / "validation.step-000008.json").exists()
-    assert not (checkpoints / "best.ckpt").exists() or load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] <= 6
+    best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
+    assert best["best"] == load_checkpoint(checkpoints / "last.ckpt")["lm"]["best"]
+    validations = dict(curve(config.run_folder, "val/loss"))
+    assert (best["step"], best["best"]["loss"]) == min(validations.items(), key=lambda item: item[1])
+
+
+def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
+    options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=9", "eval.every=1"]
+    config = tiny("name=gone", *options)
+    train(config)
+    checkpoints = config.run_folder / "checkpoints"
+    back = load_checkpoint(checkpoints / "step-000006.ckpt")["lm"]
+    assert back["best"]["step"] == 6
+    odd = load_checkpoint(checkpoints / "step-000006.ckpt")
+    odd["lm"]["best"] = {**back["best"], "step": 5, "loss": 0.0}  # as if the validation of step 5 had been the best
+    torch.save(odd, checkpoints / "odd")  # not in place: what was loaded is a map of the file
+    os.replace(checkpoints / "odd", checkpoints / "step-000006.ckpt")
+    train(tiny("name=gone", *options, f"resume={checkpoints / 'step-000006.ckpt'}"))
+    assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
+
+
+def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
+    train(tiny("name=plan", swap_to("ssmax"), *EVERY_STEP))
+    boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000004.ckpt"
+    train(tiny("name=plan", swap_to("log_n"), *EVERY_STEP, f"resume={boundary}"))
+    train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))
+    folders = [tiny(f"name={name}").run_folder for name in ("plan", "straight")]
+    assert not differences(*folders)
+    found = [json.loads((folder / "evaluations" / "swap.step-000004.json").read_text()) for folder in folders]
+    assert found[0] == found[1]
+    assert found[0]["to"] == "log_n"
+
+
+def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkeypatch: pytest.MonkeyPatch):
+    """All ranks leave the loop over the phases together: on what they have agreed, not on a flag of one process."""
+    save = Checkpoints.save
+
+    def signalled(self: Checkpoints, trainer, module) -> None:
+        save(self, trainer, module)
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "save", signalled)
+    assert train(tiny("name=late", swap_to("ssmax"), "trainer.checkpoint_every=4")) == 143
+    assert load_checkpoint(tiny("name=late").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 5
 
 
 def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
@@ -414,6 +467,6 @@ def test_a_damaged_checkpoint_is_named_with_an_intact_one(tiny):
     for damage in (b"", content[: len(content) // 2], b"x" * 100):
         last.unlink()
         last.write_bytes(damage)
-        with pytest.raises(RunError, match=r"last.ckpt: not a readable checkpoint.*try .*step-000008.ckpt"):
+        with pytest.raises(RunError, match=r"last.ckpt: not a readable checkpoint.*the newest beside it is .*step-000008.ckpt"):
             load(last)
     assert same(weights(config.run_folder, "step-000008.ckpt"), weights(config.run_folder, "best.ckpt"))

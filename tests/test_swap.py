@@ -261,6 +261,11 @@ def test_a_swap_that_makes_no_sense_is_one_line(trained: Path, tmp_path: Path):
         return result.stderr
 
     assert "--to = 'ssmx': unknown normalizer; did you mean 'ssmax'?" in refused("--to", "ssmx")
+    assert "--init = 'fit': ssmax (scale=none) has no parameters to fit" in refused(
+        "--to", "ssmax", "--init", "fit", "model.normalizer.scale=none"
+    )
+    assert "model.normalizer = 'log_n': the new normalizer is --to ssmax" in refused("--to", "ssmax", "model.normalizer=log_n")
+    assert "model.normalizer.init = 0.5: --init says unit" in refused("--to", "ssmax", "--init", "unit", "model.normalizer.init=0.5")
     assert "--init = 'fit': log_n has no parameters to start; drop --init" in refused("--to", "log_n", "--init", "fit")
     assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
     assert "model.n_head = '4': can't be changed in a swap" in refused("--to", "ssmax", "model.n_head=4")
@@ -359,5 +364,23 @@ def test_weights_that_do_not_fit_are_refused_with_both_sides_and_a_way_out(train
 def test_log_n_from_another_training_length_is_refused(tiny):
     train(tiny("name=short", "model.normalizer=log_n"))
     options = [f"init_from={tiny('name=short').run_folder}", "data.seq_len=64", "name=longer"]
-    with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64\.0: was 32 at the training length of"):
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.base = 64\.0: is 32 in .*; set it to 32"):
         train(tiny("model.normalizer=log_n", *options))
+    assert train(tiny("model.normalizer={name: log_n, base: 32}", *options)) == 0
+
+
+def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: Path):
+    train(tiny("name=learned", "model.normalizer={name: ssmax, init: unit}"))
+    source = tiny("name=learned").run_folder
+    one = swap(source, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
+    assert one["kl"] < 1e-6
+    assert load(tmp_path / "affine").config.model.normalizer.init == "match"
+    with pytest.raises(RunError, match=r"not a run folder, of which a checkpoint \(best\) could be chosen"):
+        load(source / "checkpoints" / "last.ckpt", "best")
+
+
+def test_a_swapped_run_keeps_the_configuration_of_its_training(tiny, tmp_path: Path):
+    train(tiny("name=source"))
+    swap(tiny("name=source").run_folder, tmp_path / "out")
+    ours, theirs = load(tmp_path / "out").config, load(tiny("name=source").run_folder).config
+    assert (ours.trainer, ours.optim, ours.data) == (theirs.trainer, theirs.optim, theirs.data)

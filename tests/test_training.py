@@ -4,17 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from conftest import lm
-from folders import losses, metrics, same, weights
+from folders import losses, metrics, poison, same, weights
 
 from lm.checkpoints import load_checkpoint, steps_saved
 from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig, parse
 from lm.errors import RunError
 from lm.model import Decoder
 from lm.training.metrics import cut_back, wandb_mode
-from lm.training.module import TrainModule
 from lm.training.optim import lr_factor, make_optimizer
 from lm.training.run import train
 
@@ -73,22 +71,6 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(arguments: list[str], tmp_
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
         assert str(runs) in result.stderr
-
-
-def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
-    """Make the loss or the gradient of the given steps (1-based) NaN."""
-    training_step = TrainModule.training_step
-
-    def poisoned(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = training_step(self, batch, batch_idx)
-        if self.global_step + 1 not in steps:
-            return loss
-        if what == "loss":
-            self.step_nll = self.step_nll * float("nan")
-            return loss
-        return loss * float("nan")
-
-    monkeypatch.setattr(TrainModule, "training_step", poisoned)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

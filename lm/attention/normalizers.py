@@ -74,7 +74,8 @@ class QueryScale(Normalizer):
 
     def scale_by_position(self, train_length: int) -> Tensor:
         """c at each position of a training row: (H, L) float64."""
-        scale = self.scale(Rows.full(train_length))
+        device = next((p.device for p in self.parameters()), "cpu")
+        scale = self.scale(Rows.full(train_length, device))
         c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
         return c.double().expand(self.n_head, train_length)
 

@@ -17,7 +17,7 @@ from lm.data.store import Store
 from lm.evaluation.loss import Device, HeldOut, bucket_edges, by_token, sum_over_ranks, validation_rows
 from lm.evaluation.statistics import paired_difference
 from lm.loss import token_kl, token_nll
-from lm.model import Decoder
+from lm.model import Decoder, is_normalizer
 from lm.schema import Plain, to_plain
 
 DRIFT_ROWS = 4  # of each length whose attention weights are compared
@@ -76,7 +76,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
                 "kl_by_position": _rounded(kl),
             }
         )
-    parameters = {name: [round(x, 6) for x in p.flatten().tolist()] for name, p in new.named_parameters() if ".normalizer." in name}
+    parameters = {name: [round(x, 6) for x in p.flatten().tolist()] for name, p in new.named_parameters() if is_normalizer(name)}
     names = {key: table.label(to_plain(model.config.normalizer)) for key, model in (("from", old), ("to", new))}
     return {"kind": "swap", **names, "seq_len": old.seq_len, "parameters": parameters, "lengths": lengths}
 

@@ -1,6 +1,7 @@
 """`lm eval`: measure a checkpoint of a finished or running run."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,9 +37,14 @@ def evaluate_run(folder: Path, checkpoint: str, overrides: list[str]) -> list[di
         LMError: not a run, no such checkpoint, other data than it was trained on.
     """
     config = parse(merge(to_plain(read_config(folder)), only(OVERRIDABLE, overrides, "an evaluation")))
-    loaded = load(find_checkpoint(folder, checkpoint))
-    decoder, trained, facts, path = loaded.decoder, loaded.config, loaded.facts, loaded.path
-    if (trained.seed, to_plain(trained.model), to_plain(trained.optim)) != (config.seed, to_plain(config.model), to_plain(config.optim)):
+    return evaluate(config, folder, find_checkpoint(folder, checkpoint))
+
+
+def evaluate(config: Config, folder: Path, path: Path) -> list[dict[str, Plain]]:
+    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says; else as `evaluate_run`."""
+    loaded = load(path)
+    decoder, facts = loaded.decoder, loaded.facts
+    if _identity(loaded.config) != _identity(config):
         raise RunError(f"{path}: is of another run than {folder} describes (model, optim or seed)")
     store = open_store(config, loaded)
     check_rows(store, config)
@@ -93,6 +99,11 @@ def by_octave(nll: list[float], seq_len: int) -> list[tuple[int, int, float]]:
     return [(low, high, sum(nll[low:high]) / (high - low)) for low, high in pairwise(edges)]
 
 
+def _identity(config: Config) -> tuple[Plain, ...]:
+    """What all checkpoints of a run share, however it was resumed."""
+    return config.seed, to_plain(config.model), to_plain(replace(config.optim, on_nonfinite="stop"))
+
+
 def open_store(config: Config, loaded: Loaded) -> Store:
     """The token store a model was trained on. Raises RunError if it is another one by now."""
     store = prepare(config.data, progress=True)
@@ -104,7 +115,7 @@ def open_store(config: Config, loaded: Loaded) -> Store:
 
 def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     """The one device to measure on, in the precision of training (`trained`: its environment.json) unless set otherwise."""
-    config.trainer.devices = config.trainer.num_nodes = 1  # however many it was trained on
+    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many it was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, trained)
     torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)

@@ -11,6 +11,7 @@ from lm.attention import table
 from lm.errors import RunError
 from lm.evaluation.statistics import Interval, over_seeds, paired_difference
 from lm.report.runs import LongContext, RunRecord, Setting
+from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
 _BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "trainer.micro_batch", "trainer.devices")
@@ -146,12 +147,17 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         for index, group in enumerate(runs):
             if labels[index] in repeated:
-                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={group[0].flat.get(key)}" for key in keys)])
+                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={_short(group[0].flat.get(key))}" for key in keys)])
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         labels = [f"{label}, {group[0].name}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         labels = [f"{label}, {group[0].folder}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
+
+
+def _short(value: Plain) -> Plain:
+    """A path's last part; other values as they are."""
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
 def arm_label(run: RunRecord) -> str:

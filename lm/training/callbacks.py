@@ -1,5 +1,6 @@
 """What happens around the optimizer steps: metrics, evaluation, progress, stopping on a signal."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -203,7 +204,7 @@ class Validate(Evaluation):
             return
         result = self.run(trainer, module)
         fresh = not module.best or module.best["rows_sha256"] != result["rows_sha256"]
-        if fresh or result["loss"] < module.best["loss"]:
+        if math.isfinite(result["loss"]) and (fresh or result["loss"] < module.best["loss"]):
             module.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
 
     def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
@@ -250,12 +251,8 @@ class Swap(Evaluation):
     """At the start of a phase, what replacing the normalizer did: the same measurements as `lm swap`."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Measure a swap that has just been made, once. Comes after `LongContext`, which may need the model before."""
-        if not module.before_swap:
-            return
-        missing = bool(swap_rows(module.store, self.config))
-        missing &= not evaluation_path(self.folder, "swap", trainer.global_step).exists()
-        if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
+        """Measure a swap that has just been made. Comes after `LongContext`, which may need the model before."""
+        if module.before_swap and self.config.eval.swap_lengths:
             self.run(trainer, module)
         module.before_swap = []
 
@@ -263,10 +260,10 @@ class Swap(Evaluation):
         """Loss before and after, KL, attention drift."""
         before = module.before_swap[0].to(where.device)
         result = evaluate_swap(before, module.decoder, swap_rows(module.store, self.config), where)
+        text = f"{result['from']} -> {result['to']}"
+        if not result["lengths"]:
+            return result, {}, f"{text}: no held-out document is long enough to measure it"
         first = result["lengths"][0]
         scores = {"swap/loss_before": first["loss_before"], "swap/loss_after": first["loss_after"], "swap/kl": first["kl"]}
-        change = first["loss_after"] - first["loss_before"]
-        text = (
-            f"{result['from']} -> {result['to']}: validation loss {first['loss_before']:.4f} -> {first['loss_after']:.4f} ({change:+.4f})"
-        )
-        return result, scores, text
+        change = f"{first['loss_before']:.4f} -> {first['loss_after']:.4f} ({first['change']['mean']:+.4f})"
+        return result, scores, f"{text}: loss of rows of {first['length']:,} tokens {change}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lm.checkpoints import BEST, load_checkpoint
 from lm.config import LogConfig
 from lm.errors import RunError
-from lm.evaluation.results import evaluations, step_of
+from lm.evaluation.results import evaluation_path, evaluations, step_of
 from lm.files import write_text
 from lm.runs import CHECKPOINTS, EVALUATIONS, METRICS
 from lm.schema import Plain
@@ -43,7 +43,8 @@ class MetricLog:
 
 def cut_back(run: Path, step: int) -> None:
     """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
-    (a last line cut short by a kill among them), evaluations, a best checkpoint; and what a kill left half-written."""
+    (a last line cut short by a kill among them), evaluations, a best checkpoint, and a swap at
+    `step` itself; and what a kill left half-written."""
     for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
         for rubbish in part.glob(".*"):
             if rubbish.is_file():
@@ -56,14 +57,15 @@ def cut_back(run: Path, step: int) -> None:
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
+            found = json.loads(line)
+            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError, TypeError):
             break
     if kept or metrics.exists():
         write_text(metrics, "".join(kept))
     for path in evaluations(run):
-        if step_of(path) > step:
+        if step_of(path) > step or path == evaluation_path(run, "swap", step):
             path.unlink()
 
 

@@ -6,12 +6,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lm.checkpoints import FORMAT, bare_weights
+from lm.checkpoints import FORMAT, bare_weights, is_saved
 from lm.config import Config, to_yaml
 from lm.data.batches import TrainRows, train_loader
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.model import Decoder, is_normalizer
+from lm.runs import CHECKPOINTS
 from lm.swap import swapped
 from lm.training.optim import carry_over, lr_factor, make_optimizer, parameter_groups
 
@@ -137,7 +138,9 @@ class TrainModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Go on from a checkpoint: of this phase as it is, of the one before with the normalizers swapped."""
         facts = checkpoint["lm"]
-        self.best, self.skipped, self.skipped_in_a_row = facts["best"], facts["skipped"], facts["skipped_in_a_row"]
+        self.skipped, self.skipped_in_a_row = facts["skipped"], facts["skipped_in_a_row"]
+        best = facts["best"]  # a run that goes back may find the weights gone; then the next validation is the best
+        self.best = best if best and is_saved(self.config.run_folder / CHECKPOINTS, best["step"]) else None
         self.elapsed_s = facts["elapsed_s"]
         if facts["phase"] != self.phase:
             self._swap(checkpoint)

@@ -51,7 +51,7 @@ def train(config: Config) -> int:
 def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
     import torch
 
-    from lm.checkpoints import LAST, load_checkpoint, point, step_path
+    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path
     from lm.model import Decoder, flops_per_token
     from lm.training import callbacks
     from lm.training.banner import banner, environment
@@ -68,11 +68,13 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    first_step, notes = 0, []
+    first_step, notes, best = 0, [], None
     if checkpoint:
-        first_step, notes = check_resume(config, store, load_checkpoint(checkpoint), checkpoint)
+        saved = load_checkpoint(checkpoint)
+        first_step, notes = check_resume(config, store, saved, checkpoint)
+        best = saved["lm"]["best"]
         if first_step >= max_steps:
-            return _complete(config, first_step, main)
+            return _complete(config, checkpoint, first_step, main)
     phase = config.phase_at(first_step)
     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
     if config.train_only:
@@ -89,9 +91,11 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
-        cut_back(folder, first_step)
         if checkpoint and checkpoint.name != LAST:
-            point(LAST, checkpoint)  # the run goes back to it
+            point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
+        cut_back(folder, first_step)
+        if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
+            point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
@@ -100,7 +104,8 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     progress.start(first_step)
     try:
         with callbacks.StopOnSignal() as stop:
-            while step < max_steps and not stop.signal:
+            told_to_stop = False
+            while step < max_steps and not told_to_stop:
                 if step > first_step:  # a phase has ended: the next one begins with its checkpoint
                     phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
                     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
@@ -115,7 +120,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
                 ]
                 trainer = make_trainer(config, phase, accelerator, precision.value, module, hooks)
                 trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-                step = trainer.global_step
+                step, told_to_stop = trainer.global_step, trainer.should_stop  # both are the same on all ranks
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
             raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
@@ -158,15 +163,15 @@ def make_trainer(
     )
 
 
-def _complete(config: Config, step: int, main: bool) -> int:
-    """Nothing is left to train: make up for a long-context evaluation that a kill after the last step prevented."""
-    from lm.evaluation.run import evaluate_run
+def _complete(config: Config, checkpoint: Path, step: int, main: bool) -> int:
+    """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
+    from lm.evaluation.run import evaluate
 
     folder = config.run_folder
     if main:
         wanted = ["validation"] + ["long_context"] * bool(config.long_length)
         if not all(evaluation_path(folder, kind, step).exists() for kind in wanted):
-            evaluate_run(folder, "last", [])
+            evaluate(config, folder, checkpoint)
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
 

@@ -13,12 +13,13 @@ from lm.attention import table
 from lm.config import Config, parse
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.runs import CHECKPOINTS
+from lm.runs import CHECKPOINTS, TOKENIZER
 from lm.schema import flatten, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
 # Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
-FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "phases", "model.normalizer")
+FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "optim.on_nonfinite")
+FREE_TO_CHANGE += ("phases", "model.normalizer")
 
 # A model that starts from other weights may differ from theirs in these.
 FREE_AT_START = ("normalizer", "dropout", "init_std")
@@ -143,7 +144,7 @@ def start_from(config: Config, store: Store, decoder: object) -> str:
         RunError: nothing to load there.
         ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
     """
-    from lm.loading import load, tokenizer_file
+    from lm.loading import load
 
     loaded = load(config.init_from)
     problems = []
@@ -154,10 +155,10 @@ def start_from(config: Config, store: Store, decoder: object) -> str:
     problems += _normalizer_problems(config, decoder, loaded)
     if store.vocab_size != loaded.decoder.vocab_size:
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
-        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(tokenizer_file(loaded.path))))
+        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(loaded.folder / TOKENIZER)))
     elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
         reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
-        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(tokenizer_file(loaded.path))))
+        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(loaded.folder / TOKENIZER)))
     if config.model.position.name == "learned" and loaded.decoder.seq_len != decoder.seq_len:
         reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
@@ -169,18 +170,18 @@ def start_from(config: Config, store: Store, decoder: object) -> str:
 
 def _normalizer_problems(config: Config, decoder: object, loaded: object) -> list[Problem]:
     """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
-    plain = [{**to_plain(model.config.normalizer), "init": None} for model in (decoder, loaded.decoder)]
-    labels = [table.label(to_plain(model.config.normalizer)) for model in (decoder, loaded.decoder)]
+    models = decoder, loaded.decoder
+    labels = [table.label(to_plain(model.config.normalizer)) for model in models]
+    constants = [model.normalizers()[0].constants() for model in models]
+    settled = {"init", *constants[0]}  # first values are replaced; constants are compared by what they come to
+    plain = [{key: value for key, value in to_plain(model.config.normalizer).items() if key not in settled} for model in models]
     where = "phases[0].normalizer" if config.phases else "model.normalizer"
     if plain[0] != plain[1]:
         name = config.plan[0].normalizer.name
         remedy = f"convert it: lm swap {config.init_from} --to {name} -o OUT, then init_from=OUT; or keep {labels[1]}"
         return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
-    constants = [model.normalizers()[0].constants() for model in (decoder, loaded.decoder)]
     return [
-        Problem(
-            f"{where}.{key}", ours, f"was {constants[1][key]:g} at the training length of {loaded.path}", f"set it to {constants[1][key]:g}"
-        )
+        Problem(f"{where}.{key}", ours, f"is {constants[1][key]:g} in {loaded.path}", f"set it to {constants[1][key]:g}")
         for key, ours in constants[0].items()
         if ours != constants[1][key]
     ]
