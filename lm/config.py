@@ -81,7 +81,7 @@ class DataConfig:
 
 # ---------------------------------------------------------------- model
 
-AnyNormalizer = table.Softmax | table.SSMax | table.LogN
+AnyNormalizer = object  # one of the options in lm.attention.table
 
 
 @dataclass

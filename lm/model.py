@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention.lengths import Rows
-from lm.attention.normalizers import Normalizer, make_normalizer
+from lm.attention.normalizers import Normalizer, Shape, make_normalizer
 from lm.config import Learned, ModelConfig, Rope, rotated_dims
 from lm.loss import linear_cross_entropy
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.q_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(config.normalizer, config.n_head, seq_len)
+        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, head_size, seq_len))
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

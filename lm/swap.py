@@ -49,7 +49,7 @@ def swapped(old: Decoder, normalizer: object) -> Decoder:
         )
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
     for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
-        ours.match(theirs, old.seq_len)
+        ours.match(theirs)
     return new.train(old.training)
 
 

@@ -70,10 +70,11 @@ def pytest_terminal_summary(terminalreporter) -> None:
     cells = [value for report in reports for name, value in report.user_properties if name == "bitwise"]
     if not cells:
         return
-    normalizers = list(dict.fromkeys(cell[0] for cell in cells))
-    width = max(len(cell[1]) for cell in cells) + 2
+    scenarios = list(dict.fromkeys(cell[1] for cell in cells))
     terminalreporter.section("resumed runs, compared bit for bit with runs in one go")
-    terminalreporter.write_line(" " * width + "".join(f"{name:<14}" for name in normalizers))
-    for scenario in dict.fromkeys(cell[1] for cell in cells):
-        row = {cell[0]: cell[2] for cell in cells if cell[1] == scenario}
-        terminalreporter.write_line(f"{scenario:<{width}}" + "".join(f"{row.get(name, '-'):<14}" for name in normalizers))
+    for number, scenario in enumerate(scenarios, 1):
+        terminalreporter.write_line(f"({number}) {scenario}")
+    terminalreporter.write_line(f"{'':<16}" + "".join(f"({number})".ljust(7) for number in range(1, len(scenarios) + 1)))
+    for normalizer in dict.fromkeys(cell[0] for cell in cells):
+        row = {cell[1]: cell[2] for cell in cells if cell[0] == normalizer}
+        terminalreporter.write_line(f"{normalizer:<16}" + "".join(f"{row.get(scenario, '-'):<7}" for scenario in scenarios))

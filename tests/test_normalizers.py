@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.attention.lengths import RowLength, Rows
-from lm.attention.normalizers import Normalizer, make_normalizer
+from lm.attention.normalizers import Normalizer, Shape, make_normalizer
 
 # One row an entry and choice of options; a new normalizer adds its row here.
 CASES = {
@@ -24,14 +24,35 @@ CASES = {
     "ssmax, n = 100": table.SSMax(n="fixed:100"),
     "log_n": table.LogN(),
     "log_n, base 512, clip": table.LogN(base=512.0, clip=True),
+    "sqrt_log_n": table.SqrtLogN(),
+    "llama4": table.Llama4(floor_scale=8.0),
+    "yarn": table.YaRN(),
+    "infoscale": table.InfoScale(),
+    "cosine": table.Cosine(),
+    "cosine, log n": table.Cosine(log_n=True),
+    "softmax1": table.Softmax1(),
+    "sink": table.Sink(),
+    "relu2": table.Relu2(),
+    "relu2, n = sample": table.Relu2(n="sample"),
+    "relu2, n = 64": table.Relu2(n="fixed:64"),
+    "relu2, sum": table.Relu2(n="sum"),
+    "relu2, 1/n^2": table.Relu2(form="1/n^2"),
+    "relu": table.Relu(),
+    "sigmoid": table.Sigmoid(),
+    "sigmoid with bias": table.Sigmoid(bias=True),
+    "sparsemax": table.Sparsemax(),
+    "entmax15": table.Entmax15(),
+    "softpick": table.Softpick(),
+    "alibi": table.ALiBi(),
+    "scale_invariant": table.ScaleInvariant(),
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 HEADS, TRAIN_LENGTH = 3, 64
 
 
-def made(options: object, dtype: torch.dtype = torch.float64) -> Normalizer:
+def made(options: object, dtype: torch.dtype = torch.float64, size: int = 16) -> Normalizer:
     """The normalizer with its parameters moved off their first values."""
-    normalizer = make_normalizer(options, HEADS, TRAIN_LENGTH).to(dtype)
+    normalizer = make_normalizer(options, Shape(HEADS, size, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in normalizer.parameters():
@@ -52,7 +73,7 @@ def test_every_registered_normalizer_is_tested():
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 129])
 @pytest.mark.parametrize("size", [16, 40])
 def test_fast_path_equals_the_definition_forward_and_backward(options: object, length: int, size: int):
-    normalizer, rows = made(options), Rows.full(length)
+    normalizer, rows = made(options, size=size), Rows.full(length)
     q, k, v = (x.requires_grad_() for x in inputs(length, size=size))
     parameters = list(normalizer.parameters())
     fast = normalizer(q, k, v, rows)
@@ -96,13 +117,19 @@ def test_gradients_are_right_by_finite_differences(options: object):
 
 
 @every_case
-def test_weights_are_causal_non_negative_and_sum_to_one(options: object):
+def test_weights_are_causal_and_non_negative_and_sum_to_one_if_the_table_says_so(options: object):
     normalizer, rows = made(options), Rows.full(33)
     q, k, _ = inputs(33)
     weights = normalizer.weights(q, k, rows)
     assert (weights >= 0).all()
     assert (weights.triu(1) == 0).all()
-    assert torch.allclose(weights.sum(-1), torch.ones(2, HEADS, 33, dtype=torch.float64))
+    sums = weights.sum(-1)
+    if table.ENTRIES[options.name].sums_to_one or getattr(options, "n", "") == "sum":
+        rows_with_any = sums > 0  # relu^2 may give a row nothing at all
+        assert torch.allclose(sums[rows_with_any], torch.ones_like(sums[rows_with_any]))
+        assert rows_with_any.all() or options.name == "relu2"
+    else:
+        assert not torch.allclose(sums, torch.ones_like(sums))
 
 
 @every_case
@@ -126,6 +153,33 @@ def test_step_by_step_decoding_equals_the_whole_row(options: object):
         rows = Rows(positions[t : t + 1], positions[: t + 1], torch.tensor([length]), causal=False)
         step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], rows)
         assert torch.allclose(step, whole[:, :, t : t + 1], rtol=0, atol=1e-12)
+
+
+@every_case
+def test_packed_documents_give_what_each_gives_alone(options: object):
+    normalizer, lengths = made(options), [5, 1, 19, 8]
+    q, k, v = inputs(sum(lengths))
+    packed = normalizer(q, k, v, Rows.packed(lengths))
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = normalizer(q[:, :, part], k[:, :, part], v[:, :, part], Rows.full(length))
+        assert torch.allclose(packed[:, :, part], alone, rtol=0, atol=1e-12)
+        start += length
+
+
+@every_case
+def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: object, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.attention.kernels.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
+    monkeypatch.setattr("lm.attention.kernels.TILE", 16)
+    normalizer, rows = made(options), Rows.full(50)
+    q, k, v = (x.requires_grad_() for x in inputs(50))
+    wanted = [q, k, v, *normalizer.parameters()]
+    fast, slow = normalizer(q, k, v, rows), normalizer.weights(q, k, rows) @ v
+    assert torch.allclose(fast, slow, rtol=0, atol=1e-10)
+    gradient = torch.randn_like(slow)
+    for a, b in zip(torch.autograd.grad(fast, wanted, gradient), torch.autograd.grad(slow, wanted, gradient), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-8)
 
 
 @every_case
@@ -162,13 +216,101 @@ def test_row_length_policies():
     assert RowLength("visible")(rows).dtype == torch.float32
 
 
+# ---------------------------------------------------------------- identities of the other families
+
+
+def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
+    q, k, v = inputs(40)
+    normalizer, rows = made(table.Sink()), Rows.full(40)
+    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~rows.visible(), -math.inf)
+    gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
+    assert torch.allclose(normalizer(q, k, v, rows), expected, atol=1e-12)
+    off_by_one = make_normalizer(table.Softmax1(), Shape(HEADS, 16, TRAIN_LENGTH))
+    assert torch.allclose(off_by_one.weights(q, k, rows), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "oracle"), [(table.Sparsemax(), "sparsemax"), (table.Entmax15(), "entmax15")])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
+def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle: str, scale: float):
+    import entmax
+
+    q, k, _ = inputs(60)
+    q = (q * scale).requires_grad_()
+    normalizer, rows = made(options), Rows.full(60)
+    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~rows.visible(), -1e9)
+    expected, found = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, rows)
+    assert torch.allclose(found, expected, atol=1e-9)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((a * weight).sum(), q, retain_graph=True)[0] for a in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-7)
+
+
+def test_relu2_is_gaus_formula_in_both_forms():
+    q, k, _ = inputs(30)
+    rows, n = Rows.full(30), torch.arange(1, 31).double().view(30, 1)
+    scores = q @ k.transpose(-2, -1)
+    for form, expected in (("1/(n d)", scores.relu() ** 2 / (n * 16)), ("1/n^2", (scores / n).relu() ** 2)):
+        assert torch.allclose(made(table.Relu2(form=form)).weights(q, k, rows), expected.tril(), rtol=1e-6)
+    total = (scores.relu() ** 2).tril()
+    assert torch.allclose(made(table.Relu2(n="sum")).weights(q, k, rows), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
+
+
+def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
+    """E[e^z] for small weights: 1.65 for unit Gaussian logits (reference, section 4)."""
+    for n in (1000, 8000):
+        z = torch.randn(500, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        sums = [row_weights(table.Sigmoid(), row).sum().item() for row in z]
+        assert sum(sums) / len(sums) == pytest.approx(1.65, abs=0.02)
+
+
+def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_its_published_constants():
+    normalizer = make_normalizer(table.ScaleInvariant(), Shape(1, 16, 64)).double()
+    q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64).view(1, 1, 3, 1)
+    rows = Rows(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
+    al = be = math.exp(0.5)
+    expected = []
+    for distance, z in zip((2, 1, 0), (0.3, -0.2, 0.9), strict=True):
+        a = math.sqrt(2 * (math.log(distance / 10 + 1) - math.log(al) + be / al))
+        expected.append(a * z - a**2 + be / al)
+    assert expected[2] == pytest.approx(0.9)
+    weights = normalizer.weights(q, k, rows).flatten()
+    assert torch.allclose(weights, torch.tensor(expected, dtype=torch.float64).softmax(0), atol=1e-6)
+
+
+def test_alibi_has_its_published_slopes():
+    normalizer = make_normalizer(table.ALiBi(), Shape(8, 16, 64)).double()
+    z = torch.zeros(1, 8, 3, 16, dtype=torch.float64)
+    weights = normalizer.weights(z, z, Rows.full(3))[0, :, 2]
+    slopes = (weights[:, 2] / weights[:, 1]).log()
+    assert torch.allclose(slopes, torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
+
+
+def test_temperatures_follow_their_formulas():
+    rows = Rows.full(128)
+    shape = Shape(1, 64, 32)
+    llama = make_normalizer(table.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(rows).flatten()
+    assert [round(llama[p].item(), 6) for p in (0, 48, 49, 99)] == [
+        1.0,
+        1.0,
+        round(1 + 0.1 * math.log(2), 6),
+        round(1 + 0.1 * math.log(3), 6),
+    ]
+    yarn = make_normalizer(table.YaRN(), shape)
+    assert yarn.scale(rows).unique().item() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert yarn.scale(Rows.full(20)).unique().item() == 1.0
+    info = make_normalizer(table.InfoScale(), shape).scale(rows).flatten()
+    assert info[31].item() == pytest.approx(1.0)
+    assert info[127].item() == pytest.approx(math.sqrt(1 - 128 ** (-2 / 64)) / math.sqrt(1 - 32 ** (-2 / 64)))
+
+
 # ---------------------------------------------------------------- figures of the source (SSMax)
 
 
 def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tensor:
     """Weights of one query over n keys whose scaled logits are `logits` (n,), float64."""
     n = len(logits)
-    normalizer = make_normalizer(options, 1, TRAIN_LENGTH).double()
+    normalizer = make_normalizer(options, Shape(1, 16, TRAIN_LENGTH)).double()
     if s is not None:
         with torch.no_grad():
             normalizer.s.fill_(s)
@@ -218,14 +360,14 @@ MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090,
 @pytest.mark.parametrize("length", MATCH)
 def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
     assert length / math.lgamma(length + 1) == pytest.approx(MATCH[length], abs=6e-6)
-    normalizer = make_normalizer(table.SSMax(), HEADS, length)
+    normalizer = make_normalizer(table.SSMax(), Shape(HEADS, 16, length))
     assert normalizer.s.tolist() == pytest.approx([MATCH[length]] * HEADS, abs=6e-6)
     assert normalizer.scale(Rows.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
 def test_matching_holds_for_every_row_length(policy: str):
-    normalizer = make_normalizer(table.SSMax(n=policy), HEADS, 100)
+    normalizer = make_normalizer(table.SSMax(n=policy), Shape(HEADS, 16, 100))
     assert normalizer.scale(Rows.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
@@ -249,7 +391,7 @@ def test_log_n_clip_is_softmax_below_its_base():
 def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(row_weights(table.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
-    normalizer = make_normalizer(table.SSMax(bias=True), HEADS, TRAIN_LENGTH).double()
+    normalizer = make_normalizer(table.SSMax(bias=True), Shape(HEADS, 16, TRAIN_LENGTH)).double()
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
@@ -265,13 +407,13 @@ def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
 
 def test_published_mistake_padded_width_is_not_n():
     """The first queries of a wide row must see ln of their own few keys."""
-    scale = make_normalizer(table.SSMax(init=1.0), 1, TRAIN_LENGTH).scale(Rows.full(512)).flatten()
+    scale = make_normalizer(table.SSMax(init=1.0), Shape(1, 16, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 
 
 def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
-    assert [(n, tuple(p.shape)) for n, p in make_normalizer(table.SSMax(bias=True), 5, 64).named_parameters()] == [
+    assert [(n, tuple(p.shape)) for n, p in make_normalizer(table.SSMax(bias=True), Shape(5, 16, 64)).named_parameters()] == [
         ("s", (5,)),
         ("b", (5,)),
     ]
-    assert not list(make_normalizer(table.SSMax(scale="none"), 5, 64).parameters())
+    assert not list(make_normalizer(table.SSMax(scale="none"), Shape(5, 16, 64)).parameters())

@@ -12,7 +12,7 @@ from folders import curve, same, weights
 import lm
 from lm.attention import table
 from lm.attention.lengths import Rows
-from lm.attention.normalizers import make_normalizer
+from lm.attention.normalizers import Shape, make_normalizer
 from lm.checkpoints import load_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.evaluation.continuity import attention_drift, evaluate_swap
@@ -45,11 +45,11 @@ def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
 @pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
 def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
     """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
-    new = make_normalizer(table.SSMax(init=0.7), 3, length)
-    new.match(make_normalizer(table.Softmax(), 3, length), length)
+    new = make_normalizer(table.SSMax(init=0.7), Shape(3, 16, length))
+    new.match(make_normalizer(table.Softmax(), Shape(3, 16, length)))
     assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
-    new = make_normalizer(table.SSMax(), 3, length)
-    new.match(make_normalizer(table.Softmax(), 3, length), length)
+    new = make_normalizer(table.SSMax(), Shape(3, 16, length))
+    new.match(make_normalizer(table.Softmax(), Shape(3, 16, length)))
     assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
     assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
 
@@ -59,12 +59,12 @@ def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float)
 )
 @pytest.mark.parametrize("new", [table.SSMax(), SSMAX_BIAS, table.SSMax(scale="none", bias=True), table.SSMax(n="sample")])
 def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, new: object):
-    before, after = (make_normalizer(options, 2, 256) for options in (old, new))
+    before, after = (make_normalizer(options, Shape(2, 16, 256)) for options in (old, new))
     with torch.no_grad():
         for parameter in before.parameters():
             parameter.add_(torch.tensor([0.0, 0.2]))  # heads that differ
-    after.match(before, 256)
-    expected, found = before.scale_by_position(256), after.scale_by_position(256)
+    after.match(before)
+    expected, found = before.scale_by_position(), after.scale_by_position()
     torch.testing.assert_close(found.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
     if new == SSMAX_BIAS:  # a line in ln n follows any other exactly
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)

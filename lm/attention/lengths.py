@@ -17,13 +17,17 @@ class Rows:
         positions: (T,) or (B, T) int64, 0-based position of each query in its document.
         key_positions: (S,) or (B, S) int64, likewise of each key.
         lengths: tokens of the query's document, int64, broadcastable to `positions`.
-        causal: keys are the queries themselves, in order: the mask is the plain causal triangle.
+        causal: keys are the queries themselves, in order, of one document a row: the mask is the plain causal triangle.
+        documents: which document each query is of, as `positions`; None: one document a row.
+        key_documents: likewise of each key.
     """
 
     positions: Tensor
     key_positions: Tensor
     lengths: Tensor
     causal: bool
+    documents: Tensor | None = None
+    key_documents: Tensor | None = None
 
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "Rows":
@@ -31,14 +35,38 @@ class Rows:
         positions = torch.arange(length, device=device)
         return cls(positions, positions, torch.full_like(positions, length), causal=True)
 
-    def queries(self, start: int, stop: int) -> "Rows":
-        """The same keys, and of the queries those from `start` to `stop`."""
-        return Rows(self.positions[..., start:stop], self.key_positions, self.lengths[..., start:stop], causal=False)
+    @classmethod
+    def packed(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Rows":
+        """A row of several documents side by side, of `lengths` tokens; a token sees its own document only."""
+        sizes = torch.tensor(lengths, device=device)
+        documents = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        return cls(positions, positions, sizes[documents], len(lengths) == 1, documents, documents)
+
+    @classmethod
+    def next(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "Rows":
+        """Tokens `seen` to `seen + new` of a document that will have `length`: queries; keys are all up to there."""
+        keys = torch.arange(seen + new, device=device)
+        return cls(keys[seen:], keys, torch.full((new,), length, device=device), causal=seen == 0)
+
+    def part(self, start: int, stop: int, keys: int) -> "Rows":
+        """The queries from `start` to `stop`, and the first `keys` keys."""
+        documents = None if self.documents is None else self.documents[..., start:stop]
+        key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
+        lengths = self.lengths.expand_as(self.positions)[..., start:stop]
+        return Rows(self.positions[..., start:stop], self.key_positions[..., :keys], lengths, False, documents, key_documents)
 
     def visible(self) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: which keys each query sees."""
         mask = self.key_positions.unsqueeze(-2) <= self.positions.unsqueeze(-1)
+        if self.documents is not None:
+            mask = mask & (self.key_documents.unsqueeze(-2) == self.documents.unsqueeze(-1))
         return mask if mask.dim() == 2 else mask.unsqueeze(1)
+
+    def distance(self) -> Tensor:
+        """(T, S) or (B, 1, T, S) fp32: how many tokens each key is back from each query; negative for keys ahead."""
+        distance = (self.positions.unsqueeze(-1) - self.key_positions.unsqueeze(-2)).float()
+        return distance if distance.dim() == 2 else distance.unsqueeze(1)
 
 
 @dataclass(frozen=True)

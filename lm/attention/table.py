@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from lm.errors import Problem
 from lm.schema import Plain, key
 
+N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
 
 
@@ -34,7 +35,7 @@ class SSMax:
         "first value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
         "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
     )
-    n: str = key("visible", "row length n: `visible` keys, length of the `sample`, or `fixed:N`")
+    n: str = key("visible", N_HELP)
 
 
 @dataclass
@@ -44,7 +45,126 @@ class LogN:
     name: ClassVar[str] = "log_n"
     base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", gt=1)
     clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
-    n: str = key("visible", "row length n: `visible` keys, length of the `sample`, or `fixed:N`")
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class SqrtLogN:
+    """softmax(c sqrt(2 ln n) z): the largest of n Gaussian logits keeps its share."""
+
+    name: ClassVar[str] = "sqrt_log_n"
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class Llama4:
+    """Llama 4's attention temperature: softmax(z (1 + a ln(1 + floor((position + 1) / f))))."""
+
+    name: ClassVar[str] = "llama4"
+    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", gt=0)
+    attn_scale: float = key(0.1, "a", ge=0)
+
+
+@dataclass
+class YaRN:
+    """YaRN's temperature, arXiv 2309.00071: softmax(z (0.1 ln(L / m) + 1)^2) for documents longer than m, the training length."""
+
+    name: ClassVar[str] = "yarn"
+
+
+@dataclass
+class InfoScale:
+    """InfoScale, arXiv 2501.08570: softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))."""
+
+    name: ClassVar[str] = "infoscale"
+    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", gt=1)
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class Cosine:
+    """softmax(g cos(q, k)) with a learned gain; with `log_n`, g ln n."""
+
+    name: ClassVar[str] = "cosine"
+    log_n: bool = key(False, "multiply the gain by ln n (Su, kexue.fm 9859)")
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class Softmax1:
+    """e^z / (1 + sum e^z): softmax off by one."""
+
+    name: ClassVar[str] = "softmax1"
+
+
+@dataclass
+class Sink:
+    """e^z / (e^b + sum e^z): a learned sink logit."""
+
+    name: ClassVar[str] = "sink"
+    init: float = key(0.0, "first value of b")
+
+
+@dataclass
+class Relu2:
+    """relu(z)^2 / n, as in GAU, arXiv 2202.10447."""
+
+    name: ClassVar[str] = "relu2"
+    n: str = key("visible", "row length n: `visible` keys, length of the `sample`, `fixed:N`; or `sum`: divide each row by its sum")
+    form: Literal["1/(n d)", "1/n^2"] = key("1/(n d)", "relu(q.k)^2 / (n d), d the head size; or relu(q.k / n)^2, as in GAU's own code")
+
+
+@dataclass
+class Relu:
+    """relu(z) / n."""
+
+    name: ClassVar[str] = "relu"
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class Sigmoid:
+    """sigmoid(z - ln n), arXiv 2409.04431."""
+
+    name: ClassVar[str] = "sigmoid"
+    bias: bool = key(False, "add a learned b, one per layer and head, from 0")
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
+class Sparsemax:
+    """The projection of z onto the simplex, arXiv 1602.02068."""
+
+    name: ClassVar[str] = "sparsemax"
+
+
+@dataclass
+class Entmax15:
+    """1.5-entmax, arXiv 1905.05702: between softmax and sparsemax."""
+
+    name: ClassVar[str] = "entmax15"
+
+
+@dataclass
+class Softpick:
+    """relu(e^z - 1) / sum |e^z - 1|."""
+
+    name: ClassVar[str] = "softpick"
+
+
+@dataclass
+class ALiBi:
+    """softmax(z - m t), t tokens back, arXiv 2108.12409; use it with `model.position: none`."""
+
+    name: ClassVar[str] = "alibi"
+
+
+@dataclass
+class ScaleInvariant:
+    """softmax(a_t z + m_t), t tokens back, arXiv 2505.17083; the paper adds `model.qk_norm` and p-RoPE."""
+
+    name: ClassVar[str] = "scale_invariant"
+    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", gt=0)
 
 
 @dataclass(frozen=True)
@@ -55,28 +175,96 @@ class Entry:
     implementation: str  # "module:Class"
     formula: str
     parameters: str
+    cost: str  # of a training step, or the kernel that sets it
+    sums_to_one: bool
     source: str
+    known: str  # figures of others, with their source
 
     def load(self) -> type:
         """The implementing `Normalizer` class (imports torch)."""
         module, name = self.implementation.split(":")
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(f"lm.attention.{module}"), name)
 
 
-ENTRIES: dict[str, Entry] = {
-    entry.options.name: entry
-    for entry in (
-        Entry(Softmax, "lm.attention.normalizers:Softmax", "softmax(z)", "none", "baseline"),
-        Entry(
-            SSMax,
-            "lm.attention.normalizers:SSMax",
-            "softmax((s ln n + b) z)",
-            "s (and b) per layer and head",
-            "Nakanishi 2025, arXiv 2501.19399, Eq. 2",
-        ),
-        Entry(LogN, "lm.attention.normalizers:LogN", "softmax(z ln n / ln m)", "none", "Su 2021, kexue.fm 8823"),
-    )
-}
+SDPA, TILES, BLOCKS = "fused softmax", "tiles", "query blocks"
+
+_ROWS = (
+    Entry(
+        Softmax, "query_scale:Softmax", "softmax(z)", "none", SDPA, True, "baseline",
+        "entropy grows as ln n: attention fades with length",
+    ),
+    Entry(
+        SSMax, "query_scale:SSMax", "softmax((s ln n + b) z)", "s (and b) per layer and head", SDPA, True,
+        "Nakanishi 2025, arXiv 2501.19399, Eq. 2",
+        "loss 0.008 nats below softmax at 162 M (same paper); 3 % worse at 1.2 B and 6 points downstream (2605.20798, secondary)",
+    ),
+    Entry(
+        LogN, "query_scale:LogN", "softmax(z ln n / ln m)", "none", SDPA, True, "Su 2021, kexue.fm 8823",
+        "alone almost nothing beyond the training length; +4 to +10 points once positions are handled (kexue.fm 9708, 9948)",
+    ),
+    Entry(
+        SqrtLogN, "query_scale:SqrtLogN", "softmax(c sqrt(2 ln n) z)", "c per layer and head", SDPA, True,
+        "Gaussian logits (extreme values)",
+        "largest weight of Gaussian logits .46, .42, .37 at n = 64, 1,024, 16,384",
+    ),
+    Entry(
+        Llama4, "query_scale:Llama4", "softmax(z (1 + a ln(1 + floor((p + 1) / f))))", "none", SDPA, True, "Llama 4's code",
+        "used there in layers without positions",
+    ),
+    Entry(
+        YaRN, "query_scale:YaRN", "softmax(z (0.1 ln(L / m) + 1)^2)", "none", SDPA, True, "Peng et al. 2023, arXiv 2309.00071",
+        "one factor a document; softmax up to the training length m",
+    ),
+    Entry(
+        InfoScale, "query_scale:InfoScale", "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))", "none", SDPA, True, "arXiv 2501.08570",
+        "made for models trained without it",
+    ),
+    Entry(
+        Cosine, "query_scale:Cosine", "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))", "g per layer and head", SDPA, True,
+        "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859",
+        "GAU trained at 512, at 4,096: 64.7 % against 24.2 % of plain RoPE, on repeated text",
+    ),
+    Entry(
+        Softmax1, "sinks:Softmax1", "e^z / (1 + sum e^z)", "none", SDPA, False, "Miller 2023", "removes attention sinks",
+    ),
+    Entry(
+        Sink, "sinks:Sink", "e^z / (e^b + sum e^z)", "b per layer and head", SDPA, False, "gpt-oss's code",
+        "softmax times sigmoid(lse - b)",
+    ),
+    Entry(
+        Relu2, "pointwise:Relu2Normalizer", "relu(z)^2 / n", "none", TILES, False, "Hua et al. 2022, arXiv 2202.10447",
+        "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)",
+    ),
+    Entry(
+        Relu, "pointwise:ReluNormalizer", "relu(z) / n", "none", TILES, False, "Wortsman et al. 2023, arXiv 2309.08586",
+        "near softmax for images",
+    ),
+    Entry(
+        Sigmoid, "pointwise:SigmoidNormalizer", "sigmoid(z - ln n (+ b))", "none (or b per layer and head)", TILES, False,
+        "arXiv 2409.04431",
+        "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)",
+    ),
+    Entry(
+        Sparsemax, "sparse:Sparsemax", "relu(z - tau)", "none", BLOCKS, True, "Martins and Astudillo 2016, arXiv 1602.02068", "exact zeros",
+    ),
+    Entry(
+        Entmax15, "sparse:Entmax15", "relu(z / 2 - tau)^2", "none", BLOCKS, True, "Peters et al. 2019, arXiv 1905.05702", "exact zeros",
+    ),
+    Entry(
+        Softpick, "sparse:Softpick", "relu(e^z - 1) / sum |e^z - 1|", "none", BLOCKS, False, "softpick's code, 2025",
+        "no sinks and 47 % exact zeros at 340 M (secondary)",
+    ),
+    Entry(
+        ALiBi, "distance:ALiBi", "softmax(z - 2^(-8 h / H) t)", "none", BLOCKS, True, "Press et al. 2021, arXiv 2108.12409",
+        "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083",
+    ),
+    Entry(
+        ScaleInvariant, "distance:ScaleInvariant", "softmax(a_t z + m_t)", "none", BLOCKS, True, "arXiv 2505.17083",
+        "trained at 4k, at 64k: loss 3.25 (SSMax 3.38, RoPE 5.26), needles .97 (.06, .00), same paper",
+    ),
+)  # fmt: skip
+
+ENTRIES: dict[str, Entry] = {entry.options.name: entry for entry in _ROWS}
 
 
 def label(plain: dict[str, Plain]) -> str:
@@ -95,12 +283,14 @@ def _shown(value: Plain) -> str:
 OPTIONS: dict[str, type] = {name: entry.options for name, entry in ENTRIES.items()}
 
 
-def check(options: Softmax | SSMax | LogN, path: str) -> list[Problem]:
+def check(options: object, path: str) -> list[Problem]:
     """What the types of the options can't say: the row-length policy and contradictory pairs."""
     problems = []
     policy = getattr(options, "n", "visible")
-    if not _ROW_LENGTH.fullmatch(policy):
+    if not _ROW_LENGTH.fullmatch(policy) and not (isinstance(options, Relu2) and policy == "sum"):
         problems.append(Problem(f"{path}.n", policy, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)"))
     if isinstance(options, SSMax) and options.scale == "none" and options.init != "match":
         problems.append(Problem(f"{path}.init", options.init, "scale: none has no s to start", "drop init, or set scale: learned"))
+    if isinstance(options, Relu2) and options.n == "sum" and options.form != "1/(n d)":
+        problems.append(Problem(f"{path}.form", options.form, "rows divided by their sum have no n", "drop it"))
     return problems

@@ -131,7 +131,8 @@ def _distance(a: _Inputs, b: _Inputs) -> float:
     step, total = max(1, DRIFT_WEIGHTS // (n_head * length)), 0.0
     for start in range(0, length, step):
         first, second = (
-            normalizer.weights(q[:, :, start : start + step], k, rows.queries(start, start + step)) for normalizer, q, k, rows in (a, b)
+            normalizer.weights(q[:, :, start : start + step], k, rows.part(start, start + step, length))
+            for normalizer, q, k, rows in (a, b)
         )
         total += float((first - second).abs().sum(dtype=torch.float64)) / 2
     return total / (n_head * length)

@@ -196,7 +196,7 @@ def check_train_only(config: Config, decoder: object) -> None:
     from lm.attention.normalizers import make_normalizer
 
     for index, phase in enumerate(config.plan):
-        normalizer = make_normalizer(phase.normalizer, config.model.n_head, decoder.seq_len)
+        normalizer = make_normalizer(phase.normalizer, decoder.normalizers()[0].shape)
         if not any(True for _ in normalizer.parameters()):
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{table.label(to_plain(phase.normalizer))} has no parameters to train ({where})"

@@ -1,0 +1,95 @@
+"""Weights that depend on their own score alone: no competition between keys but through n, or through a plain sum."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention import table
+from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise
+from lm.attention.lengths import RowLength, Rows
+from lm.attention.normalizers import Normalizer, logits
+
+SMALLEST_SUM = 1e-6  # a row without a positive score has weights 0
+
+
+class PointwiseNormalizer(Normalizer):
+    """f(z + b(n)) r(n): a function of the score, a shift and a factor for each row."""
+
+    f: Pointwise
+
+    def shift(self, rows: Rows) -> Tensor | None:
+        """b as fp32, broadcastable to (B, H, T); None for 0."""
+        return None
+
+    def factor(self, rows: Rows) -> Tensor | None:
+        """r as fp32, broadcastable to (B, H, T); None: rows are divided by their sum."""
+        raise NotImplementedError
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z, shift, factor = logits(q, k), self.shift(rows), self.factor(rows)
+        if shift is not None:
+            z = z + shift.unsqueeze(-1).to(z.dtype)
+        a = self.f(z).masked_fill(~rows.visible(), 0.0)
+        if factor is None:
+            return a / a.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+        return a * factor.unsqueeze(-1).to(a.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        if not rows.causal:
+            return super().forward(q, k, v, rows)
+        q, width, shift, factor = q / math.sqrt(q.size(-1)), v.size(-1), self.shift(rows), self.factor(rows)
+        if shift is not None:  # one more dimension: b in queries, 1 in keys
+            q = torch.cat((q, shift.unsqueeze(-1).expand(*q.shape[:3], 1).to(q.dtype)), -1)
+            k = F.pad(k, (0, 1), value=1.0)
+        if factor is None:  # one more value, 1: it sums the row
+            v = F.pad(v, (0, 1), value=1.0)
+        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v)
+        if factor is None:
+            return out[..., :width] / out[..., width:].clamp(min=SMALLEST_SUM)
+        return (out * factor.unsqueeze(-1)).to(v.dtype)
+
+    def explain(self) -> str:
+        return "causal tiles of keys and queries, backward by hand: no key competes with another, so no row statistics are needed"
+
+
+class Relu2Normalizer(PointwiseNormalizer):
+    """relu(z)^2 / n, GAU's (arXiv 2202.10447); or relu(q.k / n)^2; or normalised by its sum (Su, kexue.fm 9019)."""
+
+    options: table.Relu2
+    f = Relu2()
+
+    def factor(self, rows: Rows) -> Tensor | None:
+        if self.options.n == "sum":
+            return None
+        n = RowLength(self.options.n)(rows).unsqueeze(-2)
+        return 1 / n if self.options.form == "1/(n d)" else self.shape.head_size / n.square()
+
+
+class ReluNormalizer(PointwiseNormalizer):
+    """relu(z) / n, arXiv 2309.08586."""
+
+    options: table.Relu
+    f = Relu()
+
+    def factor(self, rows: Rows) -> Tensor:
+        return 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
+
+
+class SigmoidNormalizer(PointwiseNormalizer):
+    """sigmoid(z - ln n + b), arXiv 2409.04431; b, from 0, is learned per layer and head if asked."""
+
+    options: table.Sigmoid
+    f = Sigmoid()
+
+    def initialise(self) -> None:
+        if self.options.bias:
+            self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+
+    def shift(self, rows: Rows) -> Tensor:
+        shift = -RowLength(self.options.n)(rows).log().unsqueeze(-2)
+        return shift + self.b.unsqueeze(-1) if self.options.bias else shift
+
+    def factor(self, rows: Rows) -> Tensor:
+        return torch.ones_like(rows.positions, dtype=torch.float32).unsqueeze(-2)

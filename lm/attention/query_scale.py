@@ -1,0 +1,216 @@
+"""Softmax of scaled logits: one factor a query, so that the fused softmax kernel serves all of them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention import table
+from lm.attention.lengths import RowLength, Rows
+from lm.attention.normalizers import Normalizer, logits
+
+
+class QueryScale(Normalizer):
+    """softmax(c q.k / sqrt(D)) with one factor c per query and head.
+
+    Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
+    formed in the precision q comes in (fp32 in training) and rounded to v's dtype once.
+    """
+
+    def scale(self, rows: Rows) -> Tensor | None:
+        """c as fp32, broadcastable to (B, H, T); None for 1."""
+        return None
+
+    def scale_by_position(self) -> Tensor | None:
+        """c at each position of a training row: (H, L) float64; None if it isn't a factor on softmax's own logits."""
+        device = next((p.device for p in self.parameters()), "cpu")
+        scale = self.scale(Rows.full(self.shape.train_length, device))
+        c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
+        return c.double().expand(self.shape.n_head, self.shape.train_length)
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z = logits(q, k)
+        scale = self.scale(rows)
+        if scale is not None:
+            z = z * scale.unsqueeze(-1).to(z.dtype)
+        return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        scale = self.scale(rows)
+        if scale is not None:
+            q = q * scale.unsqueeze(-1)
+        mask = None if rows.causal else rows.visible()
+        return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=rows.causal)
+
+    def explain(self) -> str:
+        return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"
+
+
+class Softmax(QueryScale):
+    """softmax(z), z = q.k / sqrt(D)."""
+
+    def explain(self) -> str:
+        return "SDPA: plain softmax"
+
+
+class SSMax(QueryScale):
+    """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
+
+    s starts at 1 / mean ln n over a training row (the mean logit scale is then softmax's 1), at 1 (`unit`) or
+    at the given number; b, if any, at 0. `scale: none` fixes s = 1.
+    """
+
+    options: table.SSMax
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        if self.options.scale == "learned":
+            first = {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
+            self.s = nn.Parameter(torch.full((self.shape.n_head,), first))
+        if self.options.bias:
+            self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+
+    def log_n(self) -> Tensor:
+        """ln n at each position of a training row: (L,) float64."""
+        return self.row_length(Rows.full(self.shape.train_length)).double().log()
+
+    @torch.no_grad()
+    def match(self, other: Normalizer) -> None:
+        """With `init: match`, follow the factor c(n) of `other` over a training row, head by head.
+
+        s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
+        least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
+        """
+        c, log_n = other.scale_by_position() if isinstance(other, QueryScale) else None, self.log_n()
+        if self.options.init != "match" or c is None:
+            return
+        if self.options.scale == "learned":
+            s = c.mean(-1) / log_n.mean()
+            if self.options.bias:
+                centred = log_n - log_n.mean()
+                s = (c - c.mean(-1, keepdim=True)) @ centred / centred.square().sum().clamp(min=1e-12)
+            self.s.copy_(s)
+            c = c - s.unsqueeze(-1) * log_n
+        else:
+            c = c - log_n
+        if self.options.bias:
+            self.b.copy_(c.mean(-1))
+
+    def scale(self, rows: Rows) -> Tensor:
+        scale = self.row_length(rows).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
+        if self.options.scale == "learned":
+            scale = self.s.unsqueeze(-1) * scale  # (H, T) or (B, H, T)
+        return scale + self.b.unsqueeze(-1) if self.options.bias else scale
+
+
+class LogN(QueryScale):
+    """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
+
+    `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
+    """
+
+    options: table.LogN
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        self.base = float(self.shape.train_length if self.options.base == "train" else self.options.base)
+
+    def constants(self) -> dict[str, float]:
+        return {"base": self.base}
+
+    def scale(self, rows: Rows) -> Tensor:
+        scale = self.row_length(rows).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
+        return scale.clamp(min=1.0) if self.options.clip else scale
+
+
+class SqrtLogN(QueryScale):
+    """softmax(c sqrt(2 ln n) z): keeps the largest of n Gaussian logits at a fixed share; c learned per layer and head.
+
+    c starts at 1 / mean sqrt(2 ln n) over a training row.
+    """
+
+    options: table.SqrtLogN
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
+        self.c = nn.Parameter(torch.full((self.shape.n_head,), 1 / growth))
+
+    def growth(self, rows: Rows) -> Tensor:
+        """sqrt(2 ln n), of the shape of the rows' positions."""
+        return (2 * self.row_length(rows).log()).sqrt()
+
+    def scale(self, rows: Rows) -> Tensor:
+        return self.c.unsqueeze(-1) * self.growth(rows).unsqueeze(-2)
+
+
+class Llama4(QueryScale):
+    """softmax(z (1 + a ln(1 + floor((position + 1) / f)))): Llama 4's attention temperature tuning."""
+
+    options: table.Llama4
+
+    def scale(self, rows: Rows) -> Tensor:
+        steps = torch.floor((rows.positions + 1).float() / self.options.floor_scale)
+        return (1 + self.options.attn_scale * torch.log1p(steps)).unsqueeze(-2)
+
+
+class YaRN(QueryScale):
+    """softmax(z (0.1 ln(L / m) + 1)^2) where a document is longer, L, than the training length m: arXiv 2309.00071, Eq. 22.
+
+    The temperature alone; RoPE's frequencies are a matter of evaluation.
+    """
+
+    def scale(self, rows: Rows) -> Tensor:
+        stretch = rows.lengths.expand_as(rows.positions).float() / self.shape.train_length
+        return (0.1 * stretch.clamp(min=1.0).log() + 1).square().unsqueeze(-2)
+
+    def constants(self) -> dict[str, float]:
+        return {"train_length": float(self.shape.train_length)}
+
+
+class InfoScale(QueryScale):
+    """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))), D the head size: arXiv 2501.08570. Equal to softmax at n = m."""
+
+    options: table.InfoScale
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        self.base = float(self.shape.train_length if self.options.base == "train" else self.options.base)
+
+    def constants(self) -> dict[str, float]:
+        return {"base": self.base}
+
+    def scale(self, rows: Rows) -> Tensor:
+        power = -2 / self.shape.head_size
+        return ((1 - self.row_length(rows) ** power).sqrt() / math.sqrt(1 - self.base**power)).unsqueeze(-2)
+
+
+class Cosine(QueryScale):
+    """softmax(g cos(q, k)) or softmax(g ln n cos(q, k)): unit queries and keys (arXiv 2010.04245; Su, kexue.fm 9859: 4 ln n).
+
+    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D).
+    """
+
+    options: table.Cosine
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
+        self.g = nn.Parameter(torch.full((self.shape.n_head,), math.sqrt(self.shape.head_size) / growth))
+
+    def growth(self, rows: Rows) -> Tensor:
+        """ln n, or 1."""
+        return self.row_length(rows).log() if self.options.log_n else torch.ones_like(rows.positions, dtype=torch.float32)
+
+    def scale(self, rows: Rows) -> Tensor:
+        return self.g.unsqueeze(-1) * self.growth(rows).unsqueeze(-2) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
+
+    def scale_by_position(self) -> Tensor | None:
+        return None  # a factor on other logits than softmax's
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().weights(F.normalize(q, dim=-1), F.normalize(k, dim=-1), rows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return super().forward(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, rows)

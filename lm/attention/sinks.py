@@ -1,0 +1,62 @@
+"""Softmax with somewhere else to look: a row sum below 1, by one more logit whose value is zero."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.attention import table
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Normalizer, logits
+
+
+class Sink(Normalizer):
+    """e^z_j / (e^b + sum e^z): softmax with a learned logit b per layer and head whose column is dropped (gpt-oss).
+
+    On the fused kernel: a key of logit b and value 0, seen by every query, in front of the others. It equals
+    softmax times sigmoid(lse - b).
+    """
+
+    options: table.Sink
+
+    def initialise(self) -> None:
+        self.b = nn.Parameter(torch.full((self.shape.n_head,), self.options.init))
+
+    def sink(self) -> Tensor:
+        """b, (H,)."""
+        return self.b
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z = logits(q, k).masked_fill(~rows.visible(), -math.inf)
+        b = self.sink().to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+        return torch.cat((b, z), -1).softmax(-1)[..., 1:]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        size = q.size(-1)
+        # Eight more dimensions (the kernel's granularity), of which one carries b: 1 in queries, b sqrt(D) in the sink.
+        one = F.pad(torch.ones_like(q[..., :1]), (0, 7))
+        sink = F.pad((self.sink() * math.sqrt(size)).to(k.dtype).view(1, -1, 1, 1), (size, 7)).expand(k.size(0), -1, -1, -1)
+        q, k = torch.cat((q, one), -1).to(v.dtype), torch.cat((sink, F.pad(k, (0, 8))), 2).to(v.dtype)
+        v = F.pad(v, (0, 0, 1, 0))
+        if rows.causal:  # one more query in front keeps the triangle square
+            out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 8)), is_causal=True, scale=1 / math.sqrt(size))
+            return out[:, :, 1:, :-8]
+        mask = F.pad(rows.visible(), (1, 0), value=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / math.sqrt(size))
+
+    def explain(self) -> str:
+        return "SDPA with one more key, of logit b and value 0"
+
+
+class Softmax1(Sink):
+    """e^z_j / (1 + sum e^z), softmax off by one: a sink of logit 0 (Miller 2023)."""
+
+    def initialise(self) -> None:
+        """No parameters."""
+
+    def sink(self) -> Tensor:
+        return torch.zeros(self.shape.n_head)
+
+    def explain(self) -> str:
+        return "SDPA with one more key, of logit 0 and value 0"
