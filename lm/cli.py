@@ -41,6 +41,14 @@ def config(arguments: Configuration = [], reference: Reference = False) -> None:
 
 
 @app.command()
+def normalizers() -> None:
+    """Print the table of normalizers: formula, parameters, kernel, source, options (docs/normalizers.md)."""
+    from lm.attention.table import markdown
+
+    print(markdown(), end="")
+
+
+@app.command()
 def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""
     from lm.config import load
@@ -84,6 +92,25 @@ def export(source: Source, out: New, checkpoint: Checkpoint = "last") -> None:
     from lm.loading import export
 
     print(export(source, checkpoint, out))
+
+
+@app.command()
+def generate(
+    source: Source,
+    prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to write at most")] = 200,
+    temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the likeliest token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest only")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw among the likeliest with this probability in all")] = None,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    checkpoint: Checkpoint = "last",
+) -> None:
+    """Write text with a trained model, as it comes."""
+    from lm.generate import generate_text
+
+    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
+        print(piece, end="", flush=True)
+    print()
 
 
 @app.command()

@@ -108,9 +108,26 @@ class NoPosition:
 
 
 @dataclass
+class AttentionBlock:
+    """Multi-head attention, then an MLP."""
+
+    name: ClassVar[str] = "attention"
+
+
+@dataclass
+class GAUBlock:
+    """A gated attention unit, arXiv 2202.10447: one head, no MLP; two of them stand for one block of attention and MLP."""
+
+    name: ClassVar[str] = "gau"
+    expansion: float = key(2.0, "width of gate and values, in model widths", gt=0)
+    key_size: int = key(128, "dimensions of queries and keys", ge=1)
+
+
+@dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1)
-    n_head: int = key(4, "attention heads", ge=1)
+    block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer is made of")
+    n_head: int = key(4, "attention heads; 1 for gau", ge=1)
     n_embd: int = key(256, "width of the residual stream", ge=1)
     n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1)
     mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
@@ -122,6 +139,11 @@ class ModelConfig:
     tied: bool = key(False, "one matrix for embedding and head")
     dropout: float = key(0.0, "after embedding, attention and MLP", ge=0, lt=1)
     init_std: float = key(0.02, "standard deviation of initial weights; projections into the residual stream: / sqrt(2 n_layer)", gt=0)
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of each head's queries and keys."""
+        return self.block.key_size if isinstance(self.block, GAUBlock) else self.n_embd // self.n_head
 
 
 # ---------------------------------------------------------------- optimisation and run
@@ -221,9 +243,9 @@ class Config:
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
     seed: int = key(1, "of initial weights, dropout and the order of the batches", ge=0, lt=2**31)
-    phases: list[Phase] = sections(Phase, "swap the normalizer during training; empty: `model.normalizer` throughout")
     data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
     model: ModelConfig = section(ModelConfig, "the decoder")
+    phases: list[Phase] = sections(Phase, "swap the normalizer during training; empty: `model.normalizer` throughout")
     optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
     trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision")
     eval: EvalConfig = section(EvalConfig, "what is measured while training and by `lm eval`")
@@ -403,14 +425,18 @@ def check(config: Config) -> list[Problem]:
     unnamed = isinstance(tokenizer, TokenizerFile) and not tokenizer.path
     problem(unnamed, "data.tokenizer.path", "", "no file given", "name a tokenizer.json")
 
-    head_size = model.n_embd // model.n_head
+    gau = isinstance(model.block, GAUBlock)
+    head_size = model.head_size
+    problem(gau and model.n_head != 1, "model.n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
+    problem(gau and model.n_mlp is not None, "model.n_mlp", model.n_mlp, "a gated attention unit has no MLP", "drop it")
     problem(
         model.n_embd % model.n_head != 0,
         "model.n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}",
         f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}",
     )  # fmt: skip
     if isinstance(model.position, Rope):
-        problem(head_size % 2 == 1, "model.n_embd", model.n_embd, f"gives heads of odd size {head_size}, which RoPE can't rotate")
+        where, value = ("model.block.key_size", head_size) if gau else ("model.n_embd", model.n_embd)
+        problem(head_size % 2 == 1, where, value, f"gives heads of odd size {head_size}, which RoPE can't rotate")
         problem(
             rotated_dims(head_size, model.position.fraction) == 0,
             "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",

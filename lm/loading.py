@@ -45,6 +45,11 @@ class Loaded:
         """The run folder of a checkpoint, or the export itself: where tokenizer.json and others lie."""
         return _folder(self.path)
 
+    @property
+    def end_of_text(self) -> str:
+        """The token that starts every document."""
+        return end_of_text(self.config)
+
 
 def load(path: str | os.PathLike, checkpoint: str = "last") -> Loaded:
     """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or an export of `lm export`.
@@ -83,8 +88,13 @@ def _build(plain: Plain, facts: dict[str, Plain], weights: dict[str, object], pa
     except (ConfigError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
     file = _folder(path) / TOKENIZER
-    tokenizer = load_tokenizer(file, getattr(config.data.tokenizer, "end_of_text", END_OF_TEXT)) if file.is_file() else None
+    tokenizer = load_tokenizer(file, end_of_text(config)) if file.is_file() else None
     return Loaded(decoder.eval(), tokenizer, config, facts, path)
+
+
+def end_of_text(config: Config) -> str:
+    """The token that starts every document."""
+    return getattr(config.data.tokenizer, "end_of_text", END_OF_TEXT)
 
 
 def _folder(path: Path) -> Path:

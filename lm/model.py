@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, H heads, D head size, C width, V vocabulary.
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, Shape, make_normalizer
-from lm.config import Learned, ModelConfig, Rope, rotated_dims
+from lm.config import GAUBlock, Learned, ModelConfig, Rope, rotated_dims
 from lm.loss import linear_cross_entropy
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) fp32
@@ -44,31 +45,89 @@ def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
     return nn.RMSNorm(size, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(size, bias=config.bias)
 
 
-class Attention(nn.Module):
-    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs."""
+class Cache:
+    """Keys and values of the tokens seen so far, layer by layer, for decoding.
+
+    Args:
+        length: tokens the document will have in all: the n of the policy `sample`.
+    """
+
+    def __init__(self, length: int):
+        self.length, self.seen = length, 0
+        self.layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values (B, H, T, D); all of them so far."""
+        if layer in self.layers:
+            before = self.layers[layer]
+            k, v = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
+        self.layers[layer] = k, v
+        return k, v
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a layer knows of its tokens beside their vectors."""
+
+    rows: Rows
+    rotation: Rotation | None  # RoPE's, of the queries
+    cache: Cache | None
+
+
+class AttentionBase(nn.Module):
+    """What kinds of attention share: queries and keys normalised and turned, keys and values cached, weights made."""
 
     def __init__(self, config: ModelConfig, seq_len: int):
         super().__init__()
+        size = config.head_size
+        self.q_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, size, seq_len))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), T the new tokens."""
+        q, k = self.q_norm(q), self.k_norm(k)
+        if context.rotation is not None:
+            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+        if context.cache:
+            k, v = context.cache.extend(self, k, v)
+        return self.normalizer(q, k, v, context.rows).transpose(1, 2).flatten(2)
+
+
+class Attention(AttentionBase):
+    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs."""
+
+    def __init__(self, config: ModelConfig, seq_len: int):
+        super().__init__(config, seq_len)
         self.n_head = config.n_head
-        head_size = config.n_embd // config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.q_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, head_size, seq_len))
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys as the normalizer sees them, and values: (B, H, T, D) each, from x (B, T, C)."""
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.n_head, c // self.n_head).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, v
+        return self.out(self.attend(q, k, v, context))
 
-    def forward(self, x: Tensor, rows: Rows, rotation: Rotation | None) -> Tensor:
-        q, k, v = self.heads(x, rotation)
-        return self.out(self.normalizer(q, k, v, rows).transpose(1, 2).flatten(2))
+
+class GAU(AttentionBase):
+    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with one head whose queries and keys share Z.
+
+    U, V (width e) and Z (width s) are SiLU(x W); Q and K are Z with a gain and an offset for each dimension, 1 and 0 at first.
+    """
+
+    def __init__(self, config: ModelConfig, seq_len: int):
+        super().__init__(config, seq_len)
+        e, s = int(config.block.expansion * config.n_embd), config.head_size
+        self.sizes = (e, e, s)
+        self.uvz = nn.Linear(config.n_embd, 2 * e + s, bias=config.bias)
+        self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
+        self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
+        self.out = nn.Linear(e, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        u, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
+        q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
+        return self.out(u * self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
 
 class MLP(nn.Module):
@@ -100,9 +159,22 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rows: Rows, rotation: Rotation | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rows, rotation))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), context))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GatedBlock(nn.Module):
+    """x + gau(norm(x))."""
+
+    def __init__(self, config: ModelConfig, seq_len: int):
+        super().__init__()
+        self.gau_norm = make_norm(config)
+        self.gau = GAU(config, seq_len)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return x + self.dropout(self.gau(self.gau_norm(x), context))
 
 
 class Decoder(nn.Module):
@@ -123,7 +195,8 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.position = nn.Embedding(seq_len, config.n_embd) if isinstance(config.position, Learned) else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, seq_len) for _ in range(config.n_layer))
+        block = GatedBlock if isinstance(config.block, GAUBlock) else Block
+        self.blocks = nn.ModuleList(block(config, seq_len) for _ in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tied:
@@ -134,37 +207,46 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0."""
-        residual = ("attention.out.weight", "mlp.out.weight")
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2 or is_normalizer(name):
                 continue  # gains, biases and normalizers have set themselves
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(residual) else 1.0)
+            std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(".out.weight") else 1.0)
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
         for module in self.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
 
-    def forward(self, tokens: Tensor, theta_factor: float = 1.0) -> Tensor:
+    def forward(self, tokens: Tensor, theta_factor: float = 1.0, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
-        `theta_factor` multiplies RoPE's theta in this call (evaluation beyond the training length).
-        Raises ValueError for rows longer than learned positions.
+        Args:
+            theta_factor: multiplies RoPE's theta in this call (evaluation beyond the training length).
+            rows: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
+            cache: of the tokens before, which these go on from and are added to.
+
+        Raises:
+            ValueError: positions beyond learned ones.
         """
-        length = tokens.size(1)
-        rows = Rows.full(length, tokens.device)
+        if rows is None and cache:
+            rows = Rows.next(cache.seen, tokens.size(1), cache.length, tokens.device)
+        rows = rows or Rows.full(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
         rotation = None
         if self.position is not None:
-            if length > self.seq_len:
-                raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {length}")
+            last = int(rows.positions.max()) if cache or rows.documents is not None else tokens.size(1) - 1
+            if last >= self.seq_len:
+                raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {last + 1}")
             x = x + self.position(rows.positions)
         elif isinstance(self.config.position, Rope):
-            rotation = rope_rotation(rows.positions, self.config.n_embd // self.config.n_head, self.config.position, theta_factor)
+            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, theta_factor)
         x = self.dropout(x)
+        context = Context(rows, rotation, cache)
         for block in self.blocks:
-            x = block(x, rows, rotation)
+            x = block(x, context)
+        if cache:
+            cache.seen += tokens.size(1)
         return self.norm(x)
 
     def normalizers(self) -> list[Normalizer]:
@@ -202,7 +284,9 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder) -> int:
-    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 6 T C a layer for causal attention."""
+    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 3 T a dimension of keys and values for causal attention."""
     config = decoder.config
     matrices = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
-    return 6 * matrices + 6 * config.n_layer * decoder.seq_len * config.n_embd
+    gau = isinstance(config.block, GAUBlock)
+    dimensions = config.head_size + int(config.block.expansion * config.n_embd) if gau else 2 * config.n_embd
+    return 6 * matrices + 3 * config.n_layer * decoder.seq_len * dimensions

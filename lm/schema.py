@@ -186,21 +186,23 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 
 
-def reference(schema: type, path: str = "") -> list[tuple[str, str, str, str]]:
-    """Rows (key path, type, default, description) of every key of `schema`, in order."""
+def reference(schema: type, path: str = "", described: set[int] | None = None) -> list[tuple[str, str, str, str]]:
+    """Rows (key path, type, default, description) of every key of `schema`, in order; a table's options once."""
     rows = []
+    described = set() if described is None else described
     for spec in fields(schema):
         where = _join(path, spec.name)
         if "table" in spec.metadata:
             table = spec.metadata["table"]
             rows.append((where, " | ".join(table), spec.default_factory().name, spec.metadata["help"]))
-            for name, option in table.items():
-                rows += reference(option, f"{where}[{name}]")
+            for name, option in table.items() if id(table) not in described else ():
+                rows += reference(option, f"{where}[{name}]", described)
+            described.add(id(table))
         elif "item" in spec.metadata:
             rows.append((where, "a list of blocks", "[]", spec.metadata["help"]))
-            rows += reference(spec.metadata["item"], f"{where}[]")
+            rows += reference(spec.metadata["item"], f"{where}[]", described)
         elif is_dataclass(spec.type):
-            rows += reference(spec.type, where)
+            rows += reference(spec.type, where, described)
         else:
             default = spec.default if spec.default is not MISSING else spec.default_factory()
             limits = str(spec.metadata["limits"])

@@ -129,6 +129,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
 
 def test_the_reference_in_the_docs_is_true():
     assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), "run: lm config --reference > docs/config.md"
+    assert (ROOT / "docs" / "normalizers.md").read_text() == table.markdown(), "run: lm normalizers > docs/normalizers.md"
 
 
 def test_every_key_has_a_description_and_a_valid_default():

@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import lm
 
-import lm.loss
 from lm.attention import table
-from lm.config import Learned, ModelConfig, NoPosition, Rope, load
-from lm.loss import linear_cross_entropy, token_nll
-from lm.model import Decoder, count_parameters, mlp_width, rope_rotation, rotate
+from lm.attention.lengths import Rows
+from lm.config import GAUBlock, Learned, ModelConfig, NoPosition, Rope, load
+from lm.generate import generate, sample
+from lm.loss import CHUNK_LOGITS, linear_cross_entropy, token_nll
+from lm.model import Cache, Context, Decoder, count_parameters, mlp_width, rope_rotation, rotate
+from lm.training.run import train
 
 
 def small(**changes: object) -> ModelConfig:
@@ -133,7 +136,7 @@ def test_learned_positions_refuse_longer_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(lm.loss.CHUNK_LOGITS, "cpu", 128 * 37)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(37, 24, generator=generator, dtype=dtype, requires_grad=True)
@@ -173,7 +176,7 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
                     largest = max(largest, tensor.numel())
             return out
 
-    monkeypatch.setitem(lm.loss.CHUNK_LOGITS, "cpu", 256 * 1000)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 256 * 1000)
     hidden = torch.randn(4096, 16, requires_grad=True)
     weight = torch.randn(1000, 16, requires_grad=True)
     targets = torch.randint(1000, (4096,))
@@ -181,3 +184,103 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
         linear_cross_entropy(hidden, weight, targets).backward()
         token_nll(hidden, weight, targets)
     assert largest <= 256 * 1000
+
+
+# ---------------------------------------------------------------- decoding and packed rows, for every normalizer and block
+
+BLOCKS = {"attention": {"n_head": 2}, "gau": {"n_head": 1, "block": GAUBlock(key_size=8)}}
+
+
+def made(name: str, block: str, **changes: object) -> Decoder:
+    config = ModelConfig(n_layer=2, n_embd=32, normalizer=table.OPTIONS[name](), **BLOCKS[block], **changes)
+    return Decoder(config, 50, seq_len=16, seed=3).eval().double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", table.ENTRIES)
+def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
+    model = made(name, block)
+    tokens = torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens)
+    cache = Cache(24)
+    steps = [model(tokens[:, :7], cache=cache), *(model(tokens[:, t : t + 1], cache=cache) for t in range(7, 24))]
+    assert torch.allclose(torch.cat(steps, 1), whole, rtol=0, atol=1e-9)
+    lengths = [5, 1, 18]
+    packed = model(tokens, rows=Rows.packed(lengths))
+    alone = [model(part) for part in tokens.split(lengths, 1)]
+    assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
+    batched = model(torch.cat((tokens, tokens.flip(1))))
+    assert torch.allclose(batched[:1], whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", table.ENTRIES)
+def test_a_gau_model_learns_from_every_part(name: str):
+    model = made(name, "gau", position=Rope())
+    model.loss(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))).backward()
+    for parameter, value in model.named_parameters():
+        assert value.grad is not None, parameter
+        assert value.grad.isfinite().all(), parameter
+
+
+def test_gau_is_its_papers_formula():
+    """O = (U * relu(Q K^T)^2 / (n s) V) W_o with U, V, Z = SiLU(x W), Q and K = Z with gains and offsets."""
+    model = made("relu2", "gau", position=NoPosition())
+    gau = model.blocks[0].gau
+    with torch.no_grad():
+        for parameter in (gau.q_gain, gau.q_offset, gau.k_gain, gau.k_offset):
+            parameter.add_(torch.randn(8, generator=torch.Generator().manual_seed(1)).double())
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0)).double()
+    u, v, z = F.silu(x @ gau.uvz.weight.t()).split([64, 64, 8], -1)
+    scores = (z * gau.q_gain + gau.q_offset) @ (z * gau.k_gain + gau.k_offset).transpose(1, 2)
+    a = (scores.relu() ** 2).tril() / (torch.arange(1, 7).view(6, 1) * 8)
+    expected = (u * (a @ v)) @ gau.out.weight.t()
+    assert torch.allclose(gau(x, Context(Rows.full(6), None, None)), expected, atol=1e-9)
+
+
+def test_two_gaus_have_about_the_parameters_of_one_block():
+    block = count_parameters(Decoder(ModelConfig(n_layer=1, n_embd=768, n_head=12), 50, 16))["non_embedding"]
+    gaus = count_parameters(Decoder(ModelConfig(n_layer=2, n_embd=768, n_head=1, block=GAUBlock()), 50, 16))["non_embedding"]
+    assert gaus / block == pytest.approx(1.0, abs=0.08)
+
+
+# ---------------------------------------------------------------- generation
+
+
+def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise():
+    model = made("ssmax", "attention")
+    greedy = list(generate(model, [1, 2, 3], 12, temperature=0))
+    expected = [1, 2, 3]
+    for _ in range(12):
+        expected.append(int(model.logits(torch.tensor([expected]))[0, -1].argmax()))
+    assert greedy == expected[3:]
+    runs = [list(generate(model, [1, 2, 3], 12, seed=seed)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert list(generate(model, [1, 2, 3], 12, top_k=1)) == list(generate(model, [1, 2, 3], 12, top_p=1e-9)) == greedy
+
+
+def test_draws_stay_within_top_k_and_top_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    drawn = torch.Generator().manual_seed(0)
+
+    def seen(**limits: float | None) -> set[int]:
+        return {sample(logits, 1.0, limits.get("top_k"), limits.get("top_p"), drawn) for _ in range(300)}
+
+    assert seen() == {0, 1, 2, 3}
+    assert seen(top_k=2) == {0, 1}
+    assert seen(top_p=0.79) == {0, 1}
+    assert seen(top_p=0.81) == {0, 1, 2}
+
+
+def test_lm_generate_writes_text_as_it_comes(tiny):
+    train(tiny("name=writer", "trainer.max_steps=30"))
+    folder = str(tiny("name=writer").run_folder)
+    results = [lm("generate", folder, "--prompt", "a word", "--max-new-tokens", "20", "--seed", "3") for _ in range(2)]
+    assert results[0].returncode == 0, results[0].stderr
+    assert results[0].stdout == results[1].stdout
+    assert results[0].stdout.startswith("a word")
+    assert len(results[0].stdout) > 20
+    wrong = lm("generate", folder, "--temperature", "-1", "--top-p", "2")
+    assert wrong.returncode == 2
+    assert "--temperature = -1.0: must be 0 or more" in wrong.stderr
+    assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
+from lm.attention.kernels import fused_softmax
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -40,8 +41,7 @@ class QueryScale(Normalizer):
         scale = self.scale(rows)
         if scale is not None:
             q = q * scale.unsqueeze(-1)
-        mask = None if rows.causal else rows.visible()
-        return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=rows.causal)
+        return fused_softmax(q, k, v, rows)
 
     def explain(self) -> str:
         return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
+from lm.attention.kernels import fused_softmax
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -36,14 +37,12 @@ class Sink(Normalizer):
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which one carries b: 1 in queries, b sqrt(D) in the sink.
         one = F.pad(torch.ones_like(q[..., :1]), (0, 7))
-        sink = F.pad((self.sink() * math.sqrt(size)).to(k.dtype).view(1, -1, 1, 1), (size, 7)).expand(k.size(0), -1, -1, -1)
-        q, k = torch.cat((q, one), -1).to(v.dtype), torch.cat((sink, F.pad(k, (0, 8))), 2).to(v.dtype)
+        sink = F.pad((self.sink() * math.sqrt(size)).to(k).view(1, -1, 1, 1), (size, 7)).expand(k.size(0), -1, -1, -1)
+        q, k = torch.cat((q, one), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
         if rows.causal:  # one more query in front keeps the triangle square
-            out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 8)), is_causal=True, scale=1 / math.sqrt(size))
-            return out[:, :, 1:, :-8]
-        mask = F.pad(rows.visible(), (1, 0), value=True)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / math.sqrt(size))
+            return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, rows, 1 / math.sqrt(size))[:, :, 1:]
+        return fused_softmax(q, k, v, rows, 1 / math.sqrt(size), F.pad(rows.visible(), (1, 0), value=True))
 
     def explain(self) -> str:
         return "SDPA with one more key, of logit b and value 0"

@@ -13,7 +13,7 @@ import torch
 
 import lm
 from lm.attention import table
-from lm.config import Config, Rope
+from lm.config import Config, GAUBlock, ModelConfig, Rope
 from lm.data.store import Store
 from lm.loss import chunk_rows
 from lm.model import Decoder, count_parameters, flops_per_token, mlp_width
@@ -44,8 +44,8 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
-        "": f"{model.n_layer} layers x {model.n_head} heads x {model.n_embd // model.n_head}, width {model.n_embd}, "
-        f"{model.mlp} {mlp_width(model)}, {position}, vocabulary {store.vocab_size:,}",
+        "": f"{model.n_layer} layers x {model.n_head} heads x {model.head_size}, width {model.n_embd}, "
+        f"{_block(model)}, {position}, vocabulary {store.vocab_size:,}",
         "normalizer": f"{entry.options.name}: {entry.formula}" + (f"; {options}" if options else ""),
         "kernel": decoder.normalizers()[0].explain(),
         **({"phases": _phases(config, phase)} if config.phases else {}),
@@ -59,6 +59,12 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _block(model: ModelConfig) -> str:
+    if isinstance(model.block, GAUBlock):
+        return f"gated attention units of width {int(model.block.expansion * model.n_embd)}"
+    return f"{model.mlp} {mlp_width(model)}"
 
 
 def _phases(config: Config, phase: int) -> str:

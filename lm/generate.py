@@ -1,0 +1,99 @@
+"""Text from a trained model, token by token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.config import Learned
+from lm.errors import ConfigError, Problem, RunError
+from lm.loading import load
+from lm.model import Cache, Decoder
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    prompt: list[int],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """New token ids after `prompt` (at least one id), each as soon as it is drawn.
+
+    With a cache of keys and values. Row lengths n are those of training: `visible` counts the tokens so far, `sample`
+    is the length the text will have in all, len(prompt) + max_new_tokens.
+
+    Args:
+        temperature: divides the logits; 0: always the likeliest token.
+        top_k: draw among the k likeliest only.
+        top_p: draw among the likeliest that together have this probability only.
+        seed: of the draws.
+    """
+    device = decoder.head.weight.device
+    drawn = torch.Generator().manual_seed(seed)
+    cache = Cache(len(prompt) + max_new_tokens)
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(max_new_tokens):
+        hidden = decoder(tokens, cache=cache)[:, -1]
+        token = sample(decoder.head(hidden)[0].float().cpu(), temperature, top_k, top_p, drawn)
+        yield token
+        tokens = torch.tensor([[token]], device=device)
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, drawn: torch.Generator) -> int:
+    """One token id from next-token logits (V,) fp32."""
+    if temperature == 0:
+        return int(logits.argmax())
+    order = logits.argsort(descending=True)[:top_k]
+    p = (logits[order] / temperature).softmax(-1)
+    if top_p is not None:
+        p = p[: int((p.cumsum(-1) < top_p).sum()) + 1]  # the likeliest always stays
+    return int(order[torch.multinomial(p, 1, generator=drawn)])
+
+
+def generate_text(
+    source: Path, checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+) -> Iterator[str]:
+    """`lm generate`: pieces of text as they come, the prompt first.
+
+    Raises:
+        RunError: nothing to load there, or no tokenizer with it.
+        ConfigError: settings out of range, or more tokens than learned positions.
+    """
+    limits = [
+        ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "must be 1 or more"),
+        ("--temperature", temperature, temperature >= 0, "must be 0 or more"),
+        ("--top-k", top_k, top_k is None or top_k >= 1, "must be 1 or more"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
+    ]
+    problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
+    if problems:
+        raise ConfigError(problems)
+    loaded = load(source, checkpoint)
+    if loaded.tokenizer is None:
+        raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
+    start = loaded.tokenizer.token_to_id(loaded.end_of_text)
+    ids = [start, *loaded.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    if isinstance(loaded.config.model.position, Learned) and len(ids) + max_new_tokens > loaded.decoder.seq_len:
+        room = loaded.decoder.seq_len - len(ids)
+        raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
+    return _pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
+
+
+def _pieces(tokenizer: object, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
+    """The text so far and what each token adds to it, held back while it ends within a character; ends at `stop`."""
+    ids = list(ids)
+    shown = tokenizer.decode(ids)
+    yield shown
+    for token in new:
+        if token == stop:
+            return
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
