@@ -3,13 +3,17 @@
 python scripts/bench.py normalizers             step time of every normalizer over softmax's
 python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT's model code (bring your own copy)
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
+python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
+python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
 """
 
 import argparse
 import importlib.util
 import platform
 import random
+import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +22,13 @@ from pathlib import Path
 import torch
 
 from lm.attention import table
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Shape, make_normalizer
 from lm.config import Learned, ModelConfig
 from lm.model import Decoder
 
 Step = Callable[[], None]
+DENSE = ("softmax", "relu2", "sigmoid")
 
 
 def train_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, bf16: bool) -> Step:
@@ -127,16 +134,63 @@ def compile_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[di
     }, "fp32 eager"
 
 
+def attention(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
+    """Forward and backward of one attention call, (1, heads, seq_len, 64)."""
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    shape = 1, arguments.n_head, arguments.seq_len, 64
+    q, k, v = (torch.randn(shape, device=arguments.device).to(dtype).requires_grad_() for _ in range(3))
+    normalizer = make_normalizer(options, Shape(arguments.n_head, 64, arguments.seq_len)).to(arguments.device)
+    rows, grad = Rows.full(arguments.seq_len, arguments.device), torch.randn(shape, device=arguments.device).to(dtype)
+
+    def step() -> None:
+        out = normalizer.weights(q, k, rows) @ v if dense else normalizer(q, k, v, rows)
+        out.backward(grad)
+        q.grad = k.grad = v.grad = None
+        if q.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
+def kernel_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Every entry's own route, and the dense definition of three."""
+    sides = {name: attention(option(), arguments) for name, option in table.OPTIONS.items()}
+    return sides | {f"{name}, dense": attention(table.OPTIONS[name](), arguments, dense=True) for name in DENSE}, "softmax"
+
+
+def print_memory(arguments: argparse.Namespace) -> None:
+    """Peak resident memory that one forward and backward adds, each side in a fresh process."""
+    code = "import sys; sys.path.insert(0, 'scripts'); import bench; bench.main()"
+    sides = [(name, False) for name in table.OPTIONS] + [(name, True) for name in DENSE]
+    print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
+    for name, dense in sides:
+        command = [sys.executable, "-c", code, "memory-of", name + (":dense" if dense else "")]
+        options = ["--seq-len", str(arguments.seq_len), "--n-head", str(arguments.n_head), *([] if arguments.bf16 else ["--fp32"])]
+        result = subprocess.run([*command, *options], capture_output=True, text=True)
+        print(
+            f"{name + (', dense' if dense else ''):<24} {result.stdout.strip() or result.stderr.strip().splitlines()[-1]:>10}", flush=True
+        )
+
+
+def memory_of(arguments: argparse.Namespace) -> None:
+    """In a process of its own: print the peak of resident memory over what was there before, MiB."""
+    name, _, dense = arguments.path.name.partition(":")
+    step = attention(table.OPTIONS[name](), arguments, dense=bool(dense))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step()
+    print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")
+
+
 def main() -> None:
     """Parse, build the sides, time them, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile"])
+    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile", "kernels", "memory", "memory-of"])
     parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
@@ -145,10 +199,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "nanogpt" and not (arguments.path and arguments.path.is_file()):
         parser.error("give the path of nanoGPT's model.py")
+    arguments.seq_len = arguments.seq_len or {"kernels": 2048, "memory": 16384, "memory-of": 16384}.get(arguments.what, 256)
+    if arguments.what in ("memory", "memory-of"):
+        return print_memory(arguments) if arguments.what == "memory" else memory_of(arguments)
     torch.manual_seed(0)
     random.seed(0)
     rows = torch.randint(arguments.vocab_size, (arguments.rows, arguments.seq_len + 1), device=arguments.device)
-    sides, base = {"normalizers": normalizer_sides, "nanogpt": nanogpt_sides, "compile": compile_sides}[arguments.what](arguments, rows)
+    sides, base = {"normalizers": normalizer_sides, "nanogpt": nanogpt_sides, "compile": compile_sides, "kernels": kernel_sides}[
+        arguments.what
+    ](arguments, rows)
     name = torch.cuda.get_device_name() if rows.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     print_ratios(interleaved(sides, arguments.rounds), base, arguments.rows * arguments.seq_len)

@@ -18,7 +18,7 @@ from lm.attention.lengths import Rows
 if TYPE_CHECKING:
     from lm.attention.normalizers import Normalizer
 
-BLOCK_WEIGHTS = 2**24  # weights held at a time by `by_query_blocks`
+BLOCK_WEIGHTS = 2**21  # weights held at a time by `by_query_blocks`
 TILE = 256  # queries and keys of one tile of `pointwise`
 
 
@@ -34,10 +34,14 @@ class _Definition(nn.Module):
 
 
 def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[int, int, int]]:
-    """(first query, last query + 1, number of keys they can see) of each block."""
-    length = q.size(2)
-    step = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * k.size(2)))
-    return [(a, min(a + step, length), min(a + step, length) if rows.causal else k.size(2)) for a in range(0, length, step)]
+    """(first query, last query + 1, number of keys to look at) of each block.
+
+    Keys that causal queries can't see are left out, in eighths of the row: blocks of few different sizes reuse memory.
+    """
+    length, keys = q.size(2), k.size(2)
+    step, eighth = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
+    ends = [(a, min(a + step, length)) for a in range(0, length, step)]
+    return [(a, b, min(-(-b // eighth) * eighth, keys) if rows.causal else keys) for a, b in ends]
 
 
 class _ByQueryBlocks(torch.autograd.Function):
