@@ -43,6 +43,10 @@ CASES = {
     "sparsemax": table.Sparsemax(),
     "entmax15": table.Entmax15(),
     "softpick": table.Softpick(),
+    "linear": table.Linear(),
+    "linear, relu, n": table.Linear(features="relu", n="visible"),
+    "linear, exp, decay": table.Linear(features="exp", decay=True),
+    "linear, identity, decay": table.Linear(features="identity", decay=True, n="visible"),
     "alibi": table.ALiBi(),
     "scale_invariant": table.ScaleInvariant(),
 }
@@ -121,10 +125,10 @@ def test_weights_are_causal_and_non_negative_and_sum_to_one_if_the_table_says_so
     normalizer, rows = made(options), Rows.full(33)
     q, k, _ = inputs(33)
     weights = normalizer.weights(q, k, rows)
-    assert (weights >= 0).all()
+    assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
     assert (weights.triu(1) == 0).all()
     sums = weights.sum(-1)
-    if table.ENTRIES[options.name].sums_to_one or getattr(options, "n", "") == "sum":
+    if getattr(options, "n", "") == "sum" or (table.ENTRIES[options.name].sums_to_one and options.name != "linear"):
         rows_with_any = sums > 0  # relu^2 may give a row nothing at all
         assert torch.allclose(sums[rows_with_any], torch.ones_like(sums[rows_with_any]))
         assert rows_with_any.all() or options.name == "relu2"
@@ -172,6 +176,7 @@ def test_packed_documents_give_what_each_gives_alone(options: object):
 def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: object, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.attention.kernels.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.kernels.TILE", 16)
+    monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     normalizer, rows = made(options), Rows.full(50)
     q, k, v = (x.requires_grad_() for x in inputs(50))
     wanted = [q, k, v, *normalizer.parameters()]
@@ -302,6 +307,15 @@ def test_temperatures_follow_their_formulas():
     info = make_normalizer(table.InfoScale(), shape).scale(rows).flatten()
     assert info[31].item() == pytest.approx(1.0)
     assert info[127].item() == pytest.approx(math.sqrt(1 - 128 ** (-2 / 64)) / math.sqrt(1 - 32 ** (-2 / 64)))
+
+
+def test_retention_fades_by_its_heads_rates():
+    normalizer = make_normalizer(table.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, 64)).double()
+    one = torch.ones(1, 4, 6, 16, dtype=torch.float64)
+    weights = normalizer.weights(one, one, Rows.full(6))[0]
+    rates = weights[:, 5, 2] / weights[:, 5, 3]
+    assert torch.allclose(rates, 1 - 2.0 ** torch.tensor([-5.0, -6.0, -7.0, -8.0], dtype=torch.float64))
+    assert weights[0, 5, 5].item() == pytest.approx(16 / 4 / 10)
 
 
 # ---------------------------------------------------------------- figures of the source (SSMax)

@@ -167,6 +167,18 @@ class ScaleInvariant:
     tau: float = key(10.0, "distance, in tokens, from which on the scale grows", gt=0)
 
 
+@dataclass
+class Linear:
+    """Linear attention, arXiv 2006.16236: phi(q).phi(k), at O(T) a row."""
+
+    name: ClassVar[str] = "linear"
+    features: Literal["elu", "relu", "exp", "identity"] = key(
+        "elu", "phi: elu + 1, relu, exp, or the identity (weights may then be negative)"
+    )
+    decay: bool = key(False, "weights fade with distance, at a fixed rate for each head (after RetNet)")
+    n: str = key("sum", "divide each row by its `sum`, or by n: `visible`, `sample` or `fixed:N`")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One row: the options' dataclass, the class that implements it, and what the docs say."""
@@ -186,7 +198,7 @@ class Entry:
         return getattr(importlib.import_module(f"lm.attention.{module}"), name)
 
 
-SDPA, TILES, BLOCKS = "fused softmax", "tiles", "query blocks"
+SDPA, TILES, BLOCKS, CHUNKS = "fused softmax", "tiles", "query blocks", "chunks, O(T)"
 
 _ROWS = (
     Entry(
@@ -262,6 +274,11 @@ _ROWS = (
         ScaleInvariant, "distance:ScaleInvariant", "softmax(a_t z + m_t)", "none", BLOCKS, True, "arXiv 2505.17083",
         "trained at 4k, at 64k: loss 3.25 (SSMax 3.38, RoPE 5.26), needles .97 (.06, .00), same paper",
     ),
+    Entry(
+        Linear, "linear:Linear", "phi(q).phi(k) (g^t) / sum, or / n", "none", CHUNKS, True,
+        "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621",
+        "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)",
+    ),
 )  # fmt: skip
 
 ENTRIES: dict[str, Entry] = {entry.options.name: entry for entry in _ROWS}
@@ -287,10 +304,12 @@ def check(options: object, path: str) -> list[Problem]:
     """What the types of the options can't say: the row-length policy and contradictory pairs."""
     problems = []
     policy = getattr(options, "n", "visible")
-    if not _ROW_LENGTH.fullmatch(policy) and not (isinstance(options, Relu2) and policy == "sum"):
+    if not _ROW_LENGTH.fullmatch(policy) and not (isinstance(options, Relu2 | Linear) and policy == "sum"):
         problems.append(Problem(f"{path}.n", policy, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)"))
     if isinstance(options, SSMax) and options.scale == "none" and options.init != "match":
         problems.append(Problem(f"{path}.init", options.init, "scale: none has no s to start", "drop init, or set scale: learned"))
+    if isinstance(options, Linear) and options.features == "identity" and options.n == "sum":
+        problems.append(Problem(f"{path}.n", options.n, "weights of either sign may sum to 0", f"set {path}.n=visible"))
     if isinstance(options, Relu2) and options.n == "sum" and options.form != "1/(n d)":
         problems.append(Problem(f"{path}.form", options.form, "rows divided by their sum have no n", "drop it"))
     return problems
@@ -307,7 +326,7 @@ def markdown() -> str:
         "",
         "Kernels: *fused softmax* is PyTorch's (no T x T weights); *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32",
         "sums; *query blocks* take the definition for some queries at a time and make it again in the backward pass. Rows that are not one",
-        "document each (packed, decoding) take query blocks where tiles would serve whole rows.",
+        "document each (packed, decoding) take query blocks where tiles or *chunks* (a running state) would serve whole rows.",
         "",
         "| `model.normalizer` | weights | parameters | rows sum to 1 | kernel | source | what is known |",
         "|---|---|---|---|---|---|---|",

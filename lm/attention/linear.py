@@ -1,0 +1,85 @@
+"""Linear attention: weights that are products of features, so that a row of T tokens costs O(T)."""
+
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention import table
+from lm.attention.lengths import RowLength, Rows
+from lm.attention.normalizers import Normalizer
+from lm.attention.pointwise import SMALLEST_SUM
+
+CHUNK = 128  # tokens whose weights are formed at a time
+
+FEATURES = {
+    "identity": lambda x: x,
+    "elu": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "exp": lambda x: x.clamp(max=20.0).exp(),
+}
+
+
+class Linear(Normalizer):
+    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each.
+
+    phi: elu + 1 (arXiv 2006.16236), relu, exp, or the identity. With `decay` a fixed g = 1 - 2^(-5 - 3 h / (H - 1))
+    for heads h = 0 ... H - 1, slowest last (after RetNet, arXiv 2307.08621).
+    """
+
+    options: table.Linear
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """phi(q), phi(k)."""
+        phi, root = FEATURES[self.options.features], q.size(-1) ** 0.25
+        return phi(q / root), phi(k / root)
+
+    def log_decay(self, like: Tensor) -> Tensor:
+        """ln g of each head, (H,) <= 0."""
+        heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
+        g = 1 - 2 ** (-5 - 3 * heads / max(1, self.shape.n_head - 1))
+        return g.log() if self.options.decay else torch.zeros_like(g)
+
+    def factor(self, rows: Rows) -> Tensor | None:
+        """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
+        return None if self.options.n == "sum" else 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        q, k = self.features(q, k)
+        visible, factor = rows.visible(), self.factor(rows)
+        decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
+        a = (q @ k.transpose(-2, -1) * decay).masked_fill(~visible, 0.0)
+        if factor is None:
+            return a / a.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+        return a * factor.unsqueeze(-1).to(a.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        if not rows.causal:
+            return super().forward(q, k, v, rows)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        q, k = self.features(q.to(wide), k.to(wide))
+        factor, width, dtype = self.factor(rows), v.size(-1), v.dtype
+        v = v.to(wide)
+        if factor is None:
+            v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
+        with torch.autocast(q.device.type, enabled=False):  # the state sums over all tokens
+            out = self.chunks(q, k, v)
+        if factor is None:
+            return (out[..., :width] / out[..., width:].clamp(min=SMALLEST_SUM)).to(dtype)
+        return (out * factor.unsqueeze(-1)).to(dtype)
+
+    def chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk: weights within, a D x E state from before."""
+        log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
+        place = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
+        within = (log_g * (place.unsqueeze(1) - place).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
+        since, until = (log_g * (place + 1).unsqueeze(1)).exp(), (log_g * place.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
+        state, parts = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1)), []
+        for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
+            t = qc.size(2)
+            parts.append((qc @ kc.transpose(-2, -1) * within[:, :t, :t]) @ vc + (qc * since[:, :t]) @ state)
+            state = state * since[:, t - 1 : t] + (kc * until[:, CHUNK - t :]).transpose(-2, -1) @ vc
+        return torch.cat(parts, 2)
+
+    def explain(self) -> str:
+        return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a row costs O(T)"
