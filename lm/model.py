@@ -82,16 +82,21 @@ class AttentionBase(nn.Module):
         size = config.head_size
         self.q_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, size, seq_len))
+        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, size, config.n_embd, seq_len))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), T the new tokens."""
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), made from x (B, T, C), T the new tokens."""
         q, k = self.q_norm(q), self.k_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+        q, k = _with(q, self.normalizer.query_features(x)), _with(k, self.normalizer.key_features(x))
         if context.cache:
             k, v = context.cache.extend(self, k, v)
         return self.normalizer(q, k, v, context.rows).transpose(1, 2).flatten(2)
+
+
+def _with(heads: Tensor, features: Tensor | None) -> Tensor:
+    return heads if features is None else torch.cat((heads, features.to(heads.dtype)), -1)
 
 
 class Attention(AttentionBase):
@@ -106,7 +111,7 @@ class Attention(AttentionBase):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.n_head, c // self.n_head).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.out(self.attend(q, k, v, context))
+        return self.out(self.attend(x, q, k, v, context))
 
 
 class GAU(AttentionBase):
@@ -127,7 +132,7 @@ class GAU(AttentionBase):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        return self.out(u * self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
+        return self.out(u * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
 
 class MLP(nn.Module):

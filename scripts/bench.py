@@ -138,9 +138,15 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     """Forward and backward of one attention call, (1, heads, seq_len, 64)."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     shape = 1, arguments.n_head, arguments.seq_len, 64
-    q, k, v = (torch.randn(shape, device=arguments.device).to(dtype).requires_grad_() for _ in range(3))
-    normalizer = make_normalizer(options, Shape(arguments.n_head, 64, arguments.seq_len)).to(arguments.device)
+    q, k, v = (torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3))
+    normalizer = make_normalizer(options, Shape(arguments.n_head, 64, 64, arguments.seq_len)).to(arguments.device)
     rows, grad = Rows.full(arguments.seq_len, arguments.device), torch.randn(shape, device=arguments.device).to(dtype)
+    x = torch.randn(1, arguments.seq_len, 64, device=arguments.device)
+    for_q, for_k = normalizer.query_features(x), normalizer.key_features(x)
+    q = q if for_q is None else torch.cat((q, for_q.detach().to(dtype)), -1)
+    k = k if for_k is None else torch.cat((k, for_k.detach().to(dtype)), -1)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
 
     def step() -> None:
         out = normalizer.weights(q, k, rows) @ v if dense else normalizer(q, k, v, rows)

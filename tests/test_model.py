@@ -193,7 +193,12 @@ BLOCKS = {"attention": {"n_head": 2}, "gau": {"n_head": 1, "block": GAUBlock(key
 
 def made(name: str, block: str, **changes: object) -> Decoder:
     config = ModelConfig(n_layer=2, n_embd=32, normalizer=table.OPTIONS[name](), **BLOCKS[block], **changes)
-    return Decoder(config, 50, seq_len=16, seed=3).eval().double()
+    decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
+    with torch.no_grad():
+        for normalizer in decoder.normalizers():
+            for parameter in normalizer.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    return decoder
 
 
 @torch.no_grad()

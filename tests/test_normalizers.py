@@ -42,7 +42,9 @@ CASES = {
     "sigmoid with bias": table.Sigmoid(bias=True),
     "sparsemax": table.Sparsemax(),
     "entmax15": table.Entmax15(),
+    "asentmax": table.ASEntmax(),
     "softpick": table.Softpick(),
+    "forget": table.Forget(),
     "linear": table.Linear(),
     "linear, relu, n": table.Linear(features="relu", n="visible"),
     "linear, exp, decay": table.Linear(features="exp", decay=True),
@@ -51,12 +53,12 @@ CASES = {
     "scale_invariant": table.ScaleInvariant(),
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-HEADS, TRAIN_LENGTH = 3, 64
+HEADS, WIDTH, TRAIN_LENGTH = 3, 12, 64
 
 
 def made(options: object, dtype: torch.dtype = torch.float64, size: int = 16) -> Normalizer:
     """The normalizer with its parameters moved off their first values."""
-    normalizer = make_normalizer(options, Shape(HEADS, size, TRAIN_LENGTH)).to(dtype)
+    normalizer = make_normalizer(options, Shape(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in normalizer.parameters():
@@ -64,9 +66,26 @@ def made(options: object, dtype: torch.dtype = torch.float64, size: int = 16) ->
     return normalizer
 
 
-def inputs(length: int, dtype: torch.dtype = torch.float64, rows: int = 2, size: int = 16, seed: int = 0) -> list[Tensor]:
+def inputs(
+    length: int, dtype: torch.dtype = torch.float64, rows: int = 2, size: int = 16, seed: int = 0, normalizer: Normalizer | None = None
+) -> list[Tensor]:
+    """Random q, k, v (rows, HEADS, length, size); q and k with the features that `normalizer` makes from a layer's input."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, HEADS, length, size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+    q, k, v = (torch.randn(rows, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
+    if normalizer is None:
+        return [q.to(dtype), k.to(dtype), v.to(dtype)]
+    x = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+    q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
+    return [q.to(dtype), k.to(dtype), v.to(dtype)]
+
+
+def gradients(out: Tensor, wanted: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """As `torch.autograd.grad`; zeros for parameters that work through features, which are given here."""
+    return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+
+
+def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
+    return heads if features is None else torch.cat((heads, features.detach().to(heads.dtype)), -1)
 
 
 def test_every_registered_normalizer_is_tested():
@@ -78,15 +97,15 @@ def test_every_registered_normalizer_is_tested():
 @pytest.mark.parametrize("size", [16, 40])
 def test_fast_path_equals_the_definition_forward_and_backward(options: object, length: int, size: int):
     normalizer, rows = made(options, size=size), Rows.full(length)
-    q, k, v = (x.requires_grad_() for x in inputs(length, size=size))
+    q, k, v = (x.requires_grad_() for x in inputs(length, size=size, normalizer=normalizer))
     parameters = list(normalizer.parameters())
     fast = normalizer(q, k, v, rows)
     slow = normalizer.weights(q, k, rows) @ v
     assert torch.allclose(fast, slow, rtol=0, atol=1e-10)
     gradient = torch.randn_like(slow)
     for a, b in zip(
-        torch.autograd.grad(fast, [q, k, v, *parameters], gradient),
-        torch.autograd.grad(slow, [q, k, v, *parameters], gradient),
+        gradients(fast, [q, k, v, *parameters], gradient),
+        gradients(slow, [q, k, v, *parameters], gradient),
         strict=True,
     ):
         assert torch.allclose(a, b, rtol=0, atol=1e-10 * max(1, length))
@@ -96,7 +115,7 @@ def test_fast_path_equals_the_definition_forward_and_backward(options: object, l
 def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(options: object):
     length = 200
     normalizer, rows = made(options, torch.float32), Rows.full(length)
-    q, k, v = inputs(length, torch.bfloat16)
+    q, k, v = inputs(length, torch.bfloat16, normalizer=normalizer)
     exact = made(options).weights(q.double(), k.double(), rows) @ v.double()
     with torch.no_grad():
         fast = normalizer(q.float(), k.float(), v, rows)
@@ -109,7 +128,7 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(options: obj
 @every_case
 def test_gradients_are_right_by_finite_differences(options: object):
     normalizer, rows = made(options), Rows.full(6)
-    q, k, v = (x.requires_grad_() for x in inputs(6, rows=1, size=4))
+    q, k, v = (x.requires_grad_() for x in inputs(6, rows=1, size=4, normalizer=normalizer))
     parameters = tuple(normalizer.parameters())
 
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
@@ -123,7 +142,7 @@ def test_gradients_are_right_by_finite_differences(options: object):
 @every_case
 def test_weights_are_causal_and_non_negative_and_sum_to_one_if_the_table_says_so(options: object):
     normalizer, rows = made(options), Rows.full(33)
-    q, k, _ = inputs(33)
+    q, k, _ = inputs(33, normalizer=normalizer)
     weights = normalizer.weights(q, k, rows)
     assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
     assert (weights.triu(1) == 0).all()
@@ -139,7 +158,7 @@ def test_weights_are_causal_and_non_negative_and_sum_to_one_if_the_table_says_so
 @every_case
 def test_a_future_token_changes_nothing_earlier(options: object):
     normalizer, rows = made(options), Rows.full(40)
-    q, k, v = inputs(40)
+    q, k, v = inputs(40, normalizer=normalizer)
     before = normalizer(q, k, v, rows)
     for x in (q, k, v):
         x[:, :, 25:] += 3.0
@@ -150,7 +169,7 @@ def test_a_future_token_changes_nothing_earlier(options: object):
 def test_step_by_step_decoding_equals_the_whole_row(options: object):
     length = 30
     normalizer = made(options)
-    q, k, v = inputs(length)
+    q, k, v = inputs(length, normalizer=normalizer)
     whole = normalizer(q, k, v, Rows.full(length))
     positions = torch.arange(length)
     for t in range(length):
@@ -162,7 +181,7 @@ def test_step_by_step_decoding_equals_the_whole_row(options: object):
 @every_case
 def test_packed_documents_give_what_each_gives_alone(options: object):
     normalizer, lengths = made(options), [5, 1, 19, 8]
-    q, k, v = inputs(sum(lengths))
+    q, k, v = inputs(sum(lengths), normalizer=normalizer)
     packed = normalizer(q, k, v, Rows.packed(lengths))
     start = 0
     for length in lengths:
@@ -178,12 +197,12 @@ def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: object, m
     monkeypatch.setattr("lm.attention.kernels.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     normalizer, rows = made(options), Rows.full(50)
-    q, k, v = (x.requires_grad_() for x in inputs(50))
+    q, k, v = (x.requires_grad_() for x in inputs(50, normalizer=normalizer))
     wanted = [q, k, v, *normalizer.parameters()]
     fast, slow = normalizer(q, k, v, rows), normalizer.weights(q, k, rows) @ v
     assert torch.allclose(fast, slow, rtol=0, atol=1e-10)
     gradient = torch.randn_like(slow)
-    for a, b in zip(torch.autograd.grad(fast, wanted, gradient), torch.autograd.grad(slow, wanted, gradient), strict=True):
+    for a, b in zip(gradients(fast, wanted, gradient), gradients(slow, wanted, gradient), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-8)
 
 
@@ -192,7 +211,7 @@ def test_n_follows_positions_not_the_width_of_the_tensor(options: object):
     """Two documents side by side in a batch, one padded to the other's width, give what each gives alone."""
     normalizer = made(options)
     short, long = 9, 21
-    q, k, v = inputs(long)
+    q, k, v = inputs(long, normalizer=normalizer)
     alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], Rows.full(short))
     positions = torch.arange(long).expand(2, long)
     rows = Rows(positions, positions, torch.tensor([[short], [long]]), causal=True)
@@ -204,13 +223,16 @@ def test_n_follows_positions_not_the_width_of_the_tensor(options: object):
 @pytest.mark.parametrize("fill", [0.0, 1e4, -1e4])
 def test_extreme_and_identical_inputs_stay_finite(options: object, fill: float):
     normalizer, rows = made(options, torch.float32), Rows.full(50)
-    q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32))
-    out = normalizer(q * 0 + (fill or 1.0), k * (1e4 if fill else 0.0) + fill, v, rows)
+    q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
+    q_new = torch.cat((q[..., :16] * 0 + (fill or 1.0), q[..., 16:]), -1)
+    k_new = torch.cat((k[..., :16] * (1e4 if fill else 0.0) + fill, k[..., 16:]), -1)
+    out = normalizer(q_new, k_new, v, rows)
     out.sum().backward()
     assert out.isfinite().all()
     for x in (q, k, v, *normalizer.parameters()):
-        assert x.grad is not None
-        assert x.grad.isfinite().all()
+        assert x.grad is None or x.grad.isfinite().all()
+    assert q.grad is not None
+    assert v.grad is not None
 
 
 def test_row_length_policies():
@@ -231,7 +253,7 @@ def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
     gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
     assert torch.allclose(normalizer(q, k, v, rows), expected, atol=1e-12)
-    off_by_one = make_normalizer(table.Softmax1(), Shape(HEADS, 16, TRAIN_LENGTH))
+    off_by_one = make_normalizer(table.Softmax1(), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH))
     assert torch.allclose(off_by_one.weights(q, k, rows), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
 
 
@@ -270,7 +292,7 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
 
 
 def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_its_published_constants():
-    normalizer = make_normalizer(table.ScaleInvariant(), Shape(1, 16, 64)).double()
+    normalizer = make_normalizer(table.ScaleInvariant(), Shape(1, 16, WIDTH, 64)).double()
     q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64).view(1, 1, 3, 1)
     rows = Rows(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
     al = be = math.exp(0.5)
@@ -284,16 +306,41 @@ def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_it
 
 
 def test_alibi_has_its_published_slopes():
-    normalizer = make_normalizer(table.ALiBi(), Shape(8, 16, 64)).double()
+    normalizer = make_normalizer(table.ALiBi(), Shape(8, 16, WIDTH, 64)).double()
     z = torch.zeros(1, 8, 3, 16, dtype=torch.float64)
     weights = normalizer.weights(z, z, Rows.full(3))[0, :, 2]
     slopes = (weights[:, 2] / weights[:, 1]).log()
     assert torch.allclose(slopes, torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
 
 
+def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query():
+    normalizer = made(table.Forget())
+    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    q, k, _ = inputs(9)
+    gates = torch.sigmoid(x @ normalizer.w.t() + normalizer.b).transpose(1, 2)  # (B, H, T)
+    z = q @ k.transpose(-2, -1) / 4
+    for i in range(9):
+        for j in range(i + 1):
+            z[:, :, i, j] += gates[:, :, j + 1 : i + 1].log().sum(-1)
+    expected = z.masked_fill(~Rows.full(9).visible(), -math.inf).softmax(-1)
+    found = normalizer.weights(q, torch.cat((k, normalizer.key_features(x)), -1), Rows.full(9))
+    assert torch.allclose(found, expected, atol=1e-10)
+
+
+def test_asentmax_is_entmax_of_scaled_logits():
+    normalizer = made(table.ASEntmax())
+    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    q, k, _ = inputs(9)
+    b, g = F.softplus(x @ normalizer.w_b.t()), 2 * (x @ normalizer.w_g.t()).tanh()
+    log_n = torch.arange(1, 10).float().log().double().clamp(min=1e-6)
+    scale = 1 + b.transpose(1, 2) * log_n ** g.transpose(1, 2)  # (B, H, T)
+    found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, Rows.full(9))
+    assert torch.allclose(found, made(table.Entmax15()).weights(q * scale.unsqueeze(-1), k, Rows.full(9)), atol=1e-9)
+
+
 def test_temperatures_follow_their_formulas():
     rows = Rows.full(128)
-    shape = Shape(1, 64, 32)
+    shape = Shape(1, 64, WIDTH, 32)
     llama = make_normalizer(table.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(rows).flatten()
     assert [round(llama[p].item(), 6) for p in (0, 48, 49, 99)] == [
         1.0,
@@ -310,7 +357,7 @@ def test_temperatures_follow_their_formulas():
 
 
 def test_retention_fades_by_its_heads_rates():
-    normalizer = make_normalizer(table.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, 64)).double()
+    normalizer = make_normalizer(table.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, WIDTH, 64)).double()
     one = torch.ones(1, 4, 6, 16, dtype=torch.float64)
     weights = normalizer.weights(one, one, Rows.full(6))[0]
     rates = weights[:, 5, 2] / weights[:, 5, 3]
@@ -324,7 +371,7 @@ def test_retention_fades_by_its_heads_rates():
 def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tensor:
     """Weights of one query over n keys whose scaled logits are `logits` (n,), float64."""
     n = len(logits)
-    normalizer = make_normalizer(options, Shape(1, 16, TRAIN_LENGTH)).double()
+    normalizer = make_normalizer(options, Shape(1, 16, WIDTH, TRAIN_LENGTH)).double()
     if s is not None:
         with torch.no_grad():
             normalizer.s.fill_(s)
@@ -374,14 +421,14 @@ MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090,
 @pytest.mark.parametrize("length", MATCH)
 def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
     assert length / math.lgamma(length + 1) == pytest.approx(MATCH[length], abs=6e-6)
-    normalizer = make_normalizer(table.SSMax(), Shape(HEADS, 16, length))
+    normalizer = make_normalizer(table.SSMax(), Shape(HEADS, 16, WIDTH, length))
     assert normalizer.s.tolist() == pytest.approx([MATCH[length]] * HEADS, abs=6e-6)
     assert normalizer.scale(Rows.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
 def test_matching_holds_for_every_row_length(policy: str):
-    normalizer = make_normalizer(table.SSMax(n=policy), Shape(HEADS, 16, 100))
+    normalizer = make_normalizer(table.SSMax(n=policy), Shape(HEADS, 16, WIDTH, 100))
     assert normalizer.scale(Rows.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
@@ -405,7 +452,7 @@ def test_log_n_clip_is_softmax_below_its_base():
 def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(row_weights(table.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
-    normalizer = make_normalizer(table.SSMax(bias=True), Shape(HEADS, 16, TRAIN_LENGTH)).double()
+    normalizer = make_normalizer(table.SSMax(bias=True), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
@@ -421,13 +468,13 @@ def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
 
 def test_published_mistake_padded_width_is_not_n():
     """The first queries of a wide row must see ln of their own few keys."""
-    scale = make_normalizer(table.SSMax(init=1.0), Shape(1, 16, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
+    scale = make_normalizer(table.SSMax(init=1.0), Shape(1, 16, WIDTH, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 
 
 def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
-    assert [(n, tuple(p.shape)) for n, p in make_normalizer(table.SSMax(bias=True), Shape(5, 16, 64)).named_parameters()] == [
+    assert [(n, tuple(p.shape)) for n, p in make_normalizer(table.SSMax(bias=True), Shape(5, 16, WIDTH, 64)).named_parameters()] == [
         ("s", (5,)),
         ("b", (5,)),
     ]
-    assert not list(make_normalizer(table.SSMax(scale="none"), Shape(5, 16, 64)).parameters())
+    assert not list(make_normalizer(table.SSMax(scale="none"), Shape(5, 16, WIDTH, 64)).parameters())

@@ -44,11 +44,11 @@ def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
 @pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
 def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
     """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
-    new = make_normalizer(table.SSMax(init=0.7), Shape(3, 16, length))
-    new.match(make_normalizer(table.Softmax(), Shape(3, 16, length)))
+    new = make_normalizer(table.SSMax(init=0.7), Shape(3, 16, 32, length))
+    new.match(make_normalizer(table.Softmax(), Shape(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
-    new = make_normalizer(table.SSMax(), Shape(3, 16, length))
-    new.match(make_normalizer(table.Softmax(), Shape(3, 16, length)))
+    new = make_normalizer(table.SSMax(), Shape(3, 16, 32, length))
+    new.match(make_normalizer(table.Softmax(), Shape(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
     assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
 
@@ -58,7 +58,7 @@ def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float)
 )
 @pytest.mark.parametrize("new", [table.SSMax(), SSMAX_BIAS, table.SSMax(scale="none", bias=True), table.SSMax(n="sample")])
 def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, new: object):
-    before, after = (make_normalizer(options, Shape(2, 16, 256)) for options in (old, new))
+    before, after = (make_normalizer(options, Shape(2, 16, 32, 256)) for options in (old, new))
     with torch.no_grad():
         for parameter in before.parameters():
             parameter.add_(torch.tensor([0.0, 0.2]))  # heads that differ

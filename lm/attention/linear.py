@@ -1,6 +1,5 @@
 """Linear attention: weights that are products of features, so that a row of T tokens costs O(T)."""
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

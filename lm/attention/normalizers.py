@@ -22,11 +22,13 @@ class Shape:
     Attributes:
         n_head: heads H.
         head_size: dimensions D of each head's queries and keys.
+        width: of the layer's input, C.
         train_length: tokens in a training row, for first values and bases "at the training length".
     """
 
     n_head: int
     head_size: int
+    width: int
     train_length: int
 
 
@@ -52,6 +54,14 @@ class Normalizer(nn.Module, ABC):
         The closed form over rows of the training length, where there is one; the first values stay otherwise.
         """
 
+    def query_features(self, x: Tensor) -> Tensor | None:
+        """What a query brings along that its layer's input x (B, T, C) decides: (B, H, T, F), appended to q; None for nothing."""
+        return None
+
+    def key_features(self, x: Tensor) -> Tensor | None:
+        """Likewise of a key; kept with it in the cache."""
+        return None
+
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
         return {}
@@ -60,7 +70,7 @@ class Normalizer(nn.Module, ABC):
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in the dtype of `q`.
 
-        q: (B, H, T, D), k: (B, H, S, D), any floating dtype.
+        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:

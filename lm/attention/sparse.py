@@ -1,18 +1,20 @@
 """Weights with exact zeros: sparsemax, 1.5-entmax, softpick."""
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from lm.attention.lengths import Rows
+from lm.attention import table
+from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
 
-def visible_logits(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-    """z with its row's largest visible entry subtracted, entries below -2 raised to it and masked ones set to it.
+def below_largest(z: Tensor, rows: Rows) -> Tensor:
+    """Logits with their row's largest visible entry subtracted, entries below -2 raised to it and masked ones set to it.
 
     Neither sparsemax nor 1.5-entmax gives weight to anything that far below the largest.
     """
-    z = logits(q, k).masked_fill(~rows.visible(), -torch.inf)
+    z = z.masked_fill(~rows.visible(), -torch.inf)
     return (z - z.amax(-1, keepdim=True).detach()).clamp(min=-2.0)
 
 
@@ -20,7 +22,7 @@ class Sparsemax(Normalizer):
     """relu(z - tau), tau such that the row sums to one: the projection onto the simplex, arXiv 1602.02068."""
 
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = visible_logits(q, k, rows)
+        z = below_largest(logits(q, k), rows)
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         above = high.cumsum(-1) - 1
@@ -33,7 +35,11 @@ class Entmax15(Normalizer):
     """relu(z / 2 - tau)^2, tau such that the row sums to one: alpha-entmax with alpha = 1.5, arXiv 1905.05702."""
 
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = visible_logits(q, k, rows) / 2
+        return self.entmax(logits(q, k), rows)
+
+    def entmax(self, z: Tensor, rows: Rows) -> Tensor:
+        """1.5-entmax of logits z (B, H, T, S), over the visible keys."""
+        z = below_largest(z, rows) / 2
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         mean = high.cumsum(-1) / rank
@@ -42,6 +48,32 @@ class Entmax15(Normalizer):
         candidates = mean - inside.clamp(min=1e-30).sqrt()
         size = ((candidates <= high) & (inside > 0)).sum(-1, keepdim=True).clamp(min=1)
         return (z - candidates.gather(-1, size - 1)).relu().square()
+
+
+class ASEntmax(Entmax15):
+    """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), for each query and head: arXiv 2506.16640.
+
+    w_b and w_g start at 0: the factor is then 1 + ln 2 at every n.
+    """
+
+    options: table.ASEntmax
+
+    def initialise(self) -> None:
+        self.w_b = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))
+        self.w_g = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))
+
+    def query_features(self, x: Tensor) -> Tensor:
+        """b and g, (B, H, T, 2)."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(self.w_b.dtype)
+            b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
+        return torch.stack((b, g), -1).transpose(1, 2)
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
+        log_n = RowLength(self.options.n)(rows).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
+        growth = log_n.clamp(min=1e-6) ** g  # at n = 1 there is nothing to weigh
+        return self.entmax(logits(q, k) * (1 + b * growth), rows)
 
 
 class Softpick(Normalizer):

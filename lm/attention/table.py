@@ -168,6 +168,21 @@ class ScaleInvariant:
 
 
 @dataclass
+class Forget:
+    """Forgetting attention, arXiv 2503.02130: softmax(z + c_i - c_j), c summing the logs of learned gates."""
+
+    name: ClassVar[str] = "forget"
+
+
+@dataclass
+class ASEntmax:
+    """Adaptive-scalable entmax, arXiv 2506.16640: 1.5-entmax((1 + b (ln n)^g) z), b and g from the layer's input."""
+
+    name: ClassVar[str] = "asentmax"
+    n: str = key("visible", N_HELP)
+
+
+@dataclass
 class Linear:
     """Linear attention, arXiv 2006.16236: phi(q).phi(k), at O(T) a row."""
 
@@ -263,6 +278,11 @@ _ROWS = (
         Entmax15, "sparse:Entmax15", "relu(z / 2 - tau)^2", "none", BLOCKS, True, "Peters et al. 2019, arXiv 1905.05702", "exact zeros",
     ),
     Entry(
+        ASEntmax, "sparse:ASEntmax", "1.5-entmax((1 + b (ln n)^g) z)", "w_b, w_g (width C) per layer and head", BLOCKS, True,
+        "arXiv 2506.16640",
+        "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract)",
+    ),
+    Entry(
         Softpick, "sparse:Softpick", "relu(e^z - 1) / sum |e^z - 1|", "none", BLOCKS, False, "softpick's code, 2025",
         "no sinks and 47 % exact zeros at 340 M (secondary)",
     ),
@@ -273,6 +293,10 @@ _ROWS = (
     Entry(
         ScaleInvariant, "distance:ScaleInvariant", "softmax(a_t z + m_t)", "none", BLOCKS, True, "arXiv 2505.17083",
         "trained at 4k, at 64k: loss 3.25 (SSMax 3.38, RoPE 5.26), needles .97 (.06, .00), same paper",
+    ),
+    Entry(
+        Forget, "distance:Forget", "softmax(z + c_i - c_j)", "w (width C) and b per layer and head", BLOCKS, True, "arXiv 2503.02130",
+        "good extrapolation, needles near-perfect within the training length (abstract)",
     ),
     Entry(
         Linear, "linear:Linear", "phi(q).phi(k) (g^t) / sum, or / n", "none", CHUNKS, True,
