@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, curve, losses, weights
+from folders import alive, curve, losses, same, weights
 
 from lm.data.batches import MicroBatches, TrainRows
 from lm.data.prepare import prepare
@@ -107,3 +107,29 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     assert "Traceback" not in stderr
     assert "evaluations" in stderr
     assert not alive(process.pid)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
+    """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
+    poisoned = """
+import sys, torch
+from lm.cli import main
+from lm.training.module import TrainModule
+step = TrainModule.training_step
+def training_step(self, batch, batch_idx):
+    loss = step(self, batch, batch_idx)
+    if self.global_rank == 1 and self.global_step == 2:
+        self.step_nll = self.step_nll * float("nan")
+    return loss
+TrainModule.training_step = training_step
+main()
+"""
+    script = tmp_path / "poisoned.py"
+    script.write_text(poisoned)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), "train"]
+    options = ["name=poisoned", "trainer.devices=2", "optim.on_nonfinite=skip", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+    result = subprocess.run([*launch, *arguments, *options], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "runs" / "poisoned"
+    assert [skipped for _, skipped in curve(folder, "train/skipped")] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert same(weights(folder, "step-000002.ckpt"), weights(folder, "step-000003.ckpt"))
