@@ -7,7 +7,7 @@ from torch import Tensor
 from lm.attention import table
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer
-from lm.attention.pointwise import SMALLEST_SUM
+from lm.attention.pointwise import divided
 
 CHUNK = 128  # tokens whose weights are formed at a time
 
@@ -48,9 +48,7 @@ class Linear(Normalizer):
         visible, factor = rows.visible(), self.factor(rows)
         decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
         a = (q @ k.transpose(-2, -1) * decay).masked_fill(~visible, 0.0)
-        if factor is None:
-            return a / a.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
-        return a * factor.unsqueeze(-1).to(a.dtype)
+        return divided(a, a.sum(-1, keepdim=True), factor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
@@ -63,9 +61,7 @@ class Linear(Normalizer):
             v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
         with torch.autocast(q.device.type, enabled=False):  # the state sums over all tokens
             out = self.chunks(q, k, v)
-        if factor is None:
-            return (out[..., :width] / out[..., width:].clamp(min=SMALLEST_SUM)).to(dtype)
-        return (out * factor.unsqueeze(-1)).to(dtype)
+        return divided(out[..., :width], out[..., width:], factor).to(dtype)
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk: weights within, a D x E state from before."""

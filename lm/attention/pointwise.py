@@ -14,6 +14,13 @@ from lm.attention.normalizers import Normalizer, logits
 SMALLEST_SUM = 1e-6  # a row without a positive score has weights 0
 
 
+def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
+    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1)."""
+    if factor is None:
+        return rows / total.clamp(min=SMALLEST_SUM)
+    return rows * factor.unsqueeze(-1).to(rows.dtype)
+
+
 class PointwiseNormalizer(Normalizer):
     """f(z + b(n)) r(n): a function of the score, a shift and a factor for each row."""
 
@@ -32,9 +39,7 @@ class PointwiseNormalizer(Normalizer):
         if shift is not None:
             z = z + shift.unsqueeze(-1).to(z.dtype)
         a = self.f(z).masked_fill(~rows.visible(), 0.0)
-        if factor is None:
-            return a / a.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
-        return a * factor.unsqueeze(-1).to(a.dtype)
+        return divided(a, a.sum(-1, keepdim=True), factor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
@@ -46,9 +51,7 @@ class PointwiseNormalizer(Normalizer):
         if factor is None:  # one more value, 1: it sums the row
             v = F.pad(v, (0, 1), value=1.0)
         out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v)
-        if factor is None:
-            return out[..., :width] / out[..., width:].clamp(min=SMALLEST_SUM)
-        return (out * factor.unsqueeze(-1)).to(v.dtype)
+        return divided(out[..., :width], out[..., width:], factor)
 
     def explain(self) -> str:
         return "causal tiles of keys and queries, backward by hand: no key competes with another, so no row statistics are needed"

@@ -104,13 +104,10 @@ class SSMax(QueryScale):
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
 
 
-class LogN(QueryScale):
-    """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
+class AtBase(QueryScale):
+    """A factor that is 1 at n = m, the option `base` (`train`: the training length)."""
 
-    `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
-    """
-
-    options: table.LogN
+    options: table.LogN | table.InfoScale | table.YaRN
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)
@@ -118,6 +115,15 @@ class LogN(QueryScale):
 
     def constants(self) -> dict[str, float]:
         return {"base": self.base}
+
+
+class LogN(AtBase):
+    """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
+
+    `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
+    """
+
+    options: table.LogN
 
     def scale(self, rows: Rows) -> Tensor:
         scale = self.row_length(rows).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
@@ -155,31 +161,22 @@ class Llama4(QueryScale):
         return (1 + self.options.attn_scale * torch.log1p(steps)).unsqueeze(-2)
 
 
-class YaRN(QueryScale):
-    """softmax(z (0.1 ln(L / m) + 1)^2) where a document is longer, L, than the training length m: arXiv 2309.00071, Eq. 22.
+class YaRN(AtBase):
+    """softmax(z (0.1 ln(n / m) + 1)^2) where n, here the document's length, is above m: YaRN's temperature, arXiv 2309.00071.
 
     The temperature alone; RoPE's frequencies are a matter of evaluation.
     """
 
+    options: table.YaRN
+
     def scale(self, rows: Rows) -> Tensor:
-        stretch = rows.lengths.expand_as(rows.positions).float() / self.shape.train_length
-        return (0.1 * stretch.clamp(min=1.0).log() + 1).square().unsqueeze(-2)
-
-    def constants(self) -> dict[str, float]:
-        return {"train_length": float(self.shape.train_length)}
+        return (0.1 * (self.row_length(rows) / self.base).clamp(min=1.0).log() + 1).square().unsqueeze(-2)
 
 
-class InfoScale(QueryScale):
+class InfoScale(AtBase):
     """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))), D the head size: arXiv 2501.08570. Equal to softmax at n = m."""
 
     options: table.InfoScale
-
-    def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
-        self.base = float(self.shape.train_length if self.options.base == "train" else self.options.base)
-
-    def constants(self) -> dict[str, float]:
-        return {"base": self.base}
 
     def scale(self, rows: Rows) -> Tensor:
         power = -2 / self.shape.head_size

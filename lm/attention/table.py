@@ -67,9 +67,11 @@ class Llama4:
 
 @dataclass
 class YaRN:
-    """YaRN's temperature, arXiv 2309.00071: softmax(z (0.1 ln(L / m) + 1)^2) for documents longer than m, the training length."""
+    """YaRN's temperature, arXiv 2309.00071: softmax(z (0.1 ln(n / m) + 1)^2) for documents longer than m."""
 
     name: ClassVar[str] = "yarn"
+    base: Literal["train"] | float = key("train", "m, the length up to which this is softmax; `train`: the training length", gt=1)
+    n: str = key("sample", N_HELP)
 
 
 @dataclass
@@ -239,7 +241,7 @@ _ROWS = (
         "used there in layers without positions",
     ),
     Entry(
-        YaRN, "query_scale:YaRN", "softmax(z (0.1 ln(L / m) + 1)^2)", "none", SDPA, True, "Peng et al. 2023, arXiv 2309.00071",
+        YaRN, "query_scale:YaRN", "softmax(z (0.1 ln(n / m) + 1)^2)", "none", SDPA, True, "Peng et al. 2023, arXiv 2309.00071",
         "one factor a document; softmax up to the training length m",
     ),
     Entry(
