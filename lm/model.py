@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, Shape, make_normalizer
+from lm.attention.table import of_layer
 from lm.config import GAUBlock, Learned, ModelConfig, Rope, rotated_dims
 from lm.loss import linear_cross_entropy
 
@@ -77,12 +78,14 @@ class Context:
 class AttentionBase(nn.Module):
     """What kinds of attention share: queries and keys normalised and turned, keys and values cached, weights made."""
 
-    def __init__(self, config: ModelConfig, seq_len: int):
+    def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
         size = config.head_size
         self.q_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(config.normalizer, Shape(config.n_head, size, config.n_embd, seq_len))
+        self.normalizer: Normalizer = make_normalizer(
+            of_layer(config.normalizer, layer), Shape(config.n_head, size, config.n_embd, seq_len)
+        )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), made from x (B, T, C), T the new tokens."""
@@ -102,8 +105,8 @@ def _with(heads: Tensor, features: Tensor | None) -> Tensor:
 class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs."""
 
-    def __init__(self, config: ModelConfig, seq_len: int):
-        super().__init__(config, seq_len)
+    def __init__(self, config: ModelConfig, seq_len: int, layer: int):
+        super().__init__(config, seq_len, layer)
         self.n_head = config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -120,8 +123,8 @@ class GAU(AttentionBase):
     U, V (width e) and Z (width s) are SiLU(x W); Q and K are Z with a gain and an offset for each dimension, 1 and 0 at first.
     """
 
-    def __init__(self, config: ModelConfig, seq_len: int):
-        super().__init__(config, seq_len)
+    def __init__(self, config: ModelConfig, seq_len: int, layer: int):
+        super().__init__(config, seq_len, layer)
         e, s = int(config.block.expansion * config.n_embd), config.head_size
         self.sizes = (e, e, s)
         self.uvz = nn.Linear(config.n_embd, 2 * e + s, bias=config.bias)
@@ -156,10 +159,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, seq_len: int):
+    def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config, seq_len)
+        self.attention = Attention(config, seq_len, layer)
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -172,10 +175,10 @@ class Block(nn.Module):
 class GatedBlock(nn.Module):
     """x + gau(norm(x))."""
 
-    def __init__(self, config: ModelConfig, seq_len: int):
+    def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
         self.gau_norm = make_norm(config)
-        self.gau = GAU(config, seq_len)
+        self.gau = GAU(config, seq_len, layer)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -201,7 +204,7 @@ class Decoder(nn.Module):
         self.position = nn.Embedding(seq_len, config.n_embd) if isinstance(config.position, Learned) else None
         self.dropout = nn.Dropout(config.dropout)
         block = GatedBlock if isinstance(config.block, GAUBlock) else Block
-        self.blocks = nn.ModuleList(block(config, seq_len) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tied:
@@ -210,17 +213,25 @@ class Decoder(nn.Module):
             self.initialise(seed)
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0."""
+    def initialise(self, seed: int, normalizers_only: bool = False) -> None:
+        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0.
+
+        Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
+        """
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or is_normalizer(name):
-                continue  # gains, biases and normalizers have set themselves
+            if parameter.dim() < 2 or (is_normalizer(name) and not name.endswith(".hidden.weight")):
+                continue
+            if is_normalizer(name):
+                std = parameter.size(1) ** -0.5
+            elif normalizers_only:
+                continue
+            else:
+                std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(".out.weight") else 1.0)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(".out.weight") else 1.0)
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
 
     def forward(self, tokens: Tensor, theta_factor: float = 1.0, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:

@@ -65,6 +65,11 @@ def variant(table: Mapping[str, type], default: str, help: str):
     return field(default_factory=lambda: table[default](), metadata={"help": help, "table": table})
 
 
+def variants(table: Mapping[str, type], help: str):
+    """A list of blocks, each as in `variant`; empty by default."""
+    return field(default_factory=list, metadata={"help": help, "list_table": table})
+
+
 def suggest(word: str, known: typing.Iterable[str]) -> str:
     """A "did you mean" remedy, or the list of what is allowed."""
     known = list(known)
@@ -90,7 +95,10 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem]):
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
     if "table" in spec.metadata:
-        return _build_variant(spec, value, path, problems)
+        return _build_variant(spec.metadata["table"], spec.default_factory().name, value, path, problems)
+    if "list_table" in spec.metadata:
+        items = value if isinstance(value, list) else [value]
+        return [_build_variant(spec.metadata["list_table"], None, item, f"{path}[{index}]", problems) for index, item in enumerate(items)]
     if "item" in spec.metadata:
         if not isinstance(value, list | None):
             problems.append(Problem(path, value, "must be a list of blocks"))
@@ -110,13 +118,14 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     return converted
 
 
-def _build_variant(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
-    table = spec.metadata["table"]
+def _build_variant(table: Mapping[str, type], default: str | None, value: Plain, path: str, problems: list[Problem]):
+    if isinstance(value, list) and "layers" in table:
+        value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or value.get("name", default) is None:
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
-    name = value.get("name", spec.default_factory().name)
+    name = value.get("name", default)
     if name not in table:
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
@@ -170,7 +179,7 @@ def to_plain(config) -> dict[str, Plain]:
     plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
     for spec in fields(config):
         value = getattr(config, spec.name)
-        if "item" in spec.metadata:
+        if "item" in spec.metadata or "list_table" in spec.metadata:
             plain[spec.name] = [to_plain(item) for item in value]
         else:
             plain[spec.name] = to_plain(value) if is_dataclass(value) else value
@@ -198,6 +207,8 @@ def reference(schema: type, path: str = "", described: set[int] | None = None) -
             for name, option in table.items() if id(table) not in described else ():
                 rows += reference(option, f"{where}[{name}]", described)
             described.add(id(table))
+        elif "list_table" in spec.metadata:
+            rows.append((where, "a list of names or blocks", "[]", spec.metadata["help"]))
         elif "item" in spec.metadata:
             rows.append((where, "a list of blocks", "[]", spec.metadata["help"]))
             rows += reference(spec.metadata["item"], f"{where}[]", described)

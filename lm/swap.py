@@ -47,6 +47,7 @@ def swapped(old: Decoder, normalizer: object) -> Decoder:
         raise RunError(
             f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
         )
+    new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
     for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
         ours.match(theirs)

@@ -90,7 +90,7 @@ def made(config: ModelConfig, arguments: argparse.Namespace, rows: torch.Tensor,
 def normalizer_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every registered normalizer, and softmax twice: the second shows the noise."""
     options = {"softmax": table.Softmax(), "softmax again": table.Softmax()}
-    options |= {name: option() for name, option in table.OPTIONS.items() if name != "softmax"}
+    options |= {name: option() for name, option in table.SINGLE.items() if name != "softmax"}
     options |= {"ssmax with bias": table.SSMax(bias=True)}
     return {
         name: made(shape(arguments, normalizer=option), arguments, rows, arguments.bf16, arguments.compile)
@@ -160,14 +160,14 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
 
 def kernel_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every entry's own route, and the dense definition of three."""
-    sides = {name: attention(option(), arguments) for name, option in table.OPTIONS.items()}
-    return sides | {f"{name}, dense": attention(table.OPTIONS[name](), arguments, dense=True) for name in DENSE}, "softmax"
+    sides = {name: attention(option(), arguments) for name, option in table.SINGLE.items()}
+    return sides | {f"{name}, dense": attention(table.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Peak resident memory that one forward and backward adds, each side in a fresh process."""
     code = "import sys; sys.path.insert(0, 'scripts'); import bench; bench.main()"
-    sides = [(name, False) for name in table.OPTIONS] + [(name, True) for name in DENSE]
+    sides = [(name, False) for name in table.SINGLE] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, "-c", code, "memory-of", name + (":dense" if dense else "")]
@@ -181,7 +181,7 @@ def print_memory(arguments: argparse.Namespace) -> None:
 def memory_of(arguments: argparse.Namespace) -> None:
     """In a process of its own: print the peak of resident memory over what was there before, MiB."""
     name, _, dense = arguments.path.name.partition(":")
-    step = attention(table.OPTIONS[name](), arguments, dense=bool(dense))
+    step = attention(table.SINGLE[name](), arguments, dense=bool(dense))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step()
     print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")

@@ -6,14 +6,19 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from conftest import lm
+from folders import same, weights
 
 from lm.attention import table
 from lm.attention.lengths import Rows
-from lm.config import GAUBlock, Learned, ModelConfig, NoPosition, Rope, load
+from lm.config import GAUBlock, Learned, ModelConfig, NoPosition, Rope, load, parse, to_yaml
+from lm.errors import ConfigError
 from lm.generate import generate, sample
+from lm.loading import load as load_model
 from lm.loss import CHUNK_LOGITS, linear_cross_entropy, token_nll
 from lm.model import Cache, Context, Decoder, count_parameters, mlp_width, rope_rotation, rotate
+from lm.schema import to_plain
 from lm.training.run import train
 
 
@@ -289,3 +294,42 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
     assert wrong.returncode == 2
     assert "--temperature = -1.0: must be 0 or more" in wrong.stderr
     assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
+
+
+# ---------------------------------------------------------------- another normalizer in each layer
+
+
+def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
+    config = tiny("model.n_layer=5", "model.normalizer=[softmax, {name: ssmax, bias: true}, relu2]")
+    assert parse(yaml.safe_load(to_yaml(config))) == config
+    assert table.label(to_plain(config.model.normalizer)) == "layers (softmax, ssmax (bias=true), relu2)"
+    options = [normalizer.options for normalizer in Decoder(config.model, 400, 32).normalizers()]
+    softmax, ssmax, relu2 = table.Softmax(), table.SSMax(bias=True), table.Relu2()
+    assert options == [softmax, ssmax, relu2, softmax, ssmax]
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.of\[1\]\.name = 'ssmx'.*did you mean 'ssmax'"):
+        tiny("model.normalizer=[softmax, ssmx]")
+    with pytest.raises(ConfigError, match=r"model\.normalizer\.of\[0\]\.n = 'wide': unknown row length"):
+        tiny("model.normalizer=[{name: ssmax, n: wide}]")
+    with pytest.raises(ConfigError, match="no normalizers given"):
+        tiny("model.normalizer=[]")
+
+
+def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
+    layers = "model.normalizer=[softmax, ssmax]"
+    train(tiny("name=layers", layers))
+    assert [n.options.name for n in load_model(tiny("name=layers").run_folder).decoder.normalizers()] == ["softmax", "ssmax"]
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [sink, qassmax]}]"
+    train(tiny("name=phased", phases))
+    first = weights(tiny("name=phased").run_folder)
+    train(tiny("name=again", phases))
+    assert same(first, weights(tiny("name=again").run_folder))
+    assert any(".1.attention.normalizer.gate.hidden.weight" in name for name in first)
+
+
+def test_a_normalizers_own_matrices_follow_the_seed():
+    config = small(normalizer=table.QASSMax())
+    one, same_seed, other = (Decoder(config, 50, 16, seed=seed).state_dict() for seed in (1, 1, 2))
+    name = "blocks.0.attention.normalizer.gate.hidden.weight"
+    assert torch.equal(one[name], same_seed[name])
+    assert not torch.equal(one[name], other[name])
+    assert one[name].std().item() == pytest.approx(1 / 4, rel=0.1)

@@ -211,3 +211,51 @@ class Cosine(QueryScale):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return super().forward(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, rows)
+
+
+class _MLP(nn.Module):
+    """Two layers, 64 hidden, GELU; gives `start` everywhere at first."""
+
+    def __init__(self, size: int, out: int, start: float):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(size, 64), nn.Linear(64, out)
+        for zero in (self.hidden.bias, self.out.weight):
+            nn.init.zeros_(zero)
+        nn.init.constant_(self.out.bias, start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.hidden(x)))
+
+
+class QASSMax(Normalizer):
+    """softmax(z) with q scaled dimension by dimension: q * B(ln n) * (1 + tanh G(q)), B and G MLPs (TabICLv2).
+
+    G's last layer starts at 0, as there; B starts at 1 (our choice), so that the whole starts as softmax. Both are shared
+    by a layer's heads but for B's output, one a head and dimension.
+    """
+
+    options: table.QASSMax
+
+    def initialise(self) -> None:
+        self.row_length = RowLength(self.options.n)
+        self.base = _MLP(1, self.shape.n_head * self.shape.head_size, 1.0)
+        self.gate = _MLP(self.shape.head_size, self.shape.head_size, 0.0)
+
+    def scaled(self, q: Tensor, rows: Rows) -> Tensor:
+        """q (B, H, T, D) times both factors, in fp32 or wider."""
+        q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
+        with torch.autocast(q.device.type, enabled=False):
+            log_n = self.row_length(rows).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
+            base = self.base(log_n).unflatten(-1, (self.shape.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
+            gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
+        return q * base * gate
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z = logits(self.scaled(q, rows).to(q.dtype), k)
+        return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return fused_softmax(self.scaled(q, rows), k, v, rows)
+
+    def explain(self) -> str:
+        return "SDPA, each dimension of q scaled in fp32"

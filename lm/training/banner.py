@@ -36,8 +36,7 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    options = ", ".join(f"{name} = {value}" for name, value in vars(decoder.config.normalizer).items())
-    entry = table.ENTRIES[decoder.config.normalizer.name]
+    kernels = dict.fromkeys(normalizer.explain() for normalizer in decoder.normalizers())
     position = f"rope theta {model.position.theta:g}" if isinstance(model.position, Rope) else f"position {model.position.name}"
     accumulation = config.rank_rows // config.micro_batch
     rows = {
@@ -46,8 +45,8 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {model.n_head} heads x {model.head_size}, width {model.n_embd}, "
         f"{_block(model)}, {position}, vocabulary {store.vocab_size:,}",
-        "normalizer": f"{entry.options.name}: {entry.formula}" + (f"; {options}" if options else ""),
-        "kernel": decoder.normalizers()[0].explain(),
+        "normalizer": _normalizer(decoder),
+        "kernel": "; ".join(kernels),
         **({"phases": _phases(config, phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
@@ -59,6 +58,19 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _normalizer(decoder: Decoder) -> str:
+    """Formula and options; of each different one where layers differ."""
+    found = []
+    for options in (normalizer.options for normalizer in decoder.normalizers()):
+        words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
+        found.append(f"{options.name}: {table.ENTRIES[options.name].formula}" + (f"; {words}" if words else ""))
+    if len(set(found)) == 1:
+        return found[0]
+    return "  |  ".join(
+        f"layers {', '.join(str(i) for i, one in enumerate(found) if one == text)}: {text}" for text in dict.fromkeys(found)
+    )
 
 
 def _block(model: ModelConfig) -> str:

@@ -172,19 +172,22 @@ def _normalizer_problems(config: Config, decoder: object, loaded: object) -> lis
     """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
     models = decoder, loaded.decoder
     labels = [table.label(to_plain(model.config.normalizer)) for model in models]
-    constants = [model.normalizers()[0].constants() for model in models]
-    settled = {"init", *constants[0]}  # first values are replaced; constants are compared by what they come to
-    plain = [{key: value for key, value in to_plain(model.config.normalizer).items() if key not in settled} for model in models]
     where = "phases[0].normalizer" if config.phases else "model.normalizer"
-    if plain[0] != plain[1]:
-        name = config.plan[0].normalizer.name
-        remedy = f"convert it: lm swap {config.init_from} --to {name} -o OUT, then init_from=OUT; or keep {labels[1]}"
-        return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
-    return [
-        Problem(f"{where}.{key}", ours, f"is {constants[1][key]:g} in {loaded.path}", f"set it to {constants[1][key]:g}")
-        for key, ours in constants[0].items()
-        if ours != constants[1][key]
-    ]
+    for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
+        settled = {"init", *ours.constants()}  # first values are replaced; constants are compared by what they come to
+        plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
+        if plain[0] != plain[1]:
+            name = config.plan[0].normalizer.name
+            remedy = f"convert it: lm swap {config.init_from} --to {name} -o OUT, then init_from=OUT; or keep {labels[1]}"
+            return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
+        before = theirs.constants()
+        moved = [key for key, value in ours.constants().items() if value != before[key]]
+        if moved:
+            return [
+                Problem(f"{where}.{key}", ours.constants()[key], f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
+                for key in moved
+            ]
+    return []
 
 
 def _tokenizer_remedy(file: Path) -> str:
@@ -195,9 +198,10 @@ def check_train_only(config: Config, decoder: object) -> None:
     """Raises ConfigError if there is nothing to train in some phase."""
     from lm.attention.normalizers import make_normalizer
 
+    shape = decoder.normalizers()[0].shape
     for index, phase in enumerate(config.plan):
-        normalizer = make_normalizer(phase.normalizer, decoder.normalizers()[0].shape)
-        if not any(True for _ in normalizer.parameters()):
+        made = (make_normalizer(table.of_layer(phase.normalizer, layer), shape) for layer in range(config.model.n_layer))
+        if not any(True for normalizer in made for _ in normalizer.parameters()):
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{table.label(to_plain(phase.normalizer))} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
