@@ -128,7 +128,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     loaded = load(source, checkpoint)
     with new_folder(out) as folder:
         tied = {"head.weight"} if loaded.config.model.tied else set()
-        weights = {name: value.contiguous() for name, value in loaded.decoder.state_dict().items() if name not in tied}
+        weights = {name: value.clone() for name, value in loaded.decoder.state_dict().items() if name not in tied}
         with replacing(folder / WEIGHTS, "the weights") as file:
             file.write(safetensors.torch.save(weights, {"format": "pt"}))
         write_json(folder / DESCRIPTION, {**loaded.facts, "config": to_plain(loaded.config)})

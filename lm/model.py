@@ -205,6 +205,8 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         block = GatedBlock if isinstance(config.block, GAUBlock) else Block
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
+        for normalizer in self.normalizers()[1:]:
+            normalizer.share(self.normalizers()[0])
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tied:

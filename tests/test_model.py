@@ -333,3 +333,18 @@ def test_a_normalizers_own_matrices_follow_the_seed():
     assert torch.equal(one[name], same_seed[name])
     assert not torch.equal(one[name], other[name])
     assert one[name].std().item() == pytest.approx(1 / 4, rel=0.1)
+
+
+def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
+    config = small(normalizer=table.PN())
+    model, softmax = Decoder(config, 50, 16, seed=1), Decoder(small(), 50, 16, seed=1)
+    first, second = model.normalizers()
+    assert first.p is second.p
+    assert first.s is not second.s
+    tokens = torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(0))  # longer than the table
+    assert torch.equal(model.logits(tokens), softmax.logits(tokens))
+    names = [name for name, _ in model.named_parameters() if name.endswith(".p")]
+    assert names == ["blocks.0.attention.normalizer.p"]
+    model.loss(tokens).backward()
+    assert abs(first.p.grad[0]) < 1e-8  # one key: nothing to weigh
+    assert (first.p.grad[1:].abs() > 1e-8).all()

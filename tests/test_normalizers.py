@@ -30,6 +30,7 @@ CASES = {
     "infoscale": table.InfoScale(),
     "cosine": table.Cosine(),
     "cosine, log n": table.Cosine(log_n=True),
+    "p_n": table.PN(),
     "qassmax": table.QASSMax(),
     "softmax1": table.Softmax1(),
     "sink": table.Sink(),

@@ -48,6 +48,9 @@ class Normalizer(nn.Module, ABC):
     def initialise(self) -> None:
         """Create the parameters with their first values."""
 
+    def share(self, first: "Normalizer") -> None:
+        """Take over the parameters that all layers share from those of the first layer."""
+
     def match(self, other: "Normalizer") -> None:
         """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
 

@@ -213,6 +213,27 @@ class Cosine(QueryScale):
         return super().forward(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, rows)
 
 
+class PN(QueryScale):
+    """softmax((s p_n + b) z) with a table p_n, n = 1 ... training length, that all layers and heads share (arXiv 2501.19399, sec. 2.1).
+
+    s and b are learned per layer and head. p starts at 1, s at 1 and b at 0 (our choice): the whole as softmax. p is known
+    up to its scale and offset only, which s and b take up. Beyond the training length its last entry goes on.
+    """
+
+    def initialise(self) -> None:
+        self.p = nn.Parameter(torch.ones(self.shape.train_length))
+        self.s = nn.Parameter(torch.ones(self.shape.n_head))
+        self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+
+    def share(self, first: Normalizer) -> None:
+        if isinstance(first, PN):
+            self.p = first.p
+
+    def scale(self, rows: Rows) -> Tensor:
+        p = self.p[rows.positions.clamp(max=len(self.p) - 1)].unsqueeze(-2)  # (1, T) or (B, 1, T)
+        return self.s.unsqueeze(-1) * p + self.b.unsqueeze(-1)
+
+
 class _MLP(nn.Module):
     """Two layers, 64 hidden, GELU; gives `start` everywhere at first."""
 

@@ -93,6 +93,13 @@ class Cosine:
 
 
 @dataclass
+class PN:
+    """The experiment from which SSMax was derived, arXiv 2501.19399 sec. 2.1: softmax((s p_n + b) z) with a learned table p_n."""
+
+    name: ClassVar[str] = "p_n"
+
+
+@dataclass
 class QASSMax:
     """Query-aware SSMax (TabICLv2): each dimension of q scaled by MLPs of ln n and of q."""
 
@@ -271,6 +278,10 @@ _ROWS = (
         Cosine, "query_scale:Cosine", "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))", "g per layer and head", SDPA, True,
         "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859",
         "GAU trained at 512, at 4,096: 64.7 % against 24.2 % of plain RoPE, on repeated text",
+    ),
+    Entry(
+        PN, "query_scale:PN", "softmax((s p_n + b) z)", "s, b per layer and head; p_n for each n, shared by all", SDPA, True,
+        "Nakanishi 2025, arXiv 2501.19399, sec. 2.1", "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)",
     ),
     Entry(
         QASSMax, "query_scale:QASSMax", "softmax(z), q times B(ln n) (1 + tanh G(q))", "two MLPs, 64 hidden, per layer", SDPA, True,
