@@ -47,7 +47,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, layer by layer, for decoding.
+    """What each layer remembers of the tokens seen so far, for decoding: keys and values, or what its normalizer makes of them.
 
     Args:
         length: tokens the document will have in all: the n of the policy `sample`.
@@ -55,15 +55,7 @@ class Cache:
 
     def __init__(self, length: int):
         self.length, self.seen = length, 0
-        self.layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values (B, H, T, D); all of them so far."""
-        if layer in self.layers:
-            before = self.layers[layer]
-            k, v = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
-        self.layers[layer] = k, v
-        return k, v
+        self.states: dict[nn.Module, object] = {}
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Context:
 
 
 class AttentionBase(nn.Module):
-    """What kinds of attention share: queries and keys normalised and turned, keys and values cached, weights made."""
+    """What kinds of attention share: queries and keys normalised and turned, the past remembered, weights made."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -94,8 +86,11 @@ class AttentionBase(nn.Module):
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         q, k = _with(q, self.normalizer.query_features(x)), _with(k, self.normalizer.key_features(x))
         if context.cache:
-            k, v = context.cache.extend(self, k, v)
-        return self.normalizer(q, k, v, context.rows).transpose(1, 2).flatten(2)
+            states = context.cache.states
+            out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
+        else:
+            out = self.normalizer(q, k, v, context.rows)
+        return out.transpose(1, 2).flatten(2)
 
 
 def _with(heads: Tensor, features: Tensor | None) -> Tensor:

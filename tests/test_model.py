@@ -224,6 +224,16 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
     assert torch.allclose(batched[:1], whole, rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
+def test_linear_attention_decodes_with_a_state_that_does_not_grow():
+    model, cache = made("linear", "attention"), Cache(200)
+    sizes = set()
+    for tokens in torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(0)).split(10, 1):
+        model(tokens, cache=cache)
+        sizes.add(sum(state.numel() for state in cache.states.values()))
+    assert sizes == {2 * 2 * 16 * 17}  # layers, heads, D x (D + 1)
+
+
 @pytest.mark.parametrize("name", table.ENTRIES)
 def test_a_gau_model_learns_from_every_part(name: str):
     model = made(name, "gau", position=Rope())

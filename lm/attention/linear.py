@@ -51,8 +51,10 @@ class Linear(Normalizer):
         return divided(a, a.sum(-1, keepdim=True), factor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        if not rows.causal:
-            return super().forward(q, k, v, rows)
+        return self.decode(q, k, v, rows, None)[0] if rows.causal else super().forward(q, k, v, rows)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Remembers one D x E matrix a head, however many tokens there were."""
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
         factor, width, dtype = self.factor(rows), v.size(-1), v.dtype
@@ -60,21 +62,23 @@ class Linear(Normalizer):
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
         with torch.autocast(q.device.type, enabled=False):  # the state sums over all tokens
-            out = self.chunks(q, k, v)
-        return divided(out[..., :width], out[..., width:], factor).to(dtype)
+            out, state = self.chunks(q, k, v, state)
+        return divided(out[..., :width], out[..., width:], factor).to(dtype), state
 
-    def chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk: weights within, a D x E state from before."""
+    def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk, weights within and a D x E state from before; and the state after."""
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
         place = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
         within = (log_g * (place.unsqueeze(1) - place).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
         since, until = (log_g * (place + 1).unsqueeze(1)).exp(), (log_g * place.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
-        state, parts = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1)), []
+        if state is None:
+            state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
+        parts = []
         for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
             t = qc.size(2)
             parts.append((qc @ kc.transpose(-2, -1) * within[:, :t, :t]) @ vc + (qc * since[:, :t]) @ state)
             state = state * since[:, t - 1 : t] + (kc * until[:, CHUNK - t :]).transpose(-2, -1) @ vc
-        return torch.cat(parts, 2)
+        return torch.cat(parts, 2), state
 
     def explain(self) -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a row costs O(T)"

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lm.attention import table
@@ -83,6 +84,16 @@ class Normalizer(nn.Module, ABC):
         better, the definition block by block of queries, made again in the backward pass.
         """
         return by_query_blocks(self, q, k, v, rows)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+        """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
+
+        q, k, v: of the new tokens; rows: `Rows.next`; state: what was remembered, None at first. Unless a family knows
+        better, all keys and values.
+        """
+        if state is not None:
+            k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
+        return self(q, k, v, rows), (k, v)
 
     def explain(self) -> str:
         """The kernel `forward` takes, and why."""
