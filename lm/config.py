@@ -74,6 +74,9 @@ class DataConfig:
     source: Package | Files | Hub = variant({v.name: v for v in (Package, Files, Hub)}, "package", "where the text comes from")
     tokenizer: TrainedTokenizer | TokenizerFile = variant({v.name: v for v in (TrainedTokenizer, TokenizerFile)}, "train", "text to tokens")
     seq_len: int = key(256, "tokens in a training row", ge=2)
+    lengths: dict[int, float] = key(
+        {}, "train on rows of several lengths: each with its share of the tokens, e.g. {64: 0.5, 256: 0.5}; they divide seq_len", gt=0, le=1
+    )
     val_fraction: float = key(0.1, "share of the text held out, by whole documents, chosen by their hash", gt=0, lt=1)
     root: str = key("data", "folder of the prepared token stores")
     workers: int = key(0, "processes that read batches; 0: the training process itself", ge=0)
@@ -443,6 +446,20 @@ def check(config: Config) -> list[Problem]:
         )  # fmt: skip
     problems += table.check(model.normalizer, "model.normalizer")
     problems += check_phases(config)
+
+    for length in data.lengths:
+        wrong = length < 2 or data.seq_len % length != 0
+        problem(wrong, "data.lengths", length, f"does not divide data.seq_len = {data.seq_len} into rows of 2 tokens and more")
+    shares = sum(data.lengths.values())
+    problem(bool(data.lengths) and abs(shares - 1) > 1e-6, "data.lengths", data.lengths, f"shares sum to {shares:g}, not to 1")
+    learned = isinstance(model.position, Learned)
+    problem(
+        learned and bool(data.lengths),
+        "data.lengths",
+        data.lengths,
+        "short rows train the first learned positions only",
+        "set model.position=rope",
+    )
 
     step_row = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row

@@ -45,8 +45,8 @@ class Limits:
 def key(default, help: str, **limits: float):
     """A configuration key: its default, its one-line description and its bounds (`gt ge lt le`)."""
     metadata = {"help": help, "limits": Limits(**limits)}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -111,7 +111,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
         return MISSING
     limits = spec.metadata["limits"]
-    for item in converted if isinstance(converted, list) else [converted]:
+    for item in converted if isinstance(converted, list) else converted.values() if isinstance(converted, dict) else [converted]:
         if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
             problems.append(Problem(path, value, f"must be {limits}" if str(limits) else "must be a number"))
             return MISSING
@@ -142,6 +142,9 @@ def convert(hint: type, value: Plain):
     if origin is list:
         items = [convert(args[0], item) for item in value] if isinstance(value, list) else [MISSING]
         return MISSING if MISSING in items else items
+    if origin is dict:
+        pairs = {convert(args[0], k): convert(args[1], v) for k, v in value.items()} if isinstance(value, dict) else {MISSING: MISSING}
+        return MISSING if MISSING in (*pairs, *pairs.values()) else pairs
     if hint is float and type(value) is int:
         return float(value)
     if hint is types.NoneType:
@@ -158,6 +161,8 @@ def type_name(hint: type) -> str:
         return " | ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
     if origin is list:
         return f"a list ({type_name(args[0])} each)"
+    if origin is dict:
+        return f"a map ({type_name(args[0])}: {type_name(args[1])})"
     return {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}[hint]
 
 
@@ -190,7 +195,7 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     """Nested blocks as {key path: value}; the blocks of a list by their index."""
     if isinstance(plain, list) and plain and isinstance(plain[0], dict):
         return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
-    if not isinstance(plain, dict):
+    if not isinstance(plain, dict) or not plain or not all(isinstance(name, str) for name in plain):
         return {path: plain}
     return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 

@@ -188,3 +188,34 @@ def test_windows_are_what_the_store_holds(store: Store):
     assert type(batch) is np.ndarray
     for row, begin in zip(batch, starts, strict=True):
         assert (row == store.val.tokens[begin : begin + SEQ_LEN + 1]).all()
+
+
+# ---------------------------------------------------------------- rows of several lengths
+
+
+def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store):
+    plain = TrainRows(store, 64, 4, seed=1)
+    mixed = TrainRows(store, 64, 4, seed=1, lengths={16: 0.25, 32: 0.25, 64: 0.5})
+    for step in range(40):
+        length, rows = mixed.length(step), mixed.rows(step)
+        assert rows.shape == (4 * 64 // length, length + 1)
+        assert np.array_equal(rows[:, 1:].ravel(), plain.rows(step)[:, 1:].ravel())
+        assert np.array_equal(rows[:, :-1].ravel(), plain.rows(step)[:, :-1].ravel())
+
+
+def test_lengths_have_their_shares_and_are_a_function_of_seed_and_step(store):
+    lengths = {16: 0.2, 32: 0.3, 64: 0.5}
+    rows, again, other = (TrainRows(store, 64, 4, seed, lengths) for seed in (1, 1, 2))
+    drawn = [rows.length(step) for step in range(4000)]
+    for length, share in lengths.items():
+        assert drawn.count(length) / 4000 == pytest.approx(share, abs=0.025)
+    assert drawn[:100] == [again.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
+def test_ranks_and_micro_batches_share_out_mixed_rows_too(store, world: int, micro_batch: int):
+    rows = TrainRows(store, 64, 4, 1, {16: 0.5, 64: 0.5})
+    parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
+    for step in range(10):
+        taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+        assert np.array_equal(torch.cat(taken).numpy(), rows.rows(step))

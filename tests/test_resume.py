@@ -43,6 +43,7 @@ SCENARIOS = {
     "accumulation": (["trainer.micro_batch=2"], (3,)),
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
+    "mixed lengths": (["data.lengths={8: 0.5, 32: 0.5}", "trainer.micro_batch=2"], (3,)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
 SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all three": (2, 4, 6)}

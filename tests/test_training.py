@@ -10,7 +10,7 @@ from folders import losses, metrics, poison, same, weights
 
 from lm.checkpoints import load_checkpoint, steps_saved
 from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig, parse
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.model import Decoder
 from lm.training.metrics import cut_back, wandb_mode
 from lm.training.optim import lr_factor, make_optimizer
@@ -153,3 +153,19 @@ def test_metrics_are_mirrored_to_an_offline_wandb_run(tiny, monkeypatch: pytest.
     config = tiny("name=mirrored", "log.wandb=offline")
     train(config)
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_rows_of_several_lengths_are_trained_and_logged(tiny):
+    config = tiny("name=mixed", "data.lengths={8: 0.5, 32: 0.5}", "trainer.max_steps=12", "model.normalizer={name: relu2, n: sample}")
+    assert train(config) == 0
+    lengths = [line["row_length"] for line in metrics(config.run_folder) if "row_length" in line]
+    assert len(lengths) == 12
+    assert set(lengths) == {8, 32}
+    assert {line["tokens"] for line in metrics(config.run_folder) if "row_length" in line} == {256 * step for step in range(1, 13)}
+    assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
+    with pytest.raises(ConfigError, match=r"data\.lengths = 7: does not divide data\.seq_len = 32"):
+        tiny("data.lengths={7: 1.0}")
+    with pytest.raises(ConfigError, match=r"shares sum to 0.9, not to 1"):
+        tiny("data.lengths={8: 0.4, 32: 0.5}")
+    with pytest.raises(ConfigError, match=r"data\.lengths = .*: must be a map"):
+        tiny("data.lengths=8")

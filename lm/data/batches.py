@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lm.data.store import Split, Store
 
+_LENGTHS = 2**63  # keeps the draws of lengths apart from those of epochs
+
 
 class TrainRows:
     """The training rows of a store.
@@ -20,15 +22,20 @@ class TrainRows:
     `seq_len` + 1 tokens (each row's last token is the next one's first) and visits them in an order of its own.
     Every token is a target once an epoch, but for fewer than 2 x `seq_len` at the two ends of the stream.
 
+    With `lengths`, every step cuts its rows into shorter ones of a single length, drawn for the step: the tokens of a step
+    are the same whatever the mixture, and none is padding.
+
     Args:
         batch_rows: rows of one optimizer step, over all processes.
+        lengths: divisors of `seq_len`, each with its share of the steps (of the tokens, that is); empty: `seq_len` alone.
 
     Raises:
         ValueError: the split has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_rows` says so kindly).
     """
 
-    def __init__(self, store: Store, seq_len: int, batch_rows: int, seed: int):
+    def __init__(self, store: Store, seq_len: int, batch_rows: int, seed: int, lengths: dict[int, float] | None = None):
         self.split, self.seq_len, self.batch_rows = store.train, seq_len, batch_rows
+        self.lengths = lengths or {seq_len: 1.0}
         self.entropy = (int(store.fingerprint, 16), seed)
         n_tokens = store.train.n_tokens
         if n_tokens <= seq_len:
@@ -57,15 +64,28 @@ class TrainRows:
         epochs, places = np.divmod(index, self.rows_per_epoch)
         return np.concatenate([self.epoch_starts(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)])
 
-    def rows(self, step: int) -> np.ndarray:
-        """The global batch of a step: int64 (batch_rows, seq_len + 1)."""
-        return windows(self.split, self.row_starts(step), self.seq_len)
+    def length(self, step: int) -> int:
+        """Tokens in each row of a step: a function of (store, seed, step)."""
+        names = sorted(self.lengths)
+        drawn = np.random.SeedSequence((*self.entropy, _LENGTHS, step)).generate_state(1, np.uint64)[0] / 2**64
+        edges = np.cumsum([self.lengths[name] for name in names[:-1]])
+        return names[int(np.searchsorted(edges, drawn, side="right"))]
+
+    def rows(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
+        """The global batch of a step: int64 (batch_rows x seq_len / L, L + 1), L = `length(step)`.
+
+        Or of it the `count` rows of `seq_len` tokens from `first` on, cut in the same way.
+        """
+        starts, length = self.row_starts(step)[first : None if count is None else first + count], self.length(step)
+        cut = starts[:, None] + length * np.arange(self.seq_len // length)
+        return windows(self.split, cut.ravel(), length)
 
 
 class MicroBatches(Dataset[Tensor]):
     """One process's share of every global batch, in micro-batches.
 
-    Item k is micro-batch k % accumulation of step k // accumulation: int64 (micro_batch, seq_len + 1).
+    Item k is micro-batch k % accumulation of step k // accumulation: int64 (micro_batch, seq_len + 1), or
+    (micro_batch x seq_len / L, L + 1) where the step has rows of L.
     """
 
     def __init__(self, rows: TrainRows, rank: int, world: int, micro_batch: int):
@@ -77,9 +97,7 @@ class MicroBatches(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         step, micro = divmod(index, self.accumulation)
-        begin = self.first + micro * self.micro_batch
-        starts = self.source.row_starts(step)[begin : begin + self.micro_batch]
-        return torch.from_numpy(windows(self.source.split, starts, self.source.seq_len))
+        return torch.from_numpy(self.source.rows(step, self.first + micro * self.micro_batch, self.micro_batch))
 
 
 class TrainLoader:

@@ -52,6 +52,7 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,} ({tokens / store.train.n_tokens:.2f} epochs)",
         "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
+        **({"rows of": ", ".join(f"{n} tokens {share:.0%}" for n, share in data.lengths.items())} if data.lengths else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about "
         f"{estimated_memory(decoder, config, precision.value != '32') / 2**30:.2f} GiB a process",
         "device": f"{device}, precision {precision}, compile {compiled}",

@@ -102,6 +102,7 @@ class Metrics(StepCallback):
                 "lr": module.last_lr,
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
+                **({"row_length": module.row_length} if self.config.data.lengths else {}),
                 **({"train/skipped": module.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
             }
         )

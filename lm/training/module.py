@@ -32,14 +32,14 @@ class TrainModule(L.LightningModule):
         self.config, self.phase, self.store, self.decoder = config, phase, store, decoder
         self._freeze(decoder)
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
-        self.loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
+        self.loss_sum = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss  # a graph for each row length
         self.accumulation = config.rank_rows // config.micro_batch
         self.step_nll: Tensor | None = None
         self.grad_norm = self.last_lr = math.nan
         self.best: dict[str, float] | None = None  # `step` and validation `loss` of the lowest so far
         self.skipped = self.skipped_in_a_row = 0
         self.before_swap: list[Decoder] = []  # the model a phase's swap began with; in a list, or it would be part of this module
-        self.wandb_id, self.elapsed_s = wandb_id, 0.0
+        self.wandb_id, self.elapsed_s, self.row_length = wandb_id, 0.0, config.data.seq_len
 
     @property
     def step_tokens(self) -> int:
@@ -48,9 +48,9 @@ class TrainModule(L.LightningModule):
 
     def train_dataloader(self):
         """Micro-batches from the current step on (Lightning asks after a checkpoint is restored)."""
-        config = self.config
+        config, data = self.config, self.config.data
         return train_loader(
-            TrainRows(self.store, config.data.seq_len, config.optim.batch_tokens // config.data.seq_len, config.seed),
+            TrainRows(self.store, data.seq_len, config.optim.batch_tokens // data.seq_len, config.seed, data.lengths),
             rank=self.global_rank,
             world=config.world_size,
             micro_batch=config.micro_batch,
@@ -65,8 +65,8 @@ class TrainModule(L.LightningModule):
         torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch (rows, seq_len + 1), scaled so that the step's gradient is that of the mean."""
-        nll = self.loss_sum(batch)
+        """Loss (nats, scalar) of a micro-batch (rows, length + 1), scaled so that the step's gradient is that of the mean."""
+        nll, self.row_length = self.loss_sum(batch), batch.size(1) - 1
         self.step_nll = nll.detach() if self.step_nll is None else self.step_nll + nll.detach()
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)
