@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lm.loading import Loaded
 
 
-def load(path: str | os.PathLike, checkpoint: str = "last") -> "Loaded":
+def load(path: str | os.PathLike, checkpoint: str | int = "last") -> "Loaded":
     """A trained model with its tokenizer and configuration: see `lm.loading.load`."""
     from lm.loading import load
 

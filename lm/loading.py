@@ -51,13 +51,13 @@ class Loaded:
         return end_of_text(self.config)
 
 
-def load(path: str | os.PathLike, checkpoint: str = "last") -> Loaded:
+def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or an export of `lm export`.
 
     Raises:
         RunError: nothing of the kind, damaged, or weights that don't fit their configuration.
     """
-    path = Path(path)
+    path, checkpoint = Path(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():

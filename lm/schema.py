@@ -7,6 +7,7 @@ A schema is a dataclass whose fields are made with `key` (a value), `section` (a
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -32,9 +33,9 @@ class Limits:
         return " and ".join(bounds)
 
     def allow(self, value: float) -> bool:
-        """True if `value` is within the bounds; NaN never is."""
+        """True if `value` is within the bounds; what is not finite never is."""
         return (
-            value == value
+            math.isfinite(value)
             and (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)

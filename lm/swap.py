@@ -107,24 +107,20 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
     Raises:
         LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
     """
-    loaded = load(source, checkpoint)
-    config = _swapped_config(loaded, to, init, out, overrides)
-    old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
-    if init == "fit" and not count_parameters(new)["normalizer"]:
-        raise ConfigError(
-            [Problem("--init", init, f"{table.label(to_plain(new.config.normalizer))} has no parameters to fit", "drop --init")]
-        )
-    trained = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
-    store = open_store(config, loaded)
-    rows = swap_rows(store, config)
-    where = open_device(config, trained)
-    old.to(where.device), new.to(where.device)
-    facts: dict[str, Plain] = {
-        "from": str(loaded.path),
-        "normalizer": table.label(to_plain(old.config.normalizer)),
-        "init": init or "match",
-    }
     with new_folder(out) as made:
+        loaded = load(source, checkpoint)
+        config = _swapped_config(loaded, to, init, out, overrides)
+        old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
+        if init == "fit" and not count_parameters(new)["normalizer"]:
+            label = table.label(to_plain(new.config.normalizer))
+            raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
+        trained = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
+        store = open_store(config, loaded)
+        rows = swap_rows(store, config)
+        where = open_device(config, trained)
+        old.to(where.device), new.to(where.device)
+        facts: dict[str, Plain] = {"from": str(loaded.path), "normalizer": table.label(to_plain(old.config.normalizer))}
+        facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, _fit_rows(store, config).to(where.device))
         stamp = {"step": loaded.facts["step"], "tokens_seen": loaded.facts["tokens"], "data_fingerprint": store.fingerprint}

@@ -323,14 +323,17 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     assert "note: cosine now ends at step 12, it was headed for 8" in capsys.readouterr().out
 
 
-def test_going_back_to_an_earlier_checkpoint_keeps_the_new_ones(tiny):
+def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: pytest.CaptureFixture):
     options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=3"]
     config = tiny("name=back", *options)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
     assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
     expected = losses(config.run_folder)
+    capsys.readouterr()
     train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
+    assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are dropped" in capsys.readouterr().out
+    assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
     assert losses(config.run_folder)[:4] == expected[:4]
@@ -354,6 +357,16 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     os.replace(checkpoints / "odd", checkpoints / "step-000006.ckpt")
     train(tiny("name=gone", *options, f"resume={checkpoints / 'step-000006.ckpt'}"))
     assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
+
+
+def test_a_lost_last_checkpoint_does_not_start_the_run_anew(tiny):
+    train(tiny("name=lost"))
+    checkpoints = tiny("name=lost").run_folder / "checkpoints"
+    (checkpoints / "last.ckpt").unlink()
+    before = (tiny("name=lost").run_folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match=r"last.ckpt: missing, .* resume=.*step-000008.ckpt"):
+        train(tiny("name=lost", "resume=auto"))
+    assert (tiny("name=lost").run_folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):

@@ -19,6 +19,7 @@ from lm.evaluation.loss import Device, HeldOut
 from lm.loading import load
 from lm.loss import token_kl
 from lm.model import Decoder, is_normalizer
+from lm.report import compare, read_run
 from lm.swap import swap_run, swapped
 from lm.training.optim import carry_over, make_optimizer, parameter_groups
 from lm.training.run import train
@@ -262,6 +263,7 @@ def test_a_swap_that_makes_no_sense_is_one_line(trained: Path, tmp_path: Path):
     assert "model.normalizer = 'log_n': the new normalizer is --to ssmax" in refused("--to", "ssmax", "model.normalizer=log_n")
     assert "model.normalizer.init = 0.5: --init says unit" in refused("--to", "ssmax", "--init", "unit", "model.normalizer.init=0.5")
     assert "--init = 'fit': log_n has no parameters to start; drop --init" in refused("--to", "log_n", "--init", "fit")
+    assert "model.normalizer.init = inf: must be a number" in refused("--to", "ssmax", "--init", "inf")
     assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
     assert "model.n_head = '4': can't be changed in a swap" in refused("--to", "ssmax", "model.n_head=4")
     assert "no such checkpoint; steps saved" in refused("--to", "ssmax", "--checkpoint", "7")
@@ -344,6 +346,10 @@ def test_weights_that_do_not_fit_are_refused_with_both_sides_and_a_way_out(train
         assert not config.run_folder.exists()
         return str(caught.value)
 
+    assert "lm swap" in refused("model.normalizer={name: ssmax, bias: true, n: sample}")
+    assert "--to ssmax model.normalizer.bias=true model.normalizer.n=sample -o OUT" in refused(
+        "model.normalizer={name: ssmax, bias: true, n: sample}"
+    )
     text = refused("model.normalizer=ssmax")
     assert "model.normalizer = 'ssmax'" in text
     assert "has softmax; convert it: lm swap" in text
@@ -379,3 +385,19 @@ def test_a_swapped_run_keeps_the_configuration_of_its_training(tiny, tmp_path: P
     swap(tiny("name=source").run_folder, tmp_path / "out")
     ours, theirs = load(tmp_path / "out").config, load(tiny("name=source").run_folder).config
     assert (ours.trainer, ours.optim, ours.data) == (theirs.trainer, theirs.optim, theirs.data)
+
+
+def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path, tiny, tmp_path: Path):
+    swap(trained, tmp_path / "out")
+    assert command("eval", str(tmp_path / "out"), "eval.rows=64").returncode == 0
+    options = ["eval.rows=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
+    train(tiny("name=longer", "model.normalizer={name: ssmax, init: unit}", f"init_from={tmp_path / 'out'}", *options))
+    comparison = compare([read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)])
+    labels = [arm.label for arm in comparison.arms]
+    assert labels[0] == "softmax"
+    assert labels[1] == "softmax -> ssmax after training (init match)"
+    assert labels[2].startswith("ssmax")
+    assert "unit" not in labels[2]  # the weights it started from have replaced that
+    assert "started from weights that had seen different numbers of tokens" in comparison.warning
+    checks = {check.what: check.ok for check in comparison.checks}
+    assert checks["tokens in the weights started from"] is False

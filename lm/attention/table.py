@@ -355,6 +355,15 @@ def label(plain: dict[str, Plain]) -> str:
     return f"{plain['name']} ({', '.join(changed)})" if changed else plain["name"]
 
 
+def arguments(plain: dict[str, Plain]) -> str:
+    """A normalizer as `lm swap --to` takes it: `ssmax model.normalizer.bias=true`; first values left out."""
+    if plain["name"] == Layers.name:
+        return f"layers 'model.normalizer.of=[{', '.join(one['name'] for one in plain['of'])}]'"
+    defaults = {spec.name: spec.default for spec in fields(OPTIONS[plain["name"]])}
+    changed = {key: value for key, value in plain.items() if key not in ("name", "init") and value != defaults[key]}
+    return " ".join([plain["name"], *(f"model.normalizer.{key}={_shown(value)}" for key, value in changed.items())])
+
+
 def _shown(value: Plain) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 

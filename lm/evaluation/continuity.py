@@ -142,6 +142,8 @@ def print_swap(result: dict[str, Plain]) -> None:
     """Tables on the terminal: for each length loss and KL by octave of position, then drift by layer."""
     console = Console()
     console.print(f"{result['from']} -> {result['to']}, step {result['step']}, losses and KL in nats per token", highlight=False)
+    if not result["lengths"]:
+        console.print("nothing measured: eval.swap_lengths names no length that a held-out document has", highlight=False)
     for one in result["lengths"]:
         change, times = one["change"], f"{one['length'] / result['seq_len']:g}x"
         interval = f"{change['mean']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]"

@@ -123,6 +123,9 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     diff = _config_diff(arms)
     other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and not key.startswith(_BOOKKEEPING)]
     warning = f"The arms differ in more than the normalizer: {', '.join(other)}." if other else ""
+    same_start, start = result.across(lambda run: run.tokens_before)
+    if same_start is False:
+        warning = f"{warning} They started from weights that had seen different numbers of tokens: {start}.".strip()
     same_tokens, tokens = result.across(lambda run: run.tokens_seen)
     if same_tokens is False:
         warning = f"{warning} The runs have not seen the same number of tokens: {tokens}.".strip()
@@ -144,6 +147,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     if len(set(labels)) < len(labels):
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
         keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *_BOOKKEEPING))]
+        keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         for index, group in enumerate(runs):
             if labels[index] in repeated:
@@ -161,9 +165,13 @@ def _short(value: Plain) -> Plain:
 
 
 def arm_label(run: RunRecord) -> str:
-    """The run's normalizer, or those of its phases: `softmax -> ssmax at step 175`."""
+    """The run's normalizer, or those of its phases, `softmax -> ssmax at step 175`, or what was swapped in after training."""
     (_, first), *later = run.phases
-    return " -> ".join([table.label(first), *(f"{table.label(normalizer)} at step {step}" for step, normalizer in later)])
+    if run.config.get("init_from"):  # the weights that it started from have replaced the first values
+        first = {key: value for key, value in first.items() if key != "init"}
+    names = [table.label(first), *(f"{table.label(normalizer)} at step {step}" for step, normalizer in later)]
+    before = run.measured("swap.normalizer")
+    return " -> ".join([f"{before}", f"{names[0]} after training (init {run.measured('swap.init')})"] if before else names)
 
 
 def _config_diff(arms: list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -198,6 +206,7 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
     by_arm = "; ".join(f"{arm.label}: {', '.join(map(str, s))}" for arm, s in zip(comparison.arms, seeds, strict=True))
     return (
         same("tokens seen", lambda run: run.tokens_seen),
+        same("tokens in the weights started from", lambda run: run.tokens_before),
         same("tokens seen, long-context evaluation", lambda run: run.long_context and run.long_context.tokens_seen),
         same("data fingerprint", lambda run: run.measured("data_fingerprint")),
         same("validation rows (sha256)", lambda run: run.validation and run.validation.identity[1]),

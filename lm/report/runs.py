@@ -107,6 +107,11 @@ class RunRecord:
         return int(self.training.tokens[-1]) if len(self.training.tokens) else None
 
     @property
+    def tokens_before(self) -> int:
+        """Tokens that the weights it started from had seen (`init_from`); 0 for a run from scratch."""
+        return self.measured("started_from.tokens") or 0
+
+    @property
     def unigram_entropy(self) -> float | None:
         """Of the held-out tokens, nats per token: what a model without context could reach."""
         return self.validation.unigram_entropy if self.validation else self.measured("unigram_entropy.val")

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.checkpoints import BEST, load_checkpoint
+from lm.checkpoints import BEST, load_checkpoint, steps_saved
+from lm.checkpoints import step_of as checkpoint_step
 from lm.config import LogConfig
 from lm.errors import RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
@@ -43,12 +44,15 @@ class MetricLog:
 
 def cut_back(run: Path, step: int) -> None:
     """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
-    (a last line cut short by a kill among them), evaluations, a best checkpoint, and a swap at
-    `step` itself; and what a kill left half-written."""
+    (a last line cut short by a kill among them), evaluations, checkpoints, and a swap at `step` itself; and what a kill
+    left half-written."""
     for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
         for rubbish in part.glob(".*"):
             if rubbish.is_file():
                 rubbish.unlink()
+    for path in steps_saved(run / CHECKPOINTS):
+        if checkpoint_step(path) > step:
+            path.unlink()
     best = run / CHECKPOINTS / BEST
     with contextlib.suppress(RunError):  # none, or damaged
         if load_checkpoint(best)["lm"]["step"] > step:

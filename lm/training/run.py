@@ -68,7 +68,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    first_step, notes, best = 0, [], None
+    first_step, notes, best, start = 0, [], None, before.get("started_from")
     if checkpoint:
         saved = load_checkpoint(checkpoint)
         first_step, notes = check_resume(config, store, saved, checkpoint)
@@ -80,12 +80,12 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     if config.train_only:
         check_train_only(config, decoder)
     if config.init_from and not checkpoint:
-        notes = [start_from(config, store, decoder)]
+        start, notes = start_from(config, store, decoder)
     precision = resolve_precision(config, accelerator, before)
     flops = flops_per_token(decoder) * config.optim.batch_tokens * max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
-    facts = environment(config, store, decoder, device, precision, compiled, first_step, before)
+    facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
     if main:
         print(banner(config, phase, store, decoder, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))

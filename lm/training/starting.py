@@ -14,7 +14,7 @@ from lm.config import Config, parse
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs import CHECKPOINTS, TOKENIZER
-from lm.schema import flatten, to_plain
+from lm.schema import Plain, flatten, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
 # Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
@@ -73,6 +73,9 @@ def find_checkpoint(config: Config) -> Path | None:
             )
         return path
     if config.resume == "auto":
+        others = sorted(path.parent.glob("step-*.ckpt"), key=lambda other: other.stat().st_mtime_ns)
+        if others:
+            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None
     raise RunError(f"{path}: no such checkpoint (resume)")
 
@@ -102,6 +105,9 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if problems:
         raise ConfigError(problems)
     notes = []
+    later = [other for other in path.parent.glob("step-*.ckpt") if int(other.stem.removeprefix("step-")) > saved["step"]]
+    if later:
+        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are dropped")
     steps = trained.trainer.max_steps, config.trainer.max_steps
     if steps[0] != steps[1] and config.optim.schedule.name != "constant":
         notes.append(
@@ -119,8 +125,8 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
         ours, theirs = (table.label(to_plain(plan[index].normalizer)) for plan in (config.plan, trained.plan))
         if config.plan[index].normalizer != trained.plan[index].normalizer:
-            name = config.plan[index].normalizer.name
-            remedy = f"to change it now: lm swap {path} --to {name} -o OUT, then init_from=OUT in a run of another name"
+            to = table.arguments(to_plain(config.plan[index].normalizer))
+            remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
         if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:
             reason = f"the checkpoint was trained with {trained.plan[index].warmup_steps}"
@@ -137,8 +143,8 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
 # ---------------------------------------------------------------- init_from: a new run, the weights alone
 
 
-def start_from(config: Config, store: Store, decoder: object) -> str:
-    """Give `decoder` the weights that `init_from` names; a note on where they come from.
+def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str, Plain], list[str]]:
+    """Give `decoder` the weights that `init_from` names; where they come from (`path`, `step`, `tokens`), and notes on it.
 
     Raises:
         RunError: nothing to load there.
@@ -165,7 +171,11 @@ def start_from(config: Config, store: Store, decoder: object) -> str:
     if problems:
         raise ConfigError(problems)
     decoder.load_state_dict(loaded.decoder.state_dict())
-    return f"weights from {loaded.path} (step {loaded.facts['step']:,}, {loaded.facts['tokens']:,} tokens)"
+    start = {"path": str(loaded.path), "step": loaded.facts["step"], "tokens": loaded.facts["tokens"]}
+    notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
+    if store.fingerprint != loaded.facts["data_fingerprint"]:
+        notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
+    return start, notes
 
 
 def _normalizer_problems(config: Config, decoder: object, loaded: object) -> list[Problem]:
@@ -177,8 +187,8 @@ def _normalizer_problems(config: Config, decoder: object, loaded: object) -> lis
         settled = {"init", *ours.constants()}  # first values are replaced; constants are compared by what they come to
         plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
         if plain[0] != plain[1]:
-            name = config.plan[0].normalizer.name
-            remedy = f"convert it: lm swap {config.init_from} --to {name} -o OUT, then init_from=OUT; or keep {labels[1]}"
+            to = table.arguments(to_plain(config.plan[0].normalizer))
+            remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
         before = theirs.constants()
         moved = [key for key, value in ours.constants().items() if value != before[key]]
