@@ -98,7 +98,7 @@ def test_every_registered_normalizer_is_tested():
 
 @every_case
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 129])
-@pytest.mark.parametrize("size", [16, 40])
+@pytest.mark.parametrize("size", [16, 40, 128])
 def test_fast_path_equals_the_definition_forward_and_backward(options: object, length: int, size: int):
     normalizer, rows = made(options, size=size), Rows.full(length)
     q, k, v = (x.requires_grad_() for x in inputs(length, size=size, normalizer=normalizer))
