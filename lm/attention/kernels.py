@@ -6,6 +6,7 @@ Shapes: B rows, H heads, T queries, S keys, D head size.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,20 +109,20 @@ def by_query_blocks(normalizer: "Normalizer", q: Tensor, k: Tensor, v: Tensor, r
 # ---------------------------------------------------------------- weights that depend on their own score alone
 
 
-class Pointwise:
+class Pointwise(ABC):
     """A function f of a score, plain and for tiles."""
 
+    @abstractmethod
     def __call__(self, z: Tensor) -> Tensor:
         """f(z), the definition."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value_(self, z: Tensor) -> Tensor:
         """f(z); overwrites z."""
-        raise NotImplementedError
 
+    @abstractmethod
     def derivative_(self, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """(f(z), grad x f'(z)); overwrites z and grad."""
-        raise NotImplementedError
 
 
 class Relu(Pointwise):

@@ -1,6 +1,7 @@
 """Weights that depend on their own score alone: no competition between keys but through n, or through a plain sum."""
 
 import math
+from abc import abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,9 @@ class PointwiseNormalizer(Normalizer):
         """b as fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
+    @abstractmethod
     def factor(self, rows: Rows) -> Tensor | None:
         """r as fp32, broadcastable to (B, H, T); None: rows are divided by their sum."""
-        raise NotImplementedError
 
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z, shift, factor = logits(q, k), self.shift(rows), self.factor(rows)

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import FrameType
 
@@ -170,15 +171,15 @@ def is_best(module: TrainModule, step: int) -> bool:
     return module.best is not None and module.best["step"] == step
 
 
-class Evaluation(StepCallback):
+class Evaluation(StepCallback, ABC):
     """Measures something on all ranks and keeps it: a file in evaluations/, a line in metrics.jsonl."""
 
     def __init__(self, config: Config, folder: Path, record: MetricLog, progress: ProgressLine, clock: Clock, bf16: bool):
         self.config, self.folder, self.record, self.progress, self.clock, self.bf16 = config, folder, record, progress, clock, bf16
 
+    @abstractmethod
     def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
         """The result with its `kind`, the numbers among the run's metrics, and a line to show. Collective."""
-        raise NotImplementedError
 
     def run(self, trainer: L.Trainer, module: TrainModule) -> dict[str, Plain]:
         """Measure now; training's clock is stopped meanwhile."""
