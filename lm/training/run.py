@@ -87,7 +87,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
 
     facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
     if main:
-        print(banner(config, phase, store, decoder, device, precision, compiled), *notes, sep="\n", flush=True)
+        print(banner(config, phase, store, decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
