@@ -196,10 +196,12 @@ class HarnessLM(LM):
         asked = next((int(settings[name]) for name in _NEW_TOKENS_KEYS if settings.get(name) is not None), NEW_TOKENS)
         ids = [self.prefix_token_id, *self.tok_encode(context)]
         room = max(self.max_length - asked, self.max_length // 2)
-        self.cut[task] += len(ids) > room
-        ids = ids[-room:]
+        if len(ids) > room:
+            self.cut[task] += 1
+            ids = ids[-room:]
         new = min(asked, self.max_length - len(ids))
-        self.shortened[task] += new < asked
+        if new < asked:
+            self.shortened[task] += 1
         temperature = float(settings.get("temperature") or 0) if settings.get("do_sample", True) else 0.0
         if settings.get("do_sample") and settings.get("temperature") is None:
             temperature = 1.0

@@ -128,7 +128,7 @@ def _find(tasks: list[str], include_path: Path | None) -> tuple[list[str], "Task
         matched = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
         names += [name for name in matched if name not in names]
         if not matched:
-            close = difflib.get_close_matches(task, manager.all_tasks, 3)
+            close = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
             remedy = f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists them; yours: --include-path DIR"
             problems.append(Problem("--tasks", task, "no such task", remedy))
     if problems:
