@@ -117,7 +117,9 @@ def generate(
 def harness(
     source: Source,
     tasks: Annotated[str, typer.Option(help="names or patterns of tasks, separated by commas", show_default=False)],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.precision=32", show_default=False)
+    ] = None,
     include_path: Annotated[Path | None, typer.Option(help="folder of your own task files")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
     limit: Annotated[float | None, typer.Option(help="documents of each task at most; below 1: a share of them")] = None,

@@ -350,6 +350,20 @@ def test_lm_harness_from_the_command_line(tiny, include):
     assert (wrong.returncode, wrong.stderr) == (2, "error: --tasks = 'our_choise': no such task; did you mean our_choice?\n")
 
 
+def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
+    config = tiny("name=grouped")
+    train(config)
+    group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
+    (include / "ours.yaml").write_text(yaml.safe_dump(group))
+    manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
+    monkeypatch.setattr("lm.evaluation.tasks._find", lambda tasks, include_path: (tasks, manager))
+    result = measure(config.run_folder, ["ours"], include_path=include)
+    assert result["tasks"].keys() == {"our_choice", "our_write"}
+    assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]
+    assert result["groups"]["ours"]["metrics"]["acc"] == result["tasks"]["our_choice"]["metrics"]["acc"]
+    assert " ours " in capsys.readouterr().out
+
+
 def test_an_export_and_a_checkpoint_score_as_their_run(tiny, include, tmp_path):
     config = tiny("name=source")
     train(config)

@@ -61,6 +61,7 @@ def measure(
     problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
     if problems:
         raise ConfigError(problems)
+    limit = int(limit) if limit is not None and limit >= 1 else limit
     loaded = load(source, checkpoint)
     facts, folder = loaded.facts, loaded.folder
     config = parse(merge(to_plain(loaded.config), only(OVERRIDABLE, overrides or [], "an evaluation")))
@@ -140,8 +141,6 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fe
     """The harness's results. Raises RunError of one line for what is wrong with a task or its data."""
     import lm_eval
 
-    if limit is not None and limit >= 1:
-        limit = int(limit)
     try:
         return lm_eval.simple_evaluate(
             model=model, tasks=names, task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
