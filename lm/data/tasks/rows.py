@@ -23,7 +23,7 @@ class Example:
     """A row, and what it asks.
 
     Spans are [start, stop) in `tokens`. A question is what stands before its span in `questions`; the tokens of the
-    span are the answer, which the row shows once more in the span of `evidence`.
+    span are the answer. The row shows it in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
     """
 
     tokens: np.ndarray  # (length + 1,) int64

@@ -14,12 +14,13 @@ from lm.schema import key
 class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys: which value has each?
 
-    Symbols: keys, then values, then filler. The queries are the row's last 2 `queries` tokens, key and value by turns; keys
-    and values of a row are all different, no key is asked for twice, and filler is neither: a value stands in its pair and
-    in its answer, and nowhere else.
+    Symbols: keys, then values, then filler, then, if `joined`, pairs: one for each key and value, by key. The queries are the
+    row's last 2 `queries` tokens, key and value by turns; keys and values of a row are all different, no key is asked for
+    twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: a pair whose key and value sum to a multiple of 8 is in test rows only, any other in training rows only,
-    if there are 8 times as many values as pairs; else test rows are only drawn from a stream of their own.
+    Disjoint: a pair whose key and value sum to a multiple of 8 is in test rows only, any other in training rows only, if
+    there are 8 times as many values as pairs and pairs are two symbols. Else test rows have a stream of their own, and
+    lists of (key, value) of their own, by their hash.
     """
 
     name: ClassVar[str] = "mqar"
@@ -28,16 +29,17 @@ class MQAR(Task):
     filler: int = key(32, "different symbols of filler", ge=1)
     pairs: int = key(8, "pairs in a row", ge=1)
     queries: int = key(8, "keys asked for at the row's end", ge=1)
+    joined: bool = key(False, "a pair is one symbol, that of its key and value: one look finds it; else two, and a key must be found first")
     varied: bool = key(False, "training rows have 1 to `pairs` pairs, at random, and no more queries; test rows all of them")
 
     @property
     def vocab_size(self) -> int:
-        return self.keys + self.values + self.filler
+        return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 
     @property
     def disjoint(self) -> bool:
         """Whether training and test rows share no pair."""
-        return self.values >= HELD_OUT * self.pairs
+        return not self.joined and self.values >= HELD_OUT * self.pairs
 
     def problems(self) -> list[tuple[str, str]]:
         found = [("queries", f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
@@ -46,29 +48,39 @@ class MQAR(Task):
         ]
 
     def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
-        require(length + 1 - 2 * self.pairs - 2 * self.queries, f"{self.pairs} pairs and {self.queries} queries", length)
+        width = 1 if self.joined else 2
+        require(length + 1 - width * self.pairs - 2 * self.queries, f"{self.pairs} pairs and {self.queries} queries", length)
         pairs = 1 + draw.one(self.pairs) if self.varied and draw.part == "train" else self.pairs
         queries = min(self.queries, pairs)
         front = length + 1 - 2 * queries
-        tokens = self.keys + self.values + draw.below(self.filler, length + 1)
-        keys, at = draw.order(self.keys, pairs), draw.places(front, [2] * pairs)
-        values, asked = self._values(keys, draw), draw.order(pairs, queries)
-        tokens[at], tokens[at + 1] = keys, self.keys + values
+        first_filler, first_pair = self.keys + self.values, self.keys + self.values + self.filler
+        tokens = first_filler + draw.below(self.filler, length + 1)
+        at, asked = draw.places(front, [width] * pairs), draw.order(pairs, queries)
+        keys, values = self._contents(pairs, draw)
+        if self.joined:
+            tokens[at] = first_pair + keys * self.values + values
+        else:
+            tokens[at], tokens[at + 1] = keys, self.keys + values
         tokens[front::2], tokens[front + 1 :: 2] = keys[asked], self.keys + values[asked]
-        return Example(tokens, span(np.arange(front + 1, length + 1, 2)), span(at[asked] + 1), pairs, span(at[asked], 2))
+        answers = span(np.arange(front + 1, length + 1, 2))
+        return Example(tokens, answers, span(at[asked] + width - 1), pairs, span(at[asked], width))
 
-    def _values(self, keys: np.ndarray, draw: Draw) -> np.ndarray:
-        """Different values, one for each key: the first in a random order that is free and fits."""
-        order = draw.order(self.values)
-        if not self.disjoint:
-            return order[: len(keys)]
+    def _contents(self, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """Different keys, and different values for them."""
+        for _ in draw.tries():
+            keys, order = draw.order(self.keys, pairs), draw.order(self.values)
+            if self.disjoint:
+                break
+            if draw.owns(*keys, *order[:pairs]):
+                return keys, order[:pairs]
+        # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
         free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.part == "test")  # (pairs, values)
-        values = np.empty(len(keys), np.int64)
-        for pair in range(len(keys)):  # each has values / 8 or more that fit, the others hold at most pairs - 1 of them
+        values = np.empty(pairs, np.int64)
+        for pair in range(pairs):
             first = int(free[pair].argmax())
             values[pair] = order[first]
             free[:, first] = False
-        return values
+        return keys, values
 
 
 @dataclass
