@@ -12,6 +12,8 @@ from torch import Tensor
 from lm.config import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
+from lm.data.tasks import example
+from lm.data.tasks.store import STORE_SEED
 from lm.loss import token_nll
 from lm.model import Decoder
 from lm.schema import Plain
@@ -44,17 +46,24 @@ class HeldOut:
 
     Attributes:
         end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
+        answers: (R, length) bool, which predictions count; None: all.
     """
 
     rows: np.ndarray
     token_bytes: np.ndarray
     sha256: str
     end_of_text: int | None = None
+    answers: np.ndarray | None = None
 
     @property
     def length(self) -> int:
         """Predicted tokens in a row."""
         return self.rows.shape[1] - 1
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Which predictions count: (R, length) bool."""
+        return np.ones((len(self.rows), self.length), bool) if self.answers is None else self.answers
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
@@ -65,9 +74,20 @@ class HeldOut:
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text."""
+    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text; without text, test rows of each task."""
+    if config.data.symbolic:
+        return task_rows(store, config)
     starts = validation_starts(store.val, config.data.seq_len, config.eval.rows)
     return HeldOut.take(store, starts, config.data.seq_len, config.data.documents == "isolate")
+
+
+def task_rows(store: Store, config: Config) -> HeldOut:
+    """`eval.rows` test rows, tasks by turns; the same for each run of the same tasks."""
+    tasks, length = [share.task for share in config.data.tasks], config.data.seq_len
+    made = [example(tasks[i % len(tasks)], STORE_SEED, i // len(tasks), length, "test") for i in range(config.eval.rows)]
+    rows = np.stack([one.tokens for one in made])
+    digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+    return HeldOut(rows, store.token_bytes, digest, answers=np.stack([one.answers for one in made]))
 
 
 def long_rows(store: Store, config: Config) -> HeldOut | None:
@@ -103,7 +123,8 @@ def by_token(
     batch = max(1, EVAL_TOKENS // held_out.length)
     mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
     for index in mine.split(batch) if len(mine) else ():
-        rows = Batch.of(held_out.rows[index.numpy()], end_of_text=held_out.end_of_text)
+        answers = None if held_out.answers is None else held_out.answers[index.numpy()]
+        rows = Batch.of(held_out.rows[index.numpy()], answers, held_out.end_of_text)
         result[:, index] = measure(rows.to(where.device)).cpu()
         if on_rows:
             on_rows(len(index))
@@ -139,7 +160,7 @@ def sum_over_ranks(values: Tensor, where: Device) -> Tensor:
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
-    n_bytes = held_out.token_bytes[held_out.rows[:, 1:]].sum(dtype=np.float64)
+    n_bytes = (held_out.token_bytes[held_out.rows[:, 1:]] * held_out.counts).sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
@@ -151,9 +172,9 @@ def evaluate_validation(decoder: Decoder, held_out: HeldOut, where: Device) -> d
         "seq_len": held_out.length,
         "rows": len(nll),
         "rows_sha256": held_out.sha256,
-        "loss": float(nll.mean(dtype=np.float64)),
+        "loss": float(nll.mean(dtype=np.float64, where=held_out.counts)),
         "bits_per_byte": bits_per_byte(nll, held_out),
-        "nll_by_row": [round(float(x), 6) for x in nll.mean(1, dtype=np.float64)],
+        "nll_by_row": [round(float(x), 6) for x in nll.mean(1, dtype=np.float64, where=held_out.counts)],
     }
 
 

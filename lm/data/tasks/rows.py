@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Part = Literal["train", "test"]
 PARTS = ("train", "test")
 HELD_OUT = 8  # one in so many contents is in test rows only
-MOST_INDICES = 2**32
+MOST_INDICES = 2**63
 MOST_TRIES = 1000  # contents that are drawn for one of the row's part
 
 
@@ -83,7 +83,7 @@ class Draw:
     """The random numbers of one row, from raw PCG64 output, which never changes between NumPy versions.
 
     Args:
-        seed, index: each below 2^32, so that no two rows share a stream.
+        seed, index: below 2^32 and 2^63; no two rows share a stream.
     """
 
     def __init__(self, seed: int, part: Part, index: int):
