@@ -33,7 +33,7 @@ ARMS = {
     "GAU, relu^2, n = 64": [*GAU, "model.normalizer={name: relu2, n: 'fixed:64'}"],
     "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
 }
-FACTORS, ROWS = (1, 2, 4, 8, 16, 32), 256
+FACTORS, ROWS = (1, 2, 4, 8, 16, 32), 128
 
 
 def folder_of(arm: str, seed: int, runs: Path) -> Path:
