@@ -27,6 +27,8 @@ from lm.data.store import (
     write_file,
     write_manifest,
 )
+from lm.data.tasks import Task
+from lm.data.tasks.store import answer_entropy, symbol_label, symbol_rows, symbol_spec, symbol_tokenizer
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer, vocab_size
 from lm.errors import ConfigError, DataError, Problem
 from lm.files import sync_folder
@@ -47,7 +49,8 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     """
     spec = _spec(data)
     root = Path(data.root)
-    target = root / f"{label(data.source)}-{_sha256(spec)[:12]}"
+    name = symbol_label(_tasks(data)) if data.symbolic else label(data.source)
+    target = root / f"{name}-{_sha256(spec)[:12]}"
     shown = _Progress(progress)
     try:
         if not target.exists():
@@ -56,7 +59,7 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
                     for leftover in root.glob(".*.partial"):
                         shutil.rmtree(leftover)
                     shown.say(f"{target}: preparing a new token store ({_why(root, target, spec)})")
-                    _build(data, spec, target, shown)
+                    (_build_symbols if data.symbolic else _build)(data, spec, target, shown)
     except OSError as error:  # those of reading the source are DataErrors already
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
@@ -105,6 +108,8 @@ def check_rows(store: Store, config: Config) -> None:
 
 def _spec(data: DataConfig) -> dict[str, Plain]:
     """All that decides the store's content, as plain data."""
+    if data.symbolic:
+        return {"format": FORMAT, **symbol_spec(_tasks(data), data.seq_len)}
     tokenizer: dict[str, Plain] = {"name": data.tokenizer.name}
     if isinstance(data.tokenizer, TokenizerFile):
         path = Path(data.tokenizer.path)
@@ -211,6 +216,44 @@ def _build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: "_Prog
         sync_folder(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # renamed by now, unless something failed
+
+
+def _build_symbols(data: DataConfig, spec: dict[str, Plain], target: Path, shown: "_Progress") -> None:
+    """The store of tasks over symbols. Its unigram entropy is that of the answers."""
+    tasks, partial = _tasks(data), target.with_name(f".{target.name}.partial")
+    tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
+    size = vocab_size(tokenizer)
+    try:
+        partial.mkdir()
+        files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
+        for name, part in (("train", "train"), ("val", "test")):
+            with closing(SplitWriter(partial, name, size, size - 1)) as writer:
+                for row in symbol_rows(tasks, part, data.seq_len):
+                    writer.add(row, len(row))
+                splits[name], written = writer.finish()
+            splits[name]["unigram_entropy"] = answer_entropy(tasks, part, data.seq_len)
+            files |= written
+        files |= write_file(partial / TOKEN_BYTES, npy(np.ones(size, np.float32)))
+        manifest = spec | {
+            "licence": "none needed: made up",
+            "skipped": 0,
+            "vocab_size": size,
+            "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
+            "dtype": token_dtype(size),
+            "token_bytes": "one a symbol",
+            "splits": splits,
+            "files": files,
+        }
+        write_manifest(partial, manifest)
+        sync_folder(partial)
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # renamed by now, unless something failed
+
+
+def _tasks(data: DataConfig) -> list[Task]:
+    return [share.task for share in data.tasks]
 
 
 def _scan(data: DataConfig, shown: "_Progress") -> Scan:
