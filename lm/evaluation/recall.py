@@ -1,16 +1,22 @@
 """Recall: how often a model gives a task's answers, at the training length and far beyond it."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lm.config import Config, LongSetting, Schedule
 from lm.data.batches import Batch
+from lm.data.store import Store
 from lm.data.tasks import Example, Task, Text, example
-from lm.evaluation.loss import EVAL_TOKENS, Device, sum_over_ranks
+from lm.data.tasks.store import STORE_SEED
+from lm.errors import ConfigError, Problem
+from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.evaluation.loss import EVAL_TOKENS, used_as
+from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.statistics import Interval, wilson
 from lm.loss import chunk_rows
 from lm.model import Decoder
@@ -55,47 +61,45 @@ def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], 
     return [Cell(task, round(factor * seq_len), rows) for task in tasks for factor in factors]
 
 
-@torch.no_grad()
 def answer_cell(
     decoder: Decoder,
     cell: Cell,
     where: Device,
-    seed: int = 0,
     text: Text | None = None,
-    theta_factor: float = 1.0,
-    on_rows: Callable[[int], None] | None = None,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
 ) -> Answers:
-    """Read the test rows of a cell and give each answer's tokens, teacher-forced, in fp32.
+    """Read the test rows of a cell and give each answer's tokens, teacher-forced, in fp32. Collective.
 
     A token that is right given the right ones before it is the one that greedy decoding gives, as long as all before it
     are: a whole answer counts as right when greedy decoding gives it. Rows are split over the ranks of `where`; every rank
     returns all. Holds the logits of answers only, and no T x T weights where the normalizer needs none.
 
     Args:
-        seed: of the rows, which are the same for every model.
         text: of tasks in text.
-        theta_factor: multiplies RoPE's theta.
-        on_rows: hears how many rows are done.
+        setting: how the model is used.
+        progress: hears how many rows are done.
     """
-    training = decoder.training
-    decoder.eval()
-    made = [example(cell.task, seed, index, cell.length, "test", text) for index in range(cell.rows)]
+    setting = setting or LongSetting()
+    made = [example(cell.task, STORE_SEED, index, cell.length, "test", text) for index in range(cell.rows)]
     at = np.array([(row, end - 1) for row, one in enumerate(made) for begin, stop in one.questions for end in range(begin, stop)])
-    result = torch.zeros(2, len(at))
-    batch = max(1, EVAL_TOKENS // cell.length)
-    mine = np.arange(cell.rows)[where.rank :: where.world]
-    for start in range(0, len(mine), batch):
-        rows = mine[start : start + batch]
-        taken = np.flatnonzero(np.isin(at[:, 0], rows))
-        tokens = Batch.of(np.stack([made[row].tokens for row in rows])).to(where.device)
-        place = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
-        with torch.autocast(where.device.type, enabled=False):
-            hidden = decoder.hidden(tokens, theta_factor)[place[0], place[1]]
-            result[:, taken] = judge(hidden, decoder.head.weight, tokens.targets[place[0], place[1]]).cpu()
-        if on_rows:
-            on_rows(len(rows))
-    decoder.train(training)
-    nll, right = sum_over_ranks(result, where).numpy()
+
+    def local() -> Tensor:
+        result = torch.zeros(2, len(at))
+        size, mine = max(1, EVAL_TOKENS // cell.length), np.arange(cell.rows)[where.rank :: where.world]
+        for start in range(0, len(mine), size):
+            where.check_time()
+            rows = mine[start : start + size]
+            taken = np.flatnonzero(np.isin(at[:, 0], rows))
+            batch = Batch.of(np.stack([made[row].tokens for row in rows])).to(where.device)
+            row, position = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
+            hidden = decoder.hidden(batch, setting.rope)[row, position]
+            result[:, taken] = judge(hidden, decoder.head.weight, batch.targets[row, position]).cpu()
+            progress(len(rows))
+        return result
+
+    with undisturbed(decoder), used_as(decoder, setting), torch.autocast(where.device.type, enabled=False):
+        nll, right = over_ranks(where, local).numpy()
     return Answers(nll, right > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
 
 
@@ -108,28 +112,77 @@ def judge(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(judged, 1)
 
 
-def evaluate_recall(
-    decoder: Decoder,
-    cells: list[Cell],
-    where: Device,
-    seed: int = 0,
-    text: Text | None = None,
-    theta_factor: float = 1.0,
-    on_rows: Callable[[int], None] | None = None,
-) -> dict[str, Plain]:
-    """Accuracy and loss of a task's answers for each cell, as an evaluation of the run folder; arguments as of `answer_cell`.
+class Recall(Measurement):
+    """Accuracy and loss of the answers of each task at each length, once for each way to use the model.
 
     `answer`: share of the questions answered right as a whole; `token`: share of the answers' tokens; both with 95 % Wilson
     intervals [share, low, high] that take the questions of a row as independent. `by_row`: each row's share of whole
-    answers, for paired comparison. `nll`: nats per token of the answers.
+    answers, for paired comparison. `nll`: nats per token of the answers. Always in fp32.
     """
-    return {
-        "kind": "recall",
-        "seq_len": decoder.seq_len,
-        "seed": seed,
-        "rope_theta_factor": theta_factor,
-        "cells": [_summary(cell, answer_cell(decoder, cell, where, seed, text, theta_factor, on_rows)) for cell in cells],
-    }
+
+    kind = "recall"
+
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        recall = config.eval.recall
+        self.filler = None if config.data.symbolic else Text(store)
+        self.cells = recall_cells(config.recall_tasks, config.data.seq_len, recall.lengths, recall.rows)
+        for cell in self.cells:
+            try:
+                example(cell.task, STORE_SEED, 0, cell.length, "test", self.filler)
+            except ValueError as error:
+                lengths = [f"{length:g}" for length in recall.lengths]
+                reason = f"{cell.task.name}, rows of {cell.length}: {error}"
+                raise ConfigError([Problem("eval.recall.lengths", ", ".join(lengths), reason, "leave that length out")]) from None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.config.eval.recall
+
+    @property
+    def settings(self) -> dict[str, Plain]:
+        return {
+            "seq_len": self.config.data.seq_len,
+            "tasks": [to_plain(task) for task in self.config.recall_tasks],
+            "lengths": sorted({cell.length for cell in self.cells}),
+            "rows": self.config.eval.recall.rows,
+            "ways": [to_plain(way) for way in self.config.eval.recall.settings],
+        }
+
+    @property
+    def work(self) -> int:
+        return sum(cell.rows for cell in self.cells) * len(self.config.eval.recall.settings)
+
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
+        found = []
+        for way in self.config.eval.recall.settings:
+            for cell in self.cells:
+                answers = answer_cell(decoder, cell, where, self.filler, way, progress)
+                found.append({"label": way.label, **_summary(cell, answers)})
+        return {"cells": found}
+
+    def rows(self, result: dict[str, Plain]) -> list[Row]:
+        found = []
+        for cell in result["cells"]:
+            where = f"{cell['task']['name']}, {cell['length']:,} tokens"
+            found.append(Row(cell["label"], where, "answers right", *cell["answer"]))
+            found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
+        return found
+
+    def scores(self, result: dict[str, Plain]) -> dict[str, float]:
+        return {f"recall/{_name(result, cell)}": cell["answer"][0] for cell in result["cells"]}
+
+    def text(self, result: dict[str, Plain]) -> str:
+        return "answers right " + ", ".join(f"{100 * cell['answer'][0]:.1f} % ({_name(result, cell)})" for cell in result["cells"])
+
+
+def _name(result: dict[str, Plain], cell: dict[str, Plain]) -> str:
+    """A cell among those of a result: task, with its number if there are several of a name, length, setting."""
+    names = [task["name"] for task in result["tasks"]]
+    name = cell["task"]["name"]
+    number = f"-{result['tasks'].index(cell['task']) + 1}" if names.count(name) > 1 else ""
+    way = f" {cell['label']}" if len(result["ways"]) > 1 else ""
+    return f"{name}{number} {cell['length']}{way}"
 
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
