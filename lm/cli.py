@@ -121,6 +121,27 @@ def generate(
 
 
 @app.command()
+def harness(
+    source: Source,
+    tasks: Annotated[str, typer.Option(help="names or patterns of tasks, separated by commas", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.precision=32", show_default=False)
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder of your own task files")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
+    limit: Annotated[float | None, typer.Option(help="documents of each task at most; below 1: a share of them")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens the model is given at once [default: the training length]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in the run's evaluations/]")] = None,
+    checkpoint: Checkpoint = "last",
+) -> None:
+    """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the extra `eval`."""
+    from lm.evaluation.tasks import measure
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
+
+
+@app.command()
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or of several side by side: report.html, picture and tables."""
     from lm.report import print_table, write_report

@@ -320,9 +320,9 @@ class LongContextConfig(Schedule):
 
 @dataclass
 class RecallConfig(Schedule):
-    tasks: list[Task] = variants(TASKS, "tasks whose answers are asked for; empty: those of data.tasks, if any")
-    lengths: list[float] = key([1.0, 2.0, 4.0, 8.0], "of the rows, in training lengths; []: off", gt=0)
-    rows: int = key(64, "test rows of each task at each length", ge=1)
+    tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
+    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "lengths of the rows, in training lengths; []: off", gt=0)
+    rows: int = key(128, "rows of each task and length", ge=1)
     settings: list[LongSetting] = sections(LongSetting, "how the model is used, each measured", (LongSetting(),))
 
 
@@ -333,7 +333,7 @@ class EvalConfig:
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
-    recall: RecallConfig = section(RecallConfig, "share of a task's answers that are right, at the training length and beyond")
+    recall: RecallConfig = section(RecallConfig, "answers of synthetic tasks, by length")
 
 
 @dataclass
@@ -399,11 +399,6 @@ class Config:
     def model_in(self, phase: int) -> ModelConfig:
         """The model as it is in a phase of the plan."""
         return replace(self.model, normalizer=self.plan[phase].normalizer)
-
-    @property
-    def recall_tasks(self) -> list[Task]:
-        """The tasks that `eval.recall` measures."""
-        return self.eval.recall.tasks or [share.task for share in self.data.tasks]
 
     @property
     def long_length(self) -> int:
@@ -596,37 +591,27 @@ def check(config: Config) -> list[Problem]:
         "eval.long_context.length_factor", long.length_factor,
         "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
     )  # fmt: skip
-    problems += check_settings(config, "long_context") if long.length_factor else []
-    problems += check_recall(config)
+    if long.length_factor:
+        problems += check_settings(config, "eval.long_context.settings", long.settings)
+    if data.tasks or config.eval.recall.tasks:
+        problems += check_settings(config, "eval.recall.settings", config.eval.recall.settings)
+    for index, task in enumerate(config.eval.recall.tasks):
+        where = f"eval.recall.tasks[{index}]"
+        problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
+        known = task in [share.task for share in data.tasks]
+        problem(
+            bool(task.vocab_size) and not known, where, task.name,
+            "is over symbols that this model was not trained on", "name one of data.tasks, or a task in text",
+        )  # fmt: skip
+        problem(
+            task.vocab_size is None and data.symbolic, where, task.name, "is in text, and this model knows none", "name one of data.tasks"
+        )
     return problems
 
 
-def check_recall(config: Config) -> list[Problem]:
-    """What is wrong with `eval.recall`."""
-    recall, data = config.eval.recall, config.data
-    if not config.recall_tasks or not recall.lengths:
-        return []
-    problems = check_settings(config, "recall")
-    for index, task in enumerate(recall.tasks):
-        if not isinstance(task, Task):
-            continue  # it has its problem already
-        path = f"eval.recall.tasks[{index}]"
-        problems += [Problem(f"{path}.{key}", getattr(task, key), reason) for key, reason in task.problems()]
-        if bool(task.vocab_size) != data.symbolic:
-            reasons = "is in text, of which there is none", "is over symbols of its own, which a model of text doesn't know"
-            problems.append(Problem(path, task.name, reasons[bool(task.vocab_size)]))
-        elif task.vocab_size and task.vocab_size > (trained := max(share.task.vocab_size for share in data.tasks)):
-            problems.append(Problem(path, task.name, f"has {task.vocab_size} symbols, those of data.tasks {trained}"))
-    longest = max(recall.lengths)
-    if isinstance(config.model.position, Learned) and longest > 1:
-        problems.append(Problem("eval.recall.lengths", longest, "learned positions end at the training length", "leave longer ones out"))
-    return problems
-
-
-def check_settings(config: Config, kind: Literal["long_context", "recall"]) -> list[Problem]:
-    """What is wrong with the settings of a kind of evaluation."""
-    settings, model = getattr(config.eval, kind).settings, config.model
-    where, problems = f"eval.{kind}.settings", []
+def check_settings(config: Config, where: str, settings: list[LongSetting]) -> list[Problem]:
+    """What is wrong with the ways to use a model at `where`."""
+    model, problems = config.model, []
     if not settings or len(set(settings)) < len(settings):
         problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
     normalizers = [phase.normalizer for phase in config.plan]
@@ -722,7 +707,7 @@ def check_tasks(config: Config) -> list[Problem]:
     long = config.eval.long_context.length_factor
     if data.symbolic and long:
         reason = "there is no text to read beyond the training length"
-        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; see eval.recall"))
+        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; tasks are measured by lm.evaluation.recall"))
     return problems
 
 

@@ -12,8 +12,6 @@ from lm.config import Config, LongSetting, Schedule
 from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks import Example, Task, Text, example
-from lm.data.tasks.store import STORE_SEED
-from lm.errors import ConfigError, Problem
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
@@ -21,6 +19,8 @@ from lm.evaluation.statistics import Interval, wilson
 from lm.loss import chunk_rows
 from lm.model import Decoder
 from lm.schema import Plain, to_plain
+
+RECALL_SEED = 0  # of the rows, the same for every model
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def answer_cell(
     decoder: Decoder,
     cell: Cell,
     where: Device,
+    seed: int = 0,
     text: Text | None = None,
     setting: LongSetting | None = None,
     progress: Progress = lambda rows: None,
@@ -76,29 +77,32 @@ def answer_cell(
     returns all. Holds the logits of answers only, and no T x T weights where the normalizer needs none.
 
     Args:
+        seed: of the rows, which are the same for every model.
         text: of tasks in text.
         setting: how the model is used.
         progress: hears how many rows are done.
     """
     setting = setting or LongSetting()
-    made = [example(cell.task, STORE_SEED, index, cell.length, "test", text) for index in range(cell.rows)]
+    made = [example(cell.task, seed, index, cell.length, "test", text) for index in range(cell.rows)]
     at = np.array([(row, end - 1) for row, one in enumerate(made) for begin, stop in one.questions for end in range(begin, stop)])
+    mine = np.arange(cell.rows)[where.rank :: where.world]
+    batch = max(1, EVAL_TOKENS // cell.length)
 
     def local() -> Tensor:
         result = torch.zeros(2, len(at))
-        size, mine = max(1, EVAL_TOKENS // cell.length), np.arange(cell.rows)[where.rank :: where.world]
-        for start in range(0, len(mine), size):
+        for start in range(0, len(mine), batch):
             where.check_time()
-            rows = mine[start : start + size]
+            rows = mine[start : start + batch]
             taken = np.flatnonzero(np.isin(at[:, 0], rows))
-            batch = Batch.of(np.stack([made[row].tokens for row in rows])).to(where.device)
-            row, position = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
-            hidden = decoder.hidden(batch, setting.rope)[row, position]
-            result[:, taken] = judge(hidden, decoder.head.weight, batch.targets[row, position]).cpu()
+            tokens = Batch.of(np.stack([made[row].tokens for row in rows])).to(where.device)
+            place = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
+            with torch.autocast(where.device.type, enabled=False):
+                hidden = decoder.hidden(tokens, setting.rope)[place[0], place[1]]
+                result[:, taken] = judge(hidden, decoder.head.weight, tokens.targets[place[0], place[1]]).cpu()
             progress(len(rows))
         return result
 
-    with undisturbed(decoder), used_as(decoder, setting), torch.autocast(where.device.type, enabled=False):
+    with undisturbed(decoder), used_as(decoder, setting):
         nll, right = over_ranks(where, local).numpy()
     return Answers(nll, right > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
 
@@ -112,28 +116,36 @@ def judge(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(judged, 1)
 
 
-class Recall(Measurement):
-    """Accuracy and loss of the answers of each task at each length, once for each way to use the model.
+def measure_cells(
+    decoder: Decoder,
+    cells: list[Cell],
+    where: Device,
+    text: Text | None = None,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
+) -> list[dict[str, Plain]]:
+    """Accuracy and loss of a task's answers in each cell; arguments as of `answer_cell`. Collective.
 
     `answer`: share of the questions answered right as a whole; `token`: share of the answers' tokens; both with 95 % Wilson
     intervals [share, low, high] that take the questions of a row as independent. `by_row`: each row's share of whole
-    answers, for paired comparison. `nll`: nats per token of the answers. Always in fp32.
+    answers, for paired comparison. `nll`: nats per token of the answers.
     """
+    setting = setting or LongSetting()
+    answered = (answer_cell(decoder, cell, where, RECALL_SEED, text, setting, progress) for cell in cells)
+    return [{"label": setting.label, **_summary(cell, answers)} for cell, answers in zip(cells, answered, strict=True)]
+
+
+class Recall(Measurement):
+    """Accuracy and loss of tasks' answers by length, as `measure_cells`."""
 
     kind = "recall"
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        recall = config.eval.recall
-        self.filler = None if config.data.symbolic else Text(store)
-        self.cells = recall_cells(config.recall_tasks, config.data.seq_len, recall.lengths, recall.rows)
-        for cell in self.cells:
-            try:
-                example(cell.task, STORE_SEED, 0, cell.length, "test", self.filler)
-            except ValueError as error:
-                lengths = [f"{length:g}" for length in recall.lengths]
-                reason = f"{cell.task.name}, rows of {cell.length}: {error}"
-                raise ConfigError([Problem("eval.recall.lengths", ", ".join(lengths), reason, "leave that length out")]) from None
+        asked = config.eval.recall
+        tasks = asked.tasks or [share.task for share in config.data.tasks]
+        self.cells = recall_cells(tasks, config.data.seq_len, asked.length_factors, asked.rows)
+        self.haystack = Text(store) if any(task.vocab_size is None for task in tasks) else None
 
     @property
     def schedule(self) -> Schedule:
@@ -143,9 +155,8 @@ class Recall(Measurement):
     def settings(self) -> dict[str, Plain]:
         return {
             "seq_len": self.config.data.seq_len,
-            "tasks": [to_plain(task) for task in self.config.recall_tasks],
-            "lengths": sorted({cell.length for cell in self.cells}),
-            "rows": self.config.eval.recall.rows,
+            "seed": RECALL_SEED,
+            "asked": [{"task": to_plain(cell.task), "length": cell.length, "rows": cell.rows} for cell in self.cells],
             "ways": [to_plain(way) for way in self.config.eval.recall.settings],
         }
 
@@ -154,12 +165,9 @@ class Recall(Measurement):
         return sum(cell.rows for cell in self.cells) * len(self.config.eval.recall.settings)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
-        found = []
-        for way in self.config.eval.recall.settings:
-            for cell in self.cells:
-                answers = answer_cell(decoder, cell, where, self.filler, way, progress)
-                found.append({"label": way.label, **_summary(cell, answers)})
-        return {"cells": found}
+        ways = self.config.eval.recall.settings
+        found = [measure_cells(decoder, self.cells, where, self.haystack, way, progress) for way in ways]
+        return {"cells": [cell for one in found for cell in one]}
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         found = []
@@ -170,19 +178,12 @@ class Recall(Measurement):
         return found
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:
-        return {f"recall/{_name(result, cell)}": cell["answer"][0] for cell in result["cells"]}
+        return {f"recall/{cell['task']['name']} {cell['length']} {cell['label']}": cell["answer"][0] for cell in result["cells"]}
 
     def text(self, result: dict[str, Plain]) -> str:
-        return "answers right " + ", ".join(f"{100 * cell['answer'][0]:.1f} % ({_name(result, cell)})" for cell in result["cells"])
-
-
-def _name(result: dict[str, Plain], cell: dict[str, Plain]) -> str:
-    """A cell among those of a result: task, with its number if there are several of a name, length, setting."""
-    names = [task["name"] for task in result["tasks"]]
-    name = cell["task"]["name"]
-    number = f"-{result['tasks'].index(cell['task']) + 1}" if names.count(name) > 1 else ""
-    way = f" {cell['label']}" if len(result["ways"]) > 1 else ""
-    return f"{name}{number} {cell['length']}{way}"
+        return "answers right: " + ", ".join(
+            f"{cell['task']['name']} {cell['answer'][0]:.1%} of rows of {cell['length']:,} ({cell['label']})" for cell in result["cells"]
+        )
 
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:

@@ -23,6 +23,6 @@ def measurements(config: Config, store: Store) -> list[Measurement]:
     wanted: list[type[Measurement]] = [Validation]
     if config.long_length:
         wanted.append(LongContext)
-    if config.recall_tasks and config.eval.recall.lengths:
+    if config.eval.recall.length_factors and (config.data.tasks or config.eval.recall.tasks):
         wanted.append(Recall)
     return [one(config, store) for one in wanted]

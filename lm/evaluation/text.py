@@ -34,12 +34,12 @@ class Validation(Measurement):
         return len(self.held_out.rows)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
-        nll, counts = nll_by_token(decoder, self.held_out, where, progress=progress), self.held_out.counts
+        nll = nll_by_token(decoder, self.held_out, where, progress=progress)
         return {
             "rows": len(nll),
-            "loss": float(nll.mean(dtype=np.float64, where=counts)),
+            "loss": float(nll.mean(dtype=np.float64, where=self.held_out.counts)),
             "bits_per_byte": bits_per_byte(nll, self.held_out),
-            "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=counts)),
+            "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
             "unigram_entropy": self.store.val.unigram_entropy,
         }
 
