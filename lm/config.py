@@ -593,19 +593,33 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     if long.length_factor:
         problems += check_settings(config, "eval.long_context.settings", long.settings)
-    if data.tasks or config.eval.recall.tasks:
-        problems += check_settings(config, "eval.recall.settings", config.eval.recall.settings)
-    for index, task in enumerate(config.eval.recall.tasks):
+    return problems + check_recall(config)
+
+
+def check_recall(config: Config) -> list[Problem]:
+    """What is wrong with `eval.recall`."""
+    recall, data = config.eval.recall, config.data
+    if not recall.length_factors or not (data.tasks or recall.tasks):
+        return []
+    problems = check_settings(config, "eval.recall.settings", recall.settings)
+    for index, task in enumerate(recall.tasks):
+        if not isinstance(task, Task):
+            continue  # it has its problem already
         where = f"eval.recall.tasks[{index}]"
         problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
-        known = task in [share.task for share in data.tasks]
-        problem(
-            bool(task.vocab_size) and not known, where, task.name,
-            "is over symbols that this model was not trained on", "name one of data.tasks, or a task in text",
-        )  # fmt: skip
-        problem(
-            task.vocab_size is None and data.symbolic, where, task.name, "is in text, and this model knows none", "name one of data.tasks"
-        )
+        if task.vocab_size and not data.symbolic:
+            reason = "is over symbols that this model was not trained on"
+            problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
+        elif data.symbolic and not task.vocab_size:
+            problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+        elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
+            problems.append(
+                Problem(where, task.name, f"has {task.vocab_size} symbols, the model {known}", "set its options as in data.tasks")
+            )
+    longest = max(recall.length_factors)
+    if isinstance(config.model.position, Learned) and longest > 1:
+        reason = "learned positions end at the training length"
+        problems.append(Problem("eval.recall.length_factors", longest, reason, "leave longer rows out, or set model.position=rope"))
     return problems
 
 
@@ -707,7 +721,7 @@ def check_tasks(config: Config) -> list[Problem]:
     long = config.eval.long_context.length_factor
     if data.symbolic and long:
         reason = "there is no text to read beyond the training length"
-        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; tasks are measured by lm.evaluation.recall"))
+        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; eval.recall has longer rows of the tasks"))
     return problems
 
 
