@@ -20,7 +20,7 @@ from lm.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 4 << 20, 2048  # encoded at a time
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library takes a hundred times as much memory
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
 WORTH_BYTES = 32 << 20  # text that pays for starting a process
 _encoder: "Encoder | None" = None  # of a process started by `encode_all`
@@ -71,7 +71,7 @@ class Encoder:
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
         """The token ids of each text, a few at a time."""
-        ends = np.cumsum([len(text) for text in texts]) // (4 * PIECE)
+        ends = np.cumsum([len(text) for text in texts]) // PIECE
         for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends)) + 1):
             for ids in encode(self.tokenizer, [texts[n] for n in group]):
                 yield np.array(ids, self.dtype)
@@ -99,7 +99,7 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text cut between words: the library takes a hundred times a text's size to encode it."""
+    """A long text cut between words, into pieces a little longer than PIECE."""
     begin = 0
     while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
         yield text[begin : cut.start()]
