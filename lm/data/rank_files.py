@@ -33,12 +33,12 @@ ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o20
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
     """The tokenizer of encoder.json and vocab.bpe. Raises DataError if a file is missing or of another kind."""
     try:
-        ids = json.loads(_read(vocab, "data.tokenizer.vocab"))
+        ids = json.loads(read(vocab, "data.tokenizer.vocab"))
         assert all(isinstance(index, int) for index in ids.values())
     except (ValueError, AttributeError, AssertionError):
         raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)") from None
     try:
-        lines = _read(merges, "data.tokenizer.merges").decode().split("\n")
+        lines = read(merges, "data.tokenizer.merges").decode().split("\n")
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs)
     except (ValueError, AssertionError):
@@ -58,7 +58,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     Raises:
         DataError: the file is missing or not a rank file.
     """
-    lines = _read(path, "data.tokenizer.path").split(b"\n")
+    lines = read(path, "data.tokenizer.path").split(b"\n")
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in (line.split() for line in lines if line)}
     except (ValueError, binascii.Error):
@@ -102,7 +102,8 @@ def _alphabet() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _read(path: Path, key: str) -> bytes:
+def read(path: Path, key: str) -> bytes:
+    """The content of a tokenizer's file. Raises DataError naming it, the reason and `key`."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -69,6 +69,11 @@ class Split:
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, its end-of-text token included: int64 (n_documents,)."""
+        return np.diff(np.asarray(self.offsets))
+
+    @property
     def tokens(self) -> np.ndarray:
         """All token ids, (n_tokens,), read-only: mapped from disk if there is one shard, else a copy in memory (`take` makes none)."""
         if len(self.shards) == 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
-from lm.data.rank_files import gpt2_tokenizer, tiktoken_tokenizer
+from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
 from lm.data.sources import one_line
 from lm.errors import DataError
 from lm.schema import Plain
@@ -23,16 +23,11 @@ def end_of_text(spec: AnyTokenizer) -> str:
 
 
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
-    """Plain data that changes exactly when the tokens may: settings, and sha256 of files.
-
-    Raises:
-        DataError: a file is missing or not a tokenizer.
-    """
+    """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
     if isinstance(spec, TrainedTokenizer):
         return {"name": spec.name, "vocab_size": spec.vocab_size, "special_tokens": list(spec.special_tokens)}
-    tokenizer_of(spec)
     files = {name: value for name, value in vars(spec).items() if name in ("path", "vocab", "merges")}
-    plain = {name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in files.items()}
+    plain = {name: hashlib.sha256(read(Path(path), f"data.tokenizer.{name}")).hexdigest() for name, path in files.items()}
     return {"name": spec.name, **plain, **{name: value for name, value in vars(spec).items() if name not in files}}
 
 
@@ -81,16 +76,13 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     Raises:
         DataError: the file is missing or invalid, or has no token `end_of_text`.
     """
+    content = read(path, "data.tokenizer.path")
     try:
-        text = path.read_text(encoding="utf-8")
-        tokenizer = parse_tokenizer(text, end_of_text)
-    except OSError as error:
-        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
+        return parse_tokenizer(content.decode(), end_of_text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception as error:  # all that the library raises
         raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library: {one_line(error)} (data.tokenizer.path)") from None
-    return tokenizer
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
