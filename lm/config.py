@@ -130,9 +130,12 @@ class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     seq_len: int = key(256, "tokens in a training row", ge=2)
-    lengths: dict[int, float] = key(
-        {}, "train on rows of several lengths: each with its share of the tokens, e.g. {64: 0.5, 256: 0.5}; they divide seq_len", gt=0, le=1
+    lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
+        None,
+        "tokens in the rows of a step, divisors of seq_len; null: seq_len. A number; {length: share of the tokens}, drawn for each step; "
+        "{share of the run: length}, one after the other from 0.0 on; or `documents`: each document in pieces of powers of two",
     )
+    documents: Literal["pack", "isolate"] = key("pack", "`isolate`: documents in a row don't see each other, and n counts within each")
     val_fraction: float = key(0.1, "share of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
     min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
@@ -469,7 +472,8 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
             renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            merged[name] = value if renamed else merge(old, value)
+            is_map = not all(isinstance(inner, str) for inner in (*old, *value))  # its keys are values, too
+            merged[name] = value if renamed or is_map else merge(old, value)
         else:
             merged[name] = value
     return merged
@@ -510,19 +514,7 @@ def check(config: Config) -> list[Problem]:
     problems += table.check(model.normalizer, "model.normalizer")
     problems += check_phases(config)
 
-    for length in data.lengths:
-        wrong = length < 2 or data.seq_len % length != 0
-        problem(wrong, "data.lengths", length, f"does not divide data.seq_len = {data.seq_len} into rows of 2 tokens and more")
-    shares = sum(data.lengths.values())
-    problem(bool(data.lengths) and abs(shares - 1) > 1e-6, "data.lengths", data.lengths, f"shares sum to {shares:g}, not to 1")
-    learned = isinstance(model.position, Learned)
-    problem(
-        learned and bool(data.lengths),
-        "data.lengths",
-        data.lengths,
-        "short rows train the first learned positions only",
-        "set model.position=rope",
-    )
+    problems += check_lengths(config)
 
     step_row = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
@@ -608,6 +600,37 @@ def check_data(data: DataConfig) -> list[Problem]:
         reason = f"is less than data.min_document_bytes = {data.min_document_bytes}"
         problems.append(Problem("data.max_document_bytes", data.max_document_bytes, reason))
     return problems
+
+
+def check_lengths(config: Config) -> list[Problem]:
+    """What is wrong with `data.lengths`."""
+    lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
+    reasons = []
+    if lengths == "documents":
+        if seq_len < 16 or seq_len & (seq_len - 1):
+            reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
+        chosen = []
+    elif isinstance(lengths, dict) and 0 in lengths:
+        chosen, shares = list(lengths.values()), list(lengths)
+        firsts = [round(share * steps) for share in sorted(shares)]
+        if not all(0 <= share < 1 for share in shares):
+            reasons.append("a length must begin at a share of the run from 0 on and below 1")
+        elif len(set(firsts)) < len(firsts):
+            reasons.append(f"leaves a length no step of trainer.max_steps = {steps}")
+    elif isinstance(lengths, dict):
+        chosen = list(lengths)
+        if not all(share > 0 for share in lengths.values()) or abs(sum(lengths.values()) - 1) > 1e-6:
+            reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
+        if not chosen:
+            reasons.append("names no length")
+    else:
+        chosen = [] if lengths is None else [lengths]
+    wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
+    if wrong:
+        reasons.append(f"{wrong[0]:g} does not divide data.seq_len = {seq_len} into rows of 2 tokens and more")
+    if isinstance(config.model.position, Learned) and lengths is not None:
+        reasons.append("short rows train the first learned positions only: set model.position=rope")
+    return [Problem("data.lengths", lengths, reason) for reason in reasons]
 
 
 def check_phases(config: Config) -> list[Problem]:

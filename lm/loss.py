@@ -5,6 +5,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+IGNORED = -1  # a target that is not to be predicted
+
 # Logits held at a time. On a CPU a chunk that stays in the cache (4 MiB) halves the head's time; a GPU wants large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 
@@ -29,10 +31,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
             h_low = h.to(dtype)
+            counts = (y != IGNORED).float()
+            y = y.clamp(min=0)
             log_p = (h_low @ head.t()).float().log_softmax(-1)  # (chunk, V)
-            total -= log_p.gather(1, y).sum()
+            total -= (log_p.gather(1, y) * counts).sum()
             if train:
-                grad_logits = log_p.exp_().scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).to(dtype)
+                grad_logits = log_p.exp_().scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).mul_(counts).to(dtype)
                 grad_hidden.append((grad_logits @ head).to(hidden.dtype))
                 if grad_weight is not None:
                     grad_weight += grad_logits.t() @ h_low
@@ -53,7 +57,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """Sum over tokens of -log p(target), fp32 scalar (nats).
 
     hidden: (N, C); weight: (V, C), the head; targets: (N,) int64. The product runs in the autocast
-    dtype if autocast is on, softmax and sum in fp32. Holds `CHUNK_LOGITS` logits, not N x V.
+    dtype if autocast is on, softmax and sum in fp32. Targets that are `IGNORED` count nothing. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -80,7 +84,7 @@ def token_kl(p: Tensor, p_weight: Tensor, q: Tensor, q_weight: Tensor) -> Tensor
 
 @torch.no_grad()
 def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout.
+    """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is `IGNORED`.
 
     hidden: (N, C); weight: (V, C); targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
@@ -89,7 +93,7 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         head = weight.float().t()
         return torch.cat(
             [
-                torch.nn.functional.cross_entropy(h.float() @ head, y, reduction="none")
+                torch.nn.functional.cross_entropy(h.float() @ head, y, reduction="none", ignore_index=IGNORED)
                 for h, y in zip(hidden.split(rows), targets.split(rows), strict=True)
             ]
         )

@@ -11,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.attention.kernels import by_documents
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, Shape, make_normalizer
 from lm.attention.table import of_layer
 from lm.config import GAUBlock, Learned, ModelConfig, Rope, rotated_dims
+from lm.data.batches import Batch
 from lm.loss import linear_cross_entropy
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) fp32
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
 
 
 def rope_rotation(positions: Tensor, head_size: int, rope: Rope, theta_factor: float = 1.0) -> Rotation:
-    """cos and sin of RoPE's angles, (T, rotated / 2) fp32, arXiv 2104.09864.
+    """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
 
     Pair i turns by position * theta^(-2i/D). `rope.fraction` below 1 leaves the slowest pairs unturned
     (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
@@ -33,7 +35,7 @@ def rope_rotation(positions: Tensor, head_size: int, rope: Rope, theta_factor: f
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """`x` (B, H, T, D) turned by RoPE, as fp32 (or wider): the first half of the turned dimensions pairs with the second."""
-    cos, sin = rotation
+    cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     half = cos.size(-1)
     x1, x2 = x[..., :half], x[..., half : 2 * half]
@@ -88,6 +90,8 @@ class AttentionBase(nn.Module):
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
+        elif context.rows.documents is not None:
+            out = by_documents(self.normalizer, q, k, v, context.rows)
         else:
             out = self.normalizer(q, k, v, context.rows)
         return out.transpose(1, 2).flatten(2)
@@ -270,10 +274,14 @@ class Decoder(nn.Module):
         """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.loss`."""
         return self.head(self(tokens, theta_factor))
 
-    def loss(self, rows: Tensor) -> Tensor:
-        """Sum of the next-token losses (nats, fp32 scalar) of rows (B, T + 1) int64: T predictions each."""
-        hidden = self(rows[:, :-1])
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, rows[:, 1:].flatten())
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum of the losses (nats, fp32 scalar) of a batch's targets."""
+        hidden = self.hidden(batch)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, batch.targets.flatten())
+
+    def hidden(self, batch: Batch, theta_factor: float = 1.0) -> Tensor:
+        """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
+        return self(batch.tokens, theta_factor, None if batch.positions is None else Rows.isolated(batch.positions))
 
 
 def is_normalizer(parameter: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lm.attention import table
 from lm.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
 from lm.config import Config, merge, parse, to_yaml
-from lm.data.batches import TrainRows
+from lm.data.batches import Batch, train_rows
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
@@ -54,10 +54,10 @@ def swapped(old: Decoder, normalizer: object) -> Decoder:
     return new.train(old.training)
 
 
-def fit(old: Decoder, new: Decoder, rows: Tensor) -> tuple[float, float]:
+def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
     """Choose the parameters of the normalizers of `new`, and only them, to minimise KL(old || new) of next-token distributions.
 
-    Adam from where they stand, in fp32, over batches `rows` (batches, B, T + 1) int64; the start is kept if the end is
+    Adam from where they stand, in fp32, over `batches`; the start is kept if the end is
     no better. Returns the mean KL (nats) over all batches before and after.
     """
     chosen = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
@@ -66,22 +66,22 @@ def fit(old: Decoder, new: Decoder, rows: Tensor) -> tuple[float, float]:
     for parameter in chosen.values():
         parameter.requires_grad_()
     with torch.no_grad():
-        targets = [old.eval()(batch[:, :-1]).flatten(0, 1) for batch in rows]
+        targets = [old.eval().hidden(batch).flatten(0, 1) for batch in batches]
 
     def kl(index: int) -> Tensor:
-        hidden = new(rows[index][:, :-1]).flatten(0, 1)
+        hidden = new.hidden(batches[index]).flatten(0, 1)
         return token_kl(targets[index], old.head.weight, hidden, new.head.weight).mean()
 
     def mean() -> float:
         with torch.no_grad():
-            return sum(float(kl(index)) for index in range(len(rows))) / len(rows)
+            return sum(float(kl(index)) for index in range(len(batches))) / len(batches)
 
-    start, steps = mean(), FIT_EPOCHS * len(rows)
+    start, steps = mean(), FIT_EPOCHS * len(batches)
     optimizer = torch.optim.Adam(chosen.values(), lr=FIT_LR)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
         optimizer.zero_grad()
-        kl(step % len(rows)).backward()
+        kl(step % len(batches)).backward()
         optimizer.step()
     end = mean()
     if not end < start:
@@ -122,7 +122,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         facts: dict[str, Plain] = {"from": str(loaded.path), "normalizer": table.label(to_plain(old.config.normalizer))}
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
-            facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, _fit_rows(store, config).to(where.device))
+            facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
         stamp = {"step": loaded.facts["step"], "tokens_seen": loaded.facts["tokens"], "data_fingerprint": store.fingerprint}
         result = {**evaluate_swap(old, new, rows, where), **stamp, "precision": where.precision, "swap": facts}
         write_evaluation(made, result)
@@ -163,10 +163,10 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _fit_rows(store: Store, config: Config) -> Tensor:
-    """Batches of training rows to fit on: (FIT_BATCHES, B, seq_len + 1)."""
-    rows = TrainRows(store, config.data.seq_len, max(1, FIT_TOKENS // config.data.seq_len), config.seed)
-    return torch.stack([torch.from_numpy(rows.rows(step)) for step in range(FIT_BATCHES)])
+def _fit_batches(store: Store, config: Config) -> list[Batch]:
+    """Training batches to fit on."""
+    rows = train_rows(store, config, max(1, FIT_TOKENS // config.data.seq_len))
+    return [rows.batch(step) for step in range(FIT_BATCHES)]
 
 
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:

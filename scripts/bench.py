@@ -26,6 +26,7 @@ from lm.attention import table
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Shape, make_normalizer
 from lm.config import Learned, ModelConfig
+from lm.data.batches import Batch
 from lm.model import Decoder
 
 Step = Callable[[], None]
@@ -85,7 +86,7 @@ def made(config: ModelConfig, arguments: argparse.Namespace, rows: torch.Tensor,
     decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(rows.device)
     loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
     tokens = rows.size(0) * (rows.size(1) - 1)
-    return train_step(decoder, lambda batch: loss_sum(batch) / tokens, rows, bf16)
+    return train_step(decoder, lambda rows: loss_sum(Batch.of(rows)) / tokens, rows, bf16)
 
 
 def normalizer_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config import DataConfig, Files, TrainedTokenizer
-from lm.data.batches import MicroBatches, TrainRows, long_starts, train_loader, validation_starts, windows
+from lm.data.batches import Batch, Deck, MicroBatches, TextStream, TrainRows, long_starts, train_loader, validation_starts, windows
+from lm.data.lengths import NaturalRows, NoFullStep
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 
@@ -34,10 +35,20 @@ class Counted:
         self.fingerprint, self.train = fingerprint, counted_split([n_tokens])
 
 
+def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
+    return TrainRows(Counted(n_tokens), seq_len, 1, seed).streams[0]
+
+
 def counted_split(sizes: list[int]) -> Split:
     split = Split(Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes), (), sum(sizes))
     split.__dict__.update(shards=[np.arange(sum(sizes), dtype=np.uint32)], offsets=np.cumsum([0, *sizes]))
     return split
+
+
+def whole(batch: Batch) -> torch.Tensor:
+    """The rows of a batch with their last targets: (B, T + 1)."""
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    return torch.cat((batch.tokens, batch.targets[:, -1:]), 1)
 
 
 def digests(batches: np.ndarray) -> list[str]:
@@ -52,15 +63,15 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
         loader = train_loader(rows, rank, world, micro_batch, first_step, STEPS, workers)
         micro_batches = list(loader)
         assert len(loader) == STEPS * BATCH_ROWS // world // micro_batch
-        assert all(batch.dtype == torch.int64 and batch.shape == (micro_batch, SEQ_LEN + 1) for batch in micro_batches)
-        ranks.append(torch.cat(micro_batches).view(STEPS - first_step, BATCH_ROWS // world, SEQ_LEN + 1))
+        assert all(batch.tokens.dtype == torch.int64 and batch.tokens.shape == (micro_batch, SEQ_LEN) for batch in micro_batches)
+        ranks.append(torch.cat([whole(batch) for batch in micro_batches]).view(STEPS - first_step, BATCH_ROWS // world, SEQ_LEN + 1))
     return digests(torch.cat(ranks, 1).numpy())
 
 
 @pytest.fixture(scope="module")
 def expected(store: Store) -> list[str]:
     rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
-    assert rows.rows_per_epoch < STEPS * BATCH_ROWS, "the steps must span epochs"
+    assert rows.streams[0].rows_per_epoch < STEPS * BATCH_ROWS, "the steps must span epochs"
     return digests(np.stack([rows.rows(step) for step in range(STEPS)]))
 
 
@@ -82,7 +93,7 @@ def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):
 def test_the_order_never_changes_between_versions():
     """Runs that were begun with an earlier version must go on with the same tokens."""
     rows = TrainRows(Counted(1000), 10, 8, seed=3)
-    assert rows.row_starts(0).tolist() == GOLDEN
+    assert rows.streams[0].starts(np.arange(8)).tolist() == GOLDEN
 
 
 GOLDEN = [209, 269, 639, 549, 959, 9, 579, 169]
@@ -97,9 +108,9 @@ def test_reading_leaves_the_global_random_state_alone(store: Store):
 
 def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
     batches = MicroBatches(TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1), 0, 1, 4)
-    batches.source.split.tokens[:1]
+    batches.source.store.train.tokens[:1]
     content = pickle.dumps(batches)
-    assert torch.equal(pickle.loads(content)[3], batches[3])
+    assert torch.equal(whole(pickle.loads(content)[3]), whole(batches[3]))
     assert store.train.tokens[:50].tobytes() not in content
 
 
@@ -108,9 +119,9 @@ def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
 def test_an_epoch_predicts_every_token_once_but_for_the_ends(n_tokens: int, seq_len: int, seed: int, epoch: int):
     if n_tokens <= seq_len:
         with pytest.raises(ValueError, match="hold no row"):
-            TrainRows(Counted(n_tokens), seq_len, 1, seed)
+            stream(n_tokens, seq_len, seed)
         return
-    rows = TrainRows(Counted(n_tokens), seq_len, 1, seed)
+    rows = stream(n_tokens, seq_len, seed)
     batch = windows(rows.split, rows.epoch_starts(epoch), seq_len)
     targets = np.sort(batch[:, 1:].ravel())
     assert (batch[:, 1:] == batch[:, :-1] + 1).all()
@@ -128,16 +139,16 @@ def test_an_epoch_predicts_every_token_once_but_for_the_ends(n_tokens: int, seq_
 )
 @settings(max_examples=200, deadline=None)
 def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int, batch_rows: int, step: int, seed: int):
-    rows = TrainRows(Counted(n_tokens), seq_len, batch_rows, seed)
+    rows = stream(n_tokens, seq_len, seed)
     begin, end = step * batch_rows, (step + 1) * batch_rows
     n = rows.rows_per_epoch
     epochs = np.concatenate([rows.epoch_starts(epoch) for epoch in range(begin // n, end // n + 1)])
-    assert (rows.row_starts(step) == epochs[begin % n :][:batch_rows]).all()
+    assert (rows.starts(np.arange(begin, end)) == epochs[begin % n :][:batch_rows]).all()
 
 
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
-        return tuple(TrainRows(Counted(5000, fingerprint), 10, 1, seed).epoch_starts(epoch))
+        return tuple(TrainRows(Counted(5000, fingerprint), 10, 1, seed).streams[0].epoch_starts(epoch))
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
@@ -218,4 +229,79 @@ def test_ranks_and_micro_batches_share_out_mixed_rows_too(store, world: int, mic
     parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
     for step in range(10):
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-        assert np.array_equal(torch.cat(taken).numpy(), rows.rows(step))
+        assert np.array_equal(torch.cat([whole(batch) for batch in taken]).numpy(), rows.rows(step))
+
+
+def test_lengths_that_follow_each_other_begin_at_their_share_of_the_run(store):
+    rows = TrainRows(store, 64, 4, 1, {0.0: 16, 0.25: 32, 0.5: 64}, max_steps=40)
+    assert [rows.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
+    assert rows.shares(40) == {16: 0.25, 32: 0.25, 64: 0.5}
+
+
+def test_one_number_cuts_all_rows(store):
+    rows = TrainRows(store, 64, 4, 1, 16)
+    assert {rows.rows(step).shape for step in range(20)} == {(16, 17)}
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_natural_rows_cover_documents_without_overlap_and_waste_what_they_say(sizes: list[int], seed: int):
+    split, longest, step_tokens = counted_split(sizes), 64, 64
+    try:
+        natural = NaturalRows(split, longest, step_tokens, (1, seed))
+    except NoFullStep:
+        return
+    document_of = np.repeat(np.arange(len(sizes)), sizes)
+    for epoch in (0, 3):
+        seen = []
+        for step in range(epoch * natural.steps_per_epoch, (epoch + 1) * natural.steps_per_epoch):
+            length, starts = natural(step), natural.row_starts(step)
+            assert length in (16, 32, 64)
+            assert len(starts) * length == step_tokens
+            rows = windows(split, starts, length)
+            assert (document_of[rows[:, 0]] == document_of[rows[:, -2]]).all(), "a row lies within a document"
+            seen.append(rows[:, :-1].ravel())
+        seen = np.concatenate(seen)
+        assert len(np.unique(seen)) == len(seen)
+        assert 1 - len(seen) / (sum(sizes) - 1) == pytest.approx(natural.wasted)
+    short_of_a_step = 3 * step_tokens
+    assert natural.wasted * (sum(sizes) - 1) < 16 * len(sizes) + short_of_a_step
+
+
+def test_natural_rows_are_shared_out_like_any_others(store):
+    rows = TrainRows(store, 32, 4, 1, "documents")
+    assert len({rows.length(step) for step in range(30)}) > 1
+    for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
+        parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
+        for step in range(30):
+            taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+            assert np.array_equal(torch.cat([whole(batch) for batch in taken]).numpy(), rows.rows(step))
+
+
+# ---------------------------------------------------------------- documents and streams
+
+
+def test_isolated_positions_begin_anew_with_each_document(store):
+    batch = TrainRows(store, 64, 16, 1, isolate=True).batch(0)
+    for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
+        since = 0
+        for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
+            since = 0 if token == store.end_of_text else since
+            assert position == since
+            since += 1
+    assert (batch.positions == 0).sum() > len(batch.positions)
+    assert TrainRows(store, 64, 4, 1).batch(0).positions is None
+
+
+@given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=5), first=st.integers(0, 5000))
+@settings(max_examples=50, deadline=None)
+def test_a_deck_gives_each_stream_its_share_and_its_slots_in_order(weights: list[int], first: int):
+    shares = [weight / sum(weights) for weight in weights]
+    deck = Deck(shares, (1, 2))
+    streams, own = deck.deal(np.arange(first + 3000))
+    for number, share in enumerate(shares):
+        assert own[streams == number].tolist() == list(range((streams == number).sum()))
+        assert (streams[:3000] == number).sum() == pytest.approx(3000 * share, abs=3)
+    later, own_later = deck.deal(np.arange(first, first + 3000))
+    assert np.array_equal(later, streams[first:])
+    assert np.array_equal(own_later, own[first:])

@@ -13,6 +13,7 @@ from folders import same, weights
 from lm.attention import table
 from lm.attention.lengths import Rows
 from lm.config import GAUBlock, Learned, ModelConfig, NoPosition, Rope, load, parse, to_yaml
+from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.generate import generate, sample
 from lm.loading import load as load_model
@@ -44,7 +45,7 @@ def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(change
     changed = rows.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 50
     assert torch.equal(decoder(changed[:, :-1])[:, :10], hidden[:, :10])
-    decoder.loss(rows).backward()
+    decoder.loss(Batch.of(rows)).backward()
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
@@ -52,7 +53,7 @@ def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(change
 
 def test_loss_of_the_initial_model_is_near_that_of_a_uniform_guess():
     rows = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    assert Decoder(small(), 500, 64).loss(rows).item() / 256 == pytest.approx(math.log(500), abs=0.05)
+    assert Decoder(small(), 500, 64).loss(Batch.of(rows)).item() / 256 == pytest.approx(math.log(500), abs=0.05)
 
 
 def test_models_of_one_seed_start_equal_whatever_their_normalizer():
@@ -158,9 +159,9 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(dtype: torch
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
     decoder = Decoder(small(), 500, 64)
     rows = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    exact = decoder.loss(rows).item()
+    exact = decoder.loss(Batch.of(rows)).item()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(rows)
+        loss = decoder.loss(Batch.of(rows))
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-3)
     assert decoder.head.weight.grad.dtype == torch.float32
@@ -237,7 +238,7 @@ def test_linear_attention_decodes_with_a_state_that_does_not_grow():
 @pytest.mark.parametrize("name", table.ENTRIES)
 def test_a_gau_model_learns_from_every_part(name: str):
     model = made(name, "gau", position=Rope())
-    model.loss(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))).backward()
+    model.loss(Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))).backward()
     for parameter, value in model.named_parameters():
         assert value.grad is not None, parameter
         assert value.grad.isfinite().all(), parameter
@@ -355,6 +356,6 @@ def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
     assert torch.equal(model.logits(tokens), softmax.logits(tokens))
     names = [name for name, _ in model.named_parameters() if name.endswith(".p")]
     assert names == ["blocks.0.attention.normalizer.p"]
-    model.loss(tokens).backward()
+    model.loss(Batch.of(tokens)).backward()
     assert abs(first.p.grad[0]) < 1e-8  # one key: nothing to weigh
     assert (first.p.grad[1:].abs() > 1e-8).all()

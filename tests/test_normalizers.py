@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.attention import table
+from lm.attention.kernels import by_documents
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, Shape, make_normalizer
 
@@ -193,6 +194,20 @@ def test_packed_documents_give_what_each_gives_alone(options: object):
         alone = normalizer(q[:, :, part], k[:, :, part], v[:, :, part], Rows.full(length))
         assert torch.allclose(packed[:, :, part], alone, rtol=0, atol=1e-12)
         start += length
+
+
+@every_case
+def test_documents_side_by_side_equal_the_definition_forward_and_backward(options: object):
+    """Rows whose documents begin at different places, in groups of like size."""
+    normalizer = made(options)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
+    rows, found = Rows.isolated(positions), []
+    for route in ("definition", "groups"):
+        q, k, v = (x.detach().requires_grad_() for x in inputs(33, rows=3, normalizer=normalizer))
+        out = normalizer.weights(q, k, rows) @ v if route == "definition" else by_documents(normalizer, q, k, v, rows)
+        found.append((out, *gradients(out, [q, k, v, *normalizer.parameters()], out.detach())))
+    for exact, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, exact, rtol=0, atol=1e-10)
 
 
 @every_case

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -363,3 +364,38 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
     text = problems(store.train.n_tokens, 0.0)
     assert f"a row needs {store.train.n_tokens + 1:,} tokens, the held-out text has {store.val.n_tokens:,}" in text
     assert "data.seq_len" in text
+
+
+# ---------------------------------------------------------------- memory
+
+MEMORY = """
+from pathlib import Path
+from lm.config import TokenizerFile
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def prepared(folder, tokenizer):
+    return prepare(DataConfig(Files([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2], prepare_workers=1))
+
+first = prepared("small", TrainedTokenizer(300))
+before = peak()
+store = prepared("large", TokenizerFile(f"{first.path}/tokenizer.json"))
+print(store.train.n_bytes + store.val.n_bytes, peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path):
+    """30 MB after 1 MB, in a process of its own."""
+    drawn = np.random.default_rng(0)
+    words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(300)], 40_000))
+    for name, count in (("small", 50), ("large", 1500)):
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "rows.jsonl", "w") as file:
+            for number in range(count):
+                begin = int(drawn.integers(len(words) - 20_000))
+                file.write(json.dumps({"text": f"{number} {words[begin : begin + 20_000]}"}) + "\n")
+    out, err = start(MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false").communicate(timeout=300)
+    n_bytes, growth = map(int, out.split())
+    assert n_bytes > 30_000_000, err
+    assert growth < 20_000  # KiB

@@ -44,6 +44,7 @@ SCENARIOS = {
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
     "mixed lengths": (["data.lengths={8: 0.5, 32: 0.5}", "trainer.micro_batch=2"], (3,)),
+    "isolated documents": (["data.lengths={0.0: 16, 0.5: 32}", "data.documents=isolate"], (3,)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
 SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all three": (2, 4, 6)}
@@ -93,7 +94,7 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
     few = ["data.val_fraction=0.9", f"model.normalizer={name}"]
     store = prepare(tiny(*few).data, progress=False)
     for seq_len in range(30, 60):
-        count = TrainRows(store, seq_len, 1, 1).rows_per_epoch
+        count = TrainRows(store, seq_len, 1, 1).streams[0].rows_per_epoch
         if count % 3 == 0:
             break
     else:

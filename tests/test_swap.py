@@ -13,6 +13,7 @@ import lm
 from lm.attention import table
 from lm.attention.normalizers import Shape, make_normalizer
 from lm.checkpoints import load_checkpoint
+from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.continuity import attention_drift, evaluate_swap
 from lm.evaluation.loss import Device, HeldOut
@@ -106,7 +107,7 @@ def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.Mo
 def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
     old, new = decoder(tiny), decoder(tiny, table.SSMax())
     optimizer = make_optimizer(old, tiny().optim)
-    old.loss(torch.randint(400, (2, 33))).backward()
+    old.loss(Batch.of(torch.randint(400, (2, 33)))).backward()
     optimizer.step()
     state = carry_over(optimizer.state_dict(), parameter_groups(old), parameter_groups(new))
     fresh = make_optimizer(new, tiny().optim)
@@ -170,7 +171,7 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
     for one in result["lengths"]:
         tokens = torch.from_numpy(held_out(one["length"]).rows)
         with torch.no_grad():
-            expected = float(old.loss(tokens)) / (3 * one["length"])
+            expected = float(old.loss(Batch.of(tokens))) / (3 * one["length"])
         assert one["loss_before"] == pytest.approx(expected, abs=1e-5)
         assert one["change"]["mean"] == pytest.approx(one["loss_after"] - one["loss_before"], abs=1e-9)
         assert one["kl"] == pytest.approx(sum(one["kl_by_position"]) / one["length"], abs=1e-5)

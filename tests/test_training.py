@@ -163,9 +163,7 @@ def test_rows_of_several_lengths_are_trained_and_logged(tiny):
     assert set(lengths) == {8, 32}
     assert {line["tokens"] for line in metrics(config.run_folder) if "row_length" in line} == {256 * step for step in range(1, 13)}
     assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
-    with pytest.raises(ConfigError, match=r"data\.lengths = 7: does not divide data\.seq_len = 32"):
+    with pytest.raises(ConfigError, match=r"data\.lengths = .*: 7 does not divide data\.seq_len = 32"):
         tiny("data.lengths={7: 1.0}")
-    with pytest.raises(ConfigError, match=r"shares sum to 0.9, not to 1"):
+    with pytest.raises(ConfigError, match=r"sum to 1, not to 0.9"):
         tiny("data.lengths={8: 0.4, 32: 0.5}")
-    with pytest.raises(ConfigError, match=r"data\.lengths = .*: must be a map"):
-        tiny("data.lengths=8")

@@ -44,6 +44,14 @@ class Rows:
         return cls(positions, positions, sizes[documents], len(lengths) == 1, documents, documents)
 
     @classmethod
+    def isolated(cls, positions: Tensor) -> "Rows":
+        """Rows whose documents don't see each other, from `positions` (B, T) that begin at 0 with each document and row."""
+        documents = (positions == 0).cumsum(-1)
+        sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
+        sizes.scatter_add_(1, documents, torch.ones_like(documents))
+        return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
+
+    @classmethod
     def next(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "Rows":
         """Tokens `seen` to `seen + new` of a document that will have `length`: queries; keys are all up to there."""
         keys = torch.arange(seen + new, device=device)

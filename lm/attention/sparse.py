@@ -1,5 +1,7 @@
 """Weights with exact zeros: sparsemax, 1.5-entmax, softpick."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,7 +74,7 @@ class ASEntmax(Entmax15):
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
         log_n = RowLength(self.options.n)(rows).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
-        growth = log_n.clamp(min=1e-6) ** g  # at n = 1 there is nothing to weigh
+        growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
         return self.entmax(logits(q, k) * (1 + b * growth), rows)
 
 

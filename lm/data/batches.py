@@ -3,41 +3,88 @@
 It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lm.config import Config
+from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
+from lm.errors import ConfigError, Problem
+from lm.loss import IGNORED
 
-_LENGTHS = 2**63  # keeps the draws of lengths apart from those of epochs
+DECK = 1000  # rows in which the streams have exactly their shares
 
 
-class TrainRows:
-    """The training rows of a store.
+class Batch(NamedTuple):
+    """Rows to train on or to evaluate.
 
-    Epoch e cuts the token stream, from an offset of its own below `seq_len`, into `rows_per_epoch` rows of
-    `seq_len` + 1 tokens (each row's last token is the next one's first) and visits them in an order of its own.
-    Every token is a target once an epoch, but for fewer than 2 x `seq_len` at the two ends of the stream.
-
-    With `lengths`, every step cuts its rows into shorter ones of a single length, drawn for the step: the tokens of a step
-    are the same whatever the mixture, and none is padding.
-
-    Args:
-        batch_rows: rows of one optimizer step, over all processes.
-        lengths: divisors of `seq_len`, each with its share of the steps (of the tokens, that is); empty: `seq_len` alone.
-
-    Raises:
-        ValueError: the split has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_rows` says so kindly).
+    Attributes:
+        tokens: (B, T) int64.
+        targets: (B, T) int64, what each token is to predict; `IGNORED` where nothing.
+        positions: (B, T) int64 within each document, where documents don't see each other; None: a row is one document.
     """
 
-    def __init__(self, store: Store, seq_len: int, batch_rows: int, seed: int, lengths: dict[int, float] | None = None):
-        self.split, self.seq_len, self.batch_rows = store.train, seq_len, batch_rows
-        self.lengths = lengths or {seq_len: 1.0}
-        self.entropy = (int(store.fingerprint, 16), seed)
-        n_tokens = store.train.n_tokens
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+
+    @classmethod
+    def of(cls, rows: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
+        """From rows (B, T + 1) of tokens.
+
+        Args:
+            answers: (B, T) bool, which predictions count; None: all.
+            end_of_text: the token that begins a document, if documents are not to see each other.
+        """
+        rows = torch.as_tensor(rows)
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        if answers is not None:
+            targets = targets.masked_fill(~torch.from_numpy(answers), IGNORED)
+        return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text))
+
+    def to(self, device: torch.device) -> "Batch":
+        """On another device."""
+        return Batch(*(None if x is None else x.to(device) for x in self))
+
+
+def document_positions(tokens: Tensor, end_of_text: int) -> Tensor:
+    """Each token's place in its document, as far as the row shows it: int64, the shape of `tokens` (B, T)."""
+    place = torch.arange(tokens.size(1))
+    return place - torch.where(tokens == end_of_text, place, 0).cummax(1).values
+
+
+# ---------------------------------------------------------------- streams of rows
+
+
+class Stream(Protocol):
+    """An endless sequence of slots of `seq_len` tokens, each filled by one row or by several shorter ones."""
+
+    def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """What slots (k,) hold, in rows of `length`: tokens int64 (k x seq_len / length, length + 1), and which predictions count.
+
+        The latter bool (k x seq_len / length, length), or None for all.
+        """
+
+
+class TextStream:
+    """Rows of a part of a split: the tokens from `first` to `first + n_tokens`.
+
+    Epoch e cuts them, from an offset of its own below `seq_len`, into `rows_per_epoch` rows of
+    `seq_len` + 1 tokens (each row's last token is the next one's first) and visits them in an order of its own.
+    Every token is a target once an epoch, but for fewer than 2 x `seq_len` at the two ends of the part.
+
+    Raises:
+        ValueError: the part has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_rows` says so kindly).
+    """
+
+    def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, entropy: tuple[int, ...]):
+        self.split, self.first, self.seq_len, self.entropy = split, first, seq_len, entropy
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no row of {seq_len + 1}")
         # One row less than fits: each offset below seq_len then gives the same number of rows.
@@ -52,40 +99,143 @@ class TrainRows:
         """
         if epoch not in self._epochs:
             random = np.random.PCG64(np.random.SeedSequence((*self.entropy, epoch))).random_raw(self.rows_per_epoch + 1)
-            offset = int(random[-1]) % self.n_offsets
+            offset = self.first + int(random[-1]) % self.n_offsets
             # A step may straddle two epochs, so the one before is kept.
             self._epochs = {before: starts for before, starts in self._epochs.items() if before == epoch - 1}
             self._epochs[epoch] = offset + self.seq_len * np.argsort(random[:-1], kind="stable")
         return self._epochs[epoch]
 
-    def row_starts(self, step: int) -> np.ndarray:
-        """Where the rows of a step begin, over all processes: int64 (batch_rows,)."""
-        index = step * self.batch_rows + np.arange(self.batch_rows)
-        epochs, places = np.divmod(index, self.rows_per_epoch)
-        return np.concatenate([self.epoch_starts(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)])
+    def starts(self, slots: np.ndarray) -> np.ndarray:
+        """Where the rows in slots (k,) begin: int64 (k,)."""
+        epochs, places = np.divmod(slots, self.rows_per_epoch)
+        found = np.empty_like(slots)
+        for epoch in np.unique(epochs):
+            found[epochs == epoch] = self.epoch_starts(int(epoch))[places[epochs == epoch]]
+        return found
 
-    def length(self, step: int) -> int:
-        """Tokens in each row of a step: a function of (store, seed, step)."""
-        names = sorted(self.lengths)
-        drawn = np.random.SeedSequence((*self.entropy, _LENGTHS, step)).generate_state(1, np.uint64)[0] / 2**64
-        edges = np.cumsum([self.lengths[name] for name in names[:-1]])
-        return names[int(np.searchsorted(edges, drawn, side="right"))]
+    def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
+        """As `Stream.rows`: the tokens of a slot are the same whatever the length."""
+        cut = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
+        return windows(self.split, cut.ravel(), length), None
+
+
+class Deck:
+    """Deals the slots of a run to streams by weight: of every `DECK` in a row, each stream has its share to the nearest slot."""
+
+    def __init__(self, weights: list[float], entropy: tuple[int, ...]):
+        exact = np.array(weights) * DECK
+        counts = np.floor(exact).astype(np.int64)
+        counts[np.argsort(counts - exact, kind="stable")[: DECK - counts.sum()]] += 1
+        cards = np.repeat(np.arange(len(weights)), counts)
+        self.cards = cards[np.argsort(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(DECK), kind="stable")]
+        self.counts = counts
+        self.earlier = np.array([(self.cards[:i] == card).sum() for i, card in enumerate(self.cards)])  # of the same stream in the deck
+
+    def deal(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stream that has each of slots (k,) of the run, and which of its own slots that is: both int64 (k,)."""
+        decks, places = np.divmod(slots, DECK)
+        streams = self.cards[places]
+        return streams, decks * self.counts[streams] + self.earlier[places]
+
+
+class TrainRows:
+    """The rows of every step of a run.
+
+    Args:
+        batch_rows: slots of `seq_len` tokens in one optimizer step, over all processes.
+        lengths: of rows that share a slot, divisors of `seq_len`. A number, for all steps; {length: share of the steps}, drawn for each
+            step; {share of the run: length}, one after the other from 0.0 on; or `documents`: `NaturalRows`. The tokens of
+            a step are the same whatever the lengths (but for `documents`), and none is padding.
+        isolate: documents in a row don't see each other.
+        max_steps: steps of the run, of which the lengths that follow each other have their shares.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        seq_len: int,
+        batch_rows: int,
+        seed: int,
+        lengths: "AnyLengths" = None,
+        isolate: bool = False,
+        max_steps: int = 1,
+    ):
+        self.store, self.seq_len, self.batch_rows, self.isolate = store, seq_len, batch_rows, isolate
+        self.entropy = (int(store.fingerprint, 16), seed)
+        self.natural = NaturalRows(store.train, seq_len, seq_len * batch_rows, self.entropy) if lengths == "documents" else None
+        self.length: Lengths = self.natural or lengths_of(lengths, seq_len, max_steps, self.entropy)
+        self.weights, self.streams = self._streams()
+        self.deck = Deck(self.weights, self.entropy) if len(self.streams) > 1 else None
+
+    def _streams(self) -> tuple[list[float], list[Stream]]:
+        """What the rows are drawn from, with weights that sum to 1."""
+        return [1.0], [TextStream(self.store.train, 0, self.store.train.n_tokens, self.seq_len, self.entropy)]
+
+    def shares(self, steps: int) -> dict[int, float]:
+        """The share of the tokens of the first `steps` steps that is in rows of each length."""
+        counts = self.natural.steps if self.natural else Counter(self.length(step) for step in range(steps))
+        total = sum(counts.values())
+        return {length: count / total for length, count in sorted(counts.items()) if count}
+
+    def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
+        """The global batch of a step, or of it the `count` slots from `first` on; rows of `length(step)` tokens."""
+        rows, answers = self._rows(step, first, count)
+        return Batch.of(rows, answers, self.store.end_of_text if self.isolate else None)
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
-        """The global batch of a step: int64 (batch_rows x seq_len / L, L + 1), L = `length(step)`.
+        """Likewise, as tokens alone: int64 (slots x seq_len / L, L + 1), L = `length(step)`."""
+        return self._rows(step, first, count)[0]
 
-        Or of it the `count` rows of `seq_len` tokens from `first` on, cut in the same way.
-        """
-        starts, length = self.row_starts(step)[first : None if count is None else first + count], self.length(step)
-        cut = starts[:, None] + length * np.arange(self.seq_len // length)
-        return windows(self.split, cut.ravel(), length)
+    def _rows(self, step: int, first: int, count: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+        length = self.length(step)
+        last = self.batch_rows if count is None else first + count
+        if self.natural:
+            per_slot = self.seq_len // length
+            return windows(self.store.train, self.natural.row_starts(step)[first * per_slot : last * per_slot], length), None
+        slots = step * self.batch_rows + np.arange(first, last)
+        if self.deck is None:
+            return self.streams[0].rows(slots, length)
+        dealt, own = self.deck.deal(slots)
+        per_slot = self.seq_len // length
+        rows = np.empty((len(slots), per_slot, length + 1), np.int64)
+        answers = np.ones((len(slots), per_slot, length), bool)
+        for number in np.unique(dealt):
+            mine = dealt == number
+            tokens, counted = self.streams[number].rows(own[mine], length)
+            rows[mine] = tokens.reshape(-1, per_slot, length + 1)
+            if counted is not None:
+                answers[mine] = counted.reshape(-1, per_slot, length)
+        return rows.reshape(-1, length + 1), answers.reshape(-1, length)
 
 
-class MicroBatches(Dataset[Tensor]):
+def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> TrainRows:
+    """The rows that a configuration trains on; with `batch_rows`, in steps of another size.
+
+    Raises:
+        ConfigError: the documents fill no step (`data.lengths: documents`).
+    """
+    data = config.data
+    rows = batch_rows or config.optim.batch_tokens // data.seq_len
+    try:
+        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, data.documents == "isolate", config.trainer.max_steps)
+    except NoFullStep as error:
+        raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
+
+
+AnyLengths = None | int | str | Mapping[int | float, int | float]
+
+
+def lengths_of(lengths: AnyLengths, seq_len: int, max_steps: int, entropy: tuple[int, ...]) -> Lengths:
+    """The lengths of the steps that `data.lengths` describes."""
+    if not lengths or isinstance(lengths, int):
+        return Curriculum({0.0: lengths or seq_len}, max_steps)
+    return Curriculum(lengths, max_steps) if 0 in lengths else Mixture(lengths, entropy)
+
+
+class MicroBatches(Dataset[Batch]):
     """One process's share of every global batch, in micro-batches.
 
-    Item k is micro-batch k % accumulation of step k // accumulation: int64 (micro_batch, seq_len + 1), or
-    (micro_batch x seq_len / L, L + 1) where the step has rows of L.
+    Item k is micro-batch k % accumulation of step k // accumulation: `micro_batch` slots of `seq_len` tokens.
     """
 
     def __init__(self, rows: TrainRows, rank: int, world: int, micro_batch: int):
@@ -95,9 +245,9 @@ class MicroBatches(Dataset[Tensor]):
         self.source, self.first, self.micro_batch = rows, rank * rank_rows, micro_batch
         self.accumulation = rank_rows // micro_batch
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Batch:
         step, micro = divmod(index, self.accumulation)
-        return torch.from_numpy(self.source.rows(step, self.first + micro * self.micro_batch, self.micro_batch))
+        return self.source.batch(step, self.first + micro * self.micro_batch, self.micro_batch)
 
 
 class TrainLoader:
@@ -117,7 +267,7 @@ class TrainLoader:
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self.loader)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lm.attention import table
 from lm.attention.lengths import Rows
 from lm.config import Config, Learned
-from lm.data.batches import long_starts
+from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.loss import Device, HeldOut, bucket_edges, by_token, sum_over_ranks, validation_rows
 from lm.evaluation.statistics import paired_difference
@@ -51,13 +51,13 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
     lengths = []
     for rows in held_out:
 
-        def measure(tokens: Tensor) -> Tensor:
+        def measure(batch: Batch) -> Tensor:
             with where.autocast():
-                hidden = [model(tokens[:, :-1]).flatten(0, 1) for model in (old, new)]
-            targets = tokens[:, 1:].flatten()
+                hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
+            targets = batch.targets.flatten()
             heads = old.head.weight, new.head.weight
             losses = [token_nll(h, head, targets) for h, head in zip(hidden, heads, strict=True)]
-            return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, len(tokens), -1)
+            return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, *batch.targets.shape)
 
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
         change = paired_difference(after.mean(1), before.mean(1))

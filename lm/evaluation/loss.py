@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.config import Config
-from lm.data.batches import long_starts, validation_starts, windows
+from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
 from lm.loss import token_nll
 from lm.model import Decoder
@@ -40,11 +40,16 @@ class Device:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for."""
+    """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for.
+
+    Attributes:
+        end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
+    """
 
     rows: np.ndarray
     token_bytes: np.ndarray
     sha256: str
+    end_of_text: int | None = None
 
     @property
     def length(self) -> int:
@@ -52,16 +57,17 @@ class HeldOut:
         return self.rows.shape[1] - 1
 
     @classmethod
-    def take(cls, store: Store, starts: np.ndarray, length: int) -> "HeldOut":
-        """The rows of `length` + 1 tokens that begin at `starts` of the held-out split."""
+    def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
+        """The rows of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
         rows = windows(store.val, starts, length)
-        return cls(rows, store.token_bytes, hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest())
+        digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+        return cls(rows, store.token_bytes, digest, store.end_of_text if isolate else None)
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
     """Up to `eval.rows` rows of the training length, spread evenly over the held-out text."""
     starts = validation_starts(store.val, config.data.seq_len, config.eval.rows)
-    return HeldOut.take(store, starts, config.data.seq_len)
+    return HeldOut.take(store, starts, config.data.seq_len, config.data.documents == "isolate")
 
 
 def long_rows(store: Store, config: Config) -> HeldOut | None:
@@ -77,7 +83,7 @@ def by_token(
     models: list[Decoder],
     held_out: HeldOut,
     where: Device,
-    measure: Callable[[Tensor], Tensor],
+    measure: Callable[[Batch], Tensor],
     numbers: int = 1,
     on_rows: Callable[[int], None] | None = None,
 ) -> np.ndarray:
@@ -87,7 +93,7 @@ def by_token(
 
     Args:
         models: those that `measure` runs; in evaluation mode meanwhile.
-        measure: rows (B, length + 1) int64 on the device -> (numbers, B, length).
+        measure: a batch of rows on the device -> (numbers, B, length).
         on_rows: hears how many rows are done.
     """
     modes = [model.training for model in models]
@@ -97,8 +103,8 @@ def by_token(
     batch = max(1, EVAL_TOKENS // held_out.length)
     mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
     for index in mine.split(batch) if len(mine) else ():
-        rows = torch.from_numpy(held_out.rows[index.numpy()]).to(where.device)
-        result[:, index] = measure(rows).cpu()
+        rows = Batch.of(held_out.rows[index.numpy()], end_of_text=held_out.end_of_text)
+        result[:, index] = measure(rows.to(where.device)).cpu()
         if on_rows:
             on_rows(len(index))
     for model, training in zip(models, modes, strict=True):
@@ -114,10 +120,10 @@ def nll_by_token(
     Never holds T x T weights nor T x V logits.
     """
 
-    def measure(rows: Tensor) -> Tensor:
+    def measure(batch: Batch) -> Tensor:
         with where.autocast():
-            hidden = decoder(rows[:, :-1], theta_factor)
-        return token_nll(hidden.flatten(0, 1), decoder.head.weight, rows[:, 1:].flatten()).view(1, len(rows), -1)
+            hidden = decoder.hidden(batch, theta_factor)
+        return token_nll(hidden.flatten(0, 1), decoder.head.weight, batch.targets.flatten()).view(1, *batch.targets.shape)
 
     return by_token([decoder], held_out, where, measure, on_rows=on_rows)[0]
 

@@ -14,6 +14,7 @@ import torch
 import lm
 from lm.attention import table
 from lm.config import Config, GAUBlock, ModelConfig, Rope
+from lm.data.batches import train_rows
 from lm.data.store import Store
 from lm.loss import chunk_rows
 from lm.model import Decoder, count_parameters, flops_per_token, mlp_width
@@ -52,7 +53,8 @@ def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: s
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,} ({tokens / store.train.n_tokens:.2f} epochs)",
         "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        **({"rows of": ", ".join(f"{n} tokens {share:.0%}" for n, share in data.lengths.items())} if data.lengths else {}),
+        **({"rows of": _lengths(store, config)} if data.lengths else {}),
+        **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about "
         f"{estimated_memory(decoder, config, precision.value != '32') / 2**30:.2f} GiB a process",
         "device": f"{device}, precision {precision}, compile {compiled}",
@@ -72,6 +74,13 @@ def _normalizer(decoder: Decoder) -> str:
     return "  |  ".join(
         f"layers {', '.join(str(i) for i, one in enumerate(found) if one == text)}: {text}" for text in dict.fromkeys(found)
     )
+
+
+def _lengths(store: Store, config: Config) -> str:
+    """The share of the run's tokens in rows of each length."""
+    rows = train_rows(store, config)
+    text = ", ".join(f"{length} tokens {share:.1%}" for length, share in rows.shares(config.trainer.max_steps).items())
+    return text + (f"; {rows.natural.wasted:.1%} of the tokens are left out of each epoch, others each time" if rows.natural else "")
 
 
 def _block(model: ModelConfig) -> str:
@@ -122,6 +131,7 @@ def environment(
         "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
         "parameters": count_parameters(decoder),
         "flops_per_token": flops_per_token(decoder),
+        **({"row_lengths": train_rows(store, config).shares(config.trainer.max_steps)} if config.data.lengths else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
         "starts": [

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.checkpoints import FORMAT, bare_weights, is_saved
 from lm.config import Config, to_yaml
-from lm.data.batches import TrainRows, train_loader
+from lm.data.batches import Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.model import Decoder, is_normalizer
@@ -48,9 +48,9 @@ class TrainModule(L.LightningModule):
 
     def train_dataloader(self):
         """Micro-batches from the current step on (Lightning asks after a checkpoint is restored)."""
-        config, data = self.config, self.config.data
+        config = self.config
         return train_loader(
-            TrainRows(self.store, data.seq_len, config.optim.batch_tokens // data.seq_len, config.seed, data.lengths),
+            train_rows(self.store, config),
             rank=self.global_rank,
             world=config.world_size,
             micro_batch=config.micro_batch,
@@ -60,13 +60,13 @@ class TrainModule(L.LightningModule):
             pin_memory=self.device.type == "cuda",
         )
 
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """The random stream (dropout's) is a function of (seed, micro-batch, rank): a checkpoint holds no random state."""
         torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch (rows, length + 1), scaled so that the step's gradient is that of the mean."""
-        nll, self.row_length = self.loss_sum(batch), batch.size(1) - 1
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
+        nll, self.row_length = self.loss_sum(batch), batch.tokens.size(1)
         self.step_nll = nll.detach() if self.step_nll is None else self.step_nll + nll.detach()
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)

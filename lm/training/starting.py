@@ -11,6 +11,7 @@ import yaml
 
 from lm.attention import table
 from lm.config import Config, parse
+from lm.data.lengths import Curriculum
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs import CHECKPOINTS, TOKENIZER
@@ -98,6 +99,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         for key in dict.fromkeys((*new, *old))
         if old.get(key) != new.get(key) and not any(key == free or key.startswith((free + ".", free + "[")) for free in FREE_TO_CHANGE)
     ]
+    problems += _length_problems(config, trained, saved["step"], path)
     problems += _plan_problems(config, trained, saved["phase"], saved["step"], path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
@@ -114,6 +116,18 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
     return saved["step"], notes
+
+
+def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:
+    """A curriculum of lengths follows trainer.max_steps: another may not change the steps that are done."""
+    lengths = config.data.lengths
+    if lengths != trained.data.lengths or not isinstance(lengths, dict) or 0 not in lengths:
+        return []
+    before, now = (Curriculum(lengths, one.trainer.max_steps).until(step) for one in (trained, config))
+    if before == now:
+        return []
+    reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
+    return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {trained.trainer.max_steps}")]
 
 
 def _plan_problems(config: Config, trained: Config, phase: int, step: int, path: Path) -> list[Problem]:

@@ -1,0 +1,122 @@
+"""How long a step's rows are: a pure function of (store, seed, step)."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from lm.data.store import Split
+
+SHORTEST = 16  # tokens of the shortest row of natural lengths
+BLOCK = 1024  # steps whose lengths are drawn together
+_LENGTHS = 2**63  # keeps the draws of lengths apart from those of epochs
+
+
+class NoFullStep(ValueError):
+    """The documents have too few pieces of each length to fill a step."""
+
+
+class Lengths(Protocol):
+    """Tokens in each row of a step."""
+
+    def __call__(self, step: int) -> int:
+        """The length of the rows of `step` (0-based)."""
+
+
+class Curriculum:
+    """Lengths that follow each other: `starts` maps the share of the run at which each begins, 0 first, to the length."""
+
+    def __init__(self, starts: Mapping[float, int], max_steps: int):
+        self.starts = dict(sorted((round(share * max_steps), length) for share, length in starts.items()))
+
+    def __call__(self, step: int) -> int:
+        first = list(self.starts)
+        return self.starts[first[bisect_right(first, step) - 1]]
+
+    def until(self, step: int) -> dict[int, int]:
+        """The lengths of the steps before `step`, by the step each begins at."""
+        return {first: length for first, length in self.starts.items() if first < step}
+
+
+class Mixture:
+    """Lengths drawn for each step, each with its share of the steps (which is its share of the tokens)."""
+
+    def __init__(self, shares: Mapping[int, float], entropy: tuple[int, ...]):
+        self.names, self.entropy = sorted(shares), entropy
+        self.edges = np.cumsum([shares[name] for name in self.names[:-1]])
+        self._block, self._drawn = -1, np.empty(0)
+
+    def __call__(self, step: int) -> int:
+        block, place = divmod(step, BLOCK)
+        if block != self._block:
+            raw = np.random.PCG64(np.random.SeedSequence((*self.entropy, _LENGTHS, block))).random_raw(BLOCK)
+            self._block, self._drawn = block, raw / 2**64
+        return int(self.names[int(np.searchsorted(self.edges, self._drawn[place], side="right"))])
+
+
+class NaturalRows:
+    """Rows within documents, of the lengths that documents have: each is cut into pieces of powers of two tokens.
+
+    A document of D tokens gives D // `longest` pieces of `longest` and one for each binary digit of the rest, down to
+    `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
+    are left out, others in each epoch. A step has rows of one length. In an epoch each length has as many
+    steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for another epoch.
+
+    Args:
+        longest: tokens of the longest row, a power of two.
+        step_tokens: tokens of a step, a multiple of `longest`.
+
+    Raises:
+        NoFullStep: pieces of no length fill a step.
+    """
+
+    def __init__(self, split: Split, longest: int, step_tokens: int, entropy: tuple[int, ...]):
+        self.entropy, self.step_tokens = entropy, step_tokens
+        offsets = np.asarray(split.offsets)
+        sizes = np.diff(offsets)
+        sizes[-1] -= 1  # the last token of all has no next one
+        self.offsets, self.spare = offsets[:-1], sizes % SHORTEST
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
+        begun = np.zeros_like(sizes)
+        length = longest
+        while length >= SHORTEST:
+            counts = (sizes - begun) // length
+            document = np.repeat(np.arange(len(sizes)), counts)
+            within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+            self.pieces[length] = document, begun[document] + within * length
+            begun += counts * length
+            length //= 2
+        self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
+        self.steps_per_epoch = sum(self.steps.values())
+        if not self.steps_per_epoch:
+            raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
+        self.wasted = 1 - self.steps_per_epoch * step_tokens / max(1, int(sizes.sum()))  # share of the tokens left out of an epoch
+        self._epoch, self._order, self._starts = -1, np.empty(0), {}
+
+    def _enter(self, epoch: int) -> None:
+        """Draw the epoch: which length each step has, and which rows."""
+        if epoch == self._epoch:
+            return
+        random = np.random.PCG64(np.random.SeedSequence((*self.entropy, epoch)))
+        shift = (random.random_raw(len(self.offsets)) % (self.spare + 1).astype(np.uint64)).astype(np.int64)
+        self._starts = {}
+        for length, (document, place) in self.pieces.items():
+            order = np.argsort(random.random_raw(len(document)), kind="stable") if len(document) else []
+            self._starts[length] = (self.offsets[document] + shift[document] + place)[order]
+        lengths = np.repeat(list(self.steps), list(self.steps.values()))
+        self._order = lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")]
+        self._epoch = epoch
+
+    def __call__(self, step: int) -> int:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        self._enter(epoch)
+        return int(self._order[place])
+
+    def row_starts(self, step: int) -> np.ndarray:
+        """Where the rows of a step begin: int64 (step_tokens / length,)."""
+        length = self(step)
+        place = step % self.steps_per_epoch
+        before = int((self._order[:place] == length).sum())
+        count = self.step_tokens // length
+        return self._starts[length][before * count : (before + 1) * count]
