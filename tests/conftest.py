@@ -66,9 +66,9 @@ def data(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 800 kB in 20 documents."""
+    """A folder of 800 kB in 20 documents of 40 words."""
     drawn = np.random.default_rng(0)
-    words = [drawn.bytes(4).hex() for _ in range(500)]
+    words = [drawn.bytes(4).hex() for _ in range(40)]
     return write_texts(tmp_path_factory.mktemp("large"), [" ".join(drawn.choice(words, 4_500)) for _ in range(20)])
 
 
