@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lm.errors import LMError
+from lm.errors import ConfigError, LMError
 
 app = typer.Typer(
     help="What does an attention normalizer do to a language model?",
@@ -23,7 +23,11 @@ Configuration = Annotated[
     list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files and overrides, later ones win", show_default=False)
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders", show_default=False)]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="run folder", show_default=False)]
+RunsAndOverrides = Annotated[
+    list[str], typer.Argument(metavar="RUN... [KEY=VALUE]...", help="run folders, and e.g. eval.rows=512", show_default=False)
+]
+Suite = Annotated[str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: as the run says]", show_default=False)]
+Results = Annotated[Path | None, typer.Option("--out", "-o", help="a .csv or .json file for all numbers", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. eval.rows=512", show_default=False)]
 Reference = Annotated[bool, typer.Option("--reference", help="print all keys with their meaning instead (docs/config.md)")]
 Checkpoint = Annotated[str, typer.Option(help="`last`, `best`, a step, or a checkpoint's path")]
@@ -86,11 +90,14 @@ def train(arguments: Configuration) -> None:
 
 
 @app.command("eval")
-def evaluate(run: Run, overrides: Overrides = None, checkpoint: Checkpoint = "last") -> None:
-    """Measure validation loss and loss by position of a run's checkpoint; kept in its evaluations/."""
-    from lm.evaluation.run import evaluate_run
+def evaluate(arguments: RunsAndOverrides, checkpoint: Checkpoint = "last", suite: Suite = "", out: Results = None) -> None:
+    """Measure checkpoints of runs; kept in their evaluations/. What was measured before is not measured again."""
+    from lm.evaluation.run import evaluate_runs
 
-    evaluate_run(run, checkpoint, overrides or [])
+    folders = [Path(one) for one in arguments if "=" not in one]
+    if not folders:
+        raise ConfigError("no run folder given, e.g. runs/softmax")
+    evaluate_runs(folders, checkpoint, suite, [one for one in arguments if "=" in one], out)
 
 
 @app.command()
@@ -126,6 +133,27 @@ def generate(
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
         print(piece, end="", flush=True)
     print()
+
+
+@app.command()
+def harness(
+    source: Source,
+    tasks: Annotated[str, typer.Option(help="names or patterns of tasks, separated by commas", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.precision=32", show_default=False)
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder of your own task files")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
+    limit: Annotated[float | None, typer.Option(help="documents of each task at most; below 1: a share of them")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens the model is given at once [default: the training length]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in the run's evaluations/]")] = None,
+    checkpoint: Checkpoint = "last",
+) -> None:
+    """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the extra `eval`."""
+    from lm.evaluation.tasks import measure
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
 
 
 @app.command()

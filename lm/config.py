@@ -5,7 +5,7 @@
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -284,17 +284,96 @@ class TrainerConfig:
 
 
 @dataclass
-class LongContextConfig:
+class Schedule:
+    """When an evaluation runs during training, and how long it may take."""
+
+    every: int | None = key(None, "steps between evaluations during training; null: only `at`", ge=1)
+    at: list[float] = key([1.0], "shares of the run at which it is measured", gt=0, le=1)
+    max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
+
+
+@dataclass(frozen=True)
+class AsTrained:
+    """RoPE as it was trained."""
+
+    name: ClassVar[str] = "as_trained"
+
+
+@dataclass(frozen=True)
+class ThetaFactor:
+    """RoPE with theta multiplied (the SSMax paper: 50)."""
+
+    name: ClassVar[str] = "theta"
+    factor: float = key(50.0, "multiplies theta", gt=0)
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Position interpolation, arXiv 2306.15595: all frequencies divided by s."""
+
+    name: ClassVar[str] = "interpolation"
+    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
+
+
+@dataclass(frozen=True)
+class NTK:
+    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the slowest pair turns 1 / s as fast."""
+
+    name: ClassVar[str] = "ntk"
+    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
+
+
+@dataclass(frozen=True)
+class YaRNScaling:
+    """YaRN, arXiv 2309.00071: interpolation of pairs that turn seldom in a training row, and a temperature."""
+
+    name: ClassVar[str] = "yarn"
+    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
+    fast: float = key(32.0, "pairs that turn this often in a training row, and more, stay as they are", gt=0)
+    slow: float = key(1.0, "pairs that turn this often, and less, are interpolated by s", ge=0)
+    temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
+
+
+RopeScaling = AsTrained | ThetaFactor | Interpolation | NTK | YaRNScaling
+ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK, YaRNScaling)}
+
+
+@dataclass(frozen=True)
+class LongSetting:
+    """How a model is used beyond its training length; the model itself stays as it is."""
+
+    rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
+    log_n_clip: bool = key(False, "log_n: never scale below 1 (`max(1, ln n / ln m)`), whatever it was trained with")
+
+    @property
+    def label(self) -> str:
+        """A few words, e.g. `theta x 50`; unlike for unlike settings."""
+        rope = self.rope
+        words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
+        if getattr(rope, "factor", None):
+            words += f" {rope.factor:g}"
+        others = [
+            f"{spec.name} {getattr(rope, spec.name):g}"
+            for spec in fields(rope)
+            if spec.name != "factor" and getattr(rope, spec.name) != spec.default
+        ]
+        return ", ".join([words, *others, *(["log_n clipped"] if self.log_n_clip else [])])
+
+
+@dataclass
+class LongContextConfig(Schedule):
     length_factor: float = key(8.0, "length of the rows, in training lengths; 0: off", ge=0)
     rows: int = key(32, "rows, spread over the held-out documents that are long enough", ge=1)
-    rope_theta_factors: list[float] = key([1.0, 50.0], "evaluate with RoPE's theta times each of these (the SSMax paper: 50)", gt=0)
-    every: int | None = key(None, "steps between evaluations during training; null: at the end only", ge=1)
+    settings: list[LongSetting] = sections(
+        LongSetting, "how the model is used there, each measured", (LongSetting(), LongSetting(ThetaFactor()))
+    )
 
 
 @dataclass
 class EvalConfig:
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
+    on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
 
@@ -549,15 +628,28 @@ def check(config: Config) -> list[Problem]:
         "eval.long_context.length_factor", long.length_factor,
         "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
     )  # fmt: skip
-    problem(
-        not isinstance(model.position, Rope) and long.length_factor > 0 and long.rope_theta_factors != [1.0],
-        "eval.long_context.rope_theta_factors", long.rope_theta_factors,
-        f"model.position = {model.position.name} has no theta", "set it to [1]",
-    )  # fmt: skip
-    problem(
-        not long.rope_theta_factors or len(set(long.rope_theta_factors)) < len(long.rope_theta_factors),
-        "eval.long_context.rope_theta_factors", long.rope_theta_factors, "must be a list of different numbers", "set it to [1]",
-    )  # fmt: skip
+    problems += check_settings(config)
+    return problems
+
+
+def check_settings(config: Config) -> list[Problem]:
+    """What is wrong with `eval.long_context.settings`."""
+    settings, model = config.eval.long_context.settings, config.model
+    if not config.eval.long_context.length_factor:
+        return []
+    where, problems = "eval.long_context.settings", []
+    if not settings or len(set(settings)) < len(settings):
+        problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
+    normalizers = [phase.normalizer for phase in config.plan]
+    used = {getattr(one, "name", "") for some in normalizers for one in (some.of if isinstance(some, table.Layers) else [some])}
+    for index, setting in enumerate(settings):
+        if setting.rope.name != "as_trained" and not isinstance(model.position, Rope):
+            reason = f"model.position = {model.position.name} has no RoPE to scale"
+            problems.append(Problem(f"{where}[{index}].rope", setting.rope.name, reason, f"set {where}=[{{}}]"))
+        if isinstance(setting.rope, YaRNScaling) and setting.rope.fast <= setting.rope.slow:
+            problems.append(Problem(f"{where}[{index}].rope.fast", setting.rope.fast, f"is not above slow = {setting.rope.slow:g}"))
+        if setting.log_n_clip and "log_n" not in used:
+            problems.append(Problem(f"{where}[{index}].log_n_clip", True, "no normalizer of this model is log_n", "drop it"))
     return problems
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config import Learned
@@ -81,10 +82,10 @@ def generate_text(
     if isinstance(loaded.config.model.position, Learned) and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return _pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
+    return pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
 
 
-def _pieces(tokenizer: object, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
+def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
     """The text so far and what each token adds to it, held back while it ends within a character; ends at `stop`."""
     ids = list(ids)
     shown = tokenizer.decode(ids)

@@ -97,3 +97,11 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
                 for h, y in zip(hidden.split(rows), targets.split(rows), strict=True)
             ]
         )
+
+
+@torch.no_grad()
+def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = weight.float().t()
+        return torch.cat([(h.float() @ head).argmax(-1) for h in hidden.split(chunk_rows(weight))])

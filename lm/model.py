@@ -15,31 +15,12 @@ from lm.attention.kernels import by_documents
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, Shape, make_normalizer
 from lm.attention.table import of_layer
-from lm.config import GAUBlock, Learned, ModelConfig, Rope, rotated_dims
+from lm.config import GAUBlock, Learned, ModelConfig, Rope, RopeScaling
 from lm.data.batches import Batch
 from lm.loss import linear_cross_entropy
+from lm.rope import Rotation, logit_factor, rope_rotation, rotate
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
-
-
-def rope_rotation(positions: Tensor, head_size: int, rope: Rope, theta_factor: float = 1.0) -> Rotation:
-    """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
-
-    Pair i turns by position * theta^(-2i/D). `rope.fraction` below 1 leaves the slowest pairs unturned
-    (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
-    """
-    pairs = torch.arange(rotated_dims(head_size, rope.fraction) // 2, device=positions.device, dtype=torch.float64)
-    angles = positions.double().unsqueeze(-1) * (rope.theta * theta_factor) ** (-2 * pairs / head_size)
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """`x` (B, H, T, D) turned by RoPE, as fp32 (or wider): the first half of the turned dimensions pairs with the second."""
-    cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    half = cos.size(-1)
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
+LONG_TOKENS = 8192  # of a row that an MLP sees at a time where nothing is kept for a backward pass
 
 
 def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -66,6 +47,7 @@ class Context:
 
     rows: Rows
     rotation: Rotation | None  # RoPE's, of the queries
+    logit_factor: float  # of a rescaled RoPE
     cache: Cache | None
 
 
@@ -86,6 +68,8 @@ class AttentionBase(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+        if context.logit_factor != 1:
+            q = q * context.logit_factor
         q, k = _with(q, self.normalizer.query_features(x)), _with(k, self.normalizer.key_features(x))
         if context.cache:
             states = context.cache.states
@@ -168,7 +152,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if torch.is_grad_enabled() or x.size(1) <= LONG_TOKENS:
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(LONG_TOKENS, 1)], 1)
 
 
 class GatedBlock(nn.Module):
@@ -235,11 +221,11 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
 
-    def forward(self, tokens: Tensor, theta_factor: float = 1.0, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, scaling: RopeScaling | None = None, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
-            theta_factor: multiplies RoPE's theta in this call (evaluation beyond the training length).
+            scaling: of RoPE in this call (evaluation beyond the training length); never a part of the model.
             rows: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
             cache: of the tokens before, which these go on from and are added to.
 
@@ -250,16 +236,16 @@ class Decoder(nn.Module):
             rows = Rows.next(cache.seen, tokens.size(1), cache.length, tokens.device)
         rows = rows or Rows.full(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
-        rotation = None
+        rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.position is not None:
             last = int(rows.positions.max()) if cache or rows.documents is not None else tokens.size(1) - 1
             if last >= self.seq_len:
                 raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {last + 1}")
             x = x + self.position(rows.positions)
         elif isinstance(self.config.position, Rope):
-            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, theta_factor)
+            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, scaling, lengths)
         x = self.dropout(x)
-        context = Context(rows, rotation, cache)
+        context = Context(rows, rotation, logit_factor(scaling, *lengths), cache)
         for block in self.blocks:
             x = block(x, context)
         if cache:
@@ -270,18 +256,18 @@ class Decoder(nn.Module):
         """The normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
-    def logits(self, tokens: Tensor, theta_factor: float = 1.0) -> Tensor:
+    def logits(self, tokens: Tensor, scaling: RopeScaling | None = None) -> Tensor:
         """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.loss`."""
-        return self.head(self(tokens, theta_factor))
+        return self.head(self(tokens, scaling))
 
     def loss(self, batch: Batch) -> Tensor:
         """Sum of the losses (nats, fp32 scalar) of a batch's targets."""
         hidden = self.hidden(batch)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, batch.targets.flatten())
 
-    def hidden(self, batch: Batch, theta_factor: float = 1.0) -> Tensor:
+    def hidden(self, batch: Batch, scaling: RopeScaling | None = None) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
-        return self(batch.tokens, theta_factor, None if batch.positions is None else Rows.isolated(batch.positions))
+        return self(batch.tokens, scaling, None if batch.positions is None else Rows.isolated(batch.positions))
 
 
 def is_normalizer(parameter: str) -> bool:

@@ -56,9 +56,9 @@ def section(schema: type, help: str):
     return field(default_factory=schema, metadata={"help": help})
 
 
-def sections(schema: type, help: str):
-    """A list of blocks, each described by the dataclass `schema`; empty by default."""
-    return field(default_factory=list, metadata={"help": help, "item": schema})
+def sections(schema: type, help: str, default: tuple = ()):
+    """A list of blocks, each described by the dataclass `schema`."""
+    return field(default_factory=lambda: list(default), metadata={"help": help, "item": schema})
 
 
 def variant(table: Mapping[str, type], default: str, help: str):
@@ -217,7 +217,7 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
         elif "list_table" in spec.metadata:
             rows.append((where, "a list of names or blocks", "[]", spec.metadata["help"]))
         elif "item" in spec.metadata:
-            rows.append((where, "a list of blocks", "[]", spec.metadata["help"]))
+            rows.append((where, "a list of blocks", _yaml_flow([to_plain(item) for item in spec.default_factory()]), spec.metadata["help"]))
             rows += reference(spec.metadata["item"], f"{where}[]", described)
         elif is_dataclass(spec.type):
             rows += reference(spec.type, where, described)
@@ -227,6 +227,16 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
             kind = type_name(spec.type) + (f", {limits}" if limits else "")
             rows.append((where, kind, _yaml_scalar(default), spec.metadata["help"]))
     return rows
+
+
+def _yaml_flow(value: Plain) -> str:
+    """As YAML on one line, a block with nothing but a name by that name."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml_flow, value))}]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name}: {_yaml_flow(item)}" for name, item in value.items())
+        return value["name"] if list(value) == ["name"] else "{" + inner + "}"
+    return _yaml_scalar(value)
 
 
 def _yaml_scalar(value: Plain) -> str:

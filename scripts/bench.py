@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from lm.attention import table
+from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Shape, make_normalizer
 from lm.config import Learned, ModelConfig
@@ -160,9 +161,27 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     return step
 
 
+def pointwise_alone(route: Callable[..., torch.Tensor], f: Pointwise, arguments: argparse.Namespace) -> Step:
+    """Forward and backward of one `route` of `lm.attention.kernels.pointwise`, as `attention`."""
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
+    leaves = [x.detach().requires_grad_() for x in (q / 8, k, v)]
+
+    def step() -> None:
+        torch.autograd.grad(route(f, *leaves), leaves, grad)
+        if grad.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
 def kernel_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every entry's own route, and the dense definition of three."""
+    """Every entry's own route, and the dense definition of three; on CUDA also both routes of weights without competition."""
     sides = {name: attention(option(), arguments) for name, option in table.SINGLE.items()}
+    if rows.is_cuda:
+        print("pointwise:", why_tiles(rows.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
+        for f in (Relu2(), Relu(), Sigmoid()):
+            sides |= {f"{f.kind} alone, {route.__name__}": pointwise_alone(route, f, arguments) for route in (pointwise, tiles)}
     return sides | {f"{name}, dense": attention(table.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
 
 

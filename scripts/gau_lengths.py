@@ -19,7 +19,8 @@ import lm
 import lm.config
 from lm.data.batches import validation_starts, windows
 from lm.data.prepare import prepare
-from lm.evaluation.loss import Device, HeldOut, nll_by_token
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import HeldOut, nll_by_token
 from lm.evaluation.statistics import over_seeds
 
 ARMS = {

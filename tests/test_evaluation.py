@@ -1,5 +1,6 @@
 """Held-out loss by position, and `lm eval`."""
 
+import csv
 import json
 import math
 
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from conftest import lm
 
 from lm.attention import table
-from lm.config import ModelConfig
+from lm.config import LongSetting, ModelConfig, ThetaFactor
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.evaluation.loss import Device, HeldOut, bits_per_byte, bucket_edges, evaluate_long_context, long_rows, nll_by_token, validation_rows
+from lm.evaluation.devices import Device, OutOfTime
+from lm.evaluation.loss import HeldOut, bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
 from lm.evaluation.results import finite
-from lm.evaluation.run import by_octave, evaluate_run
+from lm.evaluation.run import evaluate_runs
+from lm.evaluation.text import LongContext, by_octave
 from lm.loading import find_checkpoint, load
 from lm.model import Decoder
 from lm.training.run import train
@@ -23,27 +26,54 @@ from lm.training.run import train
 CPU = Device(torch.device("cpu"), bf16=False)
 
 
-def made(name: str = "softmax") -> tuple[Decoder, HeldOut]:
+def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.OPTIONS[name](), dropout=0.5), 60, 16)
-    rows = np.random.default_rng(0).integers(60, size=(5, 129))
-    return decoder, HeldOut(rows, np.full(60, 4.0, np.float32), "")
+    tokens = np.random.default_rng(0).integers(60, size=(rows, length + 1))
+    return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32), "")
 
 
+@pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
 @pytest.mark.parametrize("name", table.ENTRIES)
-def test_loss_by_token_equals_the_full_computation(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.loss.EVAL_TOKENS", 300)
-    decoder, held_out = made(name)
-    found = nll_by_token(decoder, held_out, CPU, theta_factor=50.0)
+    monkeypatch.setattr("lm.model.LONG_TOKENS", 100)
+    decoder, held_out = made(name, rows, length)
+    found = nll_by_token(decoder, held_out, CPU, LongSetting(ThetaFactor()))
     assert decoder.training
     decoder.eval()
     rows = torch.from_numpy(held_out.rows)
-    logits = decoder.head(decoder(rows[:, :-1], 50.0))
-    expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(5, 128)
+    logits = decoder.head(decoder(rows[:, :-1], ThetaFactor()))
+    expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(found.shape)
     assert np.allclose(found, expected.detach(), atol=1e-5)
 
 
+def test_clipping_log_n_is_a_setting_of_the_evaluation_alone():
+    decoder, held_out = made("log_n")
+    clipped, plain = (nll_by_token(decoder, held_out, CPU, setting) for setting in (LongSetting(log_n_clip=True), LongSetting()))
+    assert not np.allclose(clipped[:, :10], plain[:, :10])
+    assert not decoder.blocks[0].attention.normalizer.options.clip
+    other = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.LogN(clip=True), dropout=0.5), 60, 16)
+    assert np.array_equal(nll_by_token(other, held_out, CPU), clipped)
+
+
+def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
+    decoder, held_out = made()
+    state = torch.get_rng_state()
+
+    def fails(rows: int) -> None:
+        torch.rand(3)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        nll_by_token(decoder, held_out, CPU, progress=fails)
+    with pytest.raises(OutOfTime):
+        nll_by_token(decoder, held_out, CPU.within(-1.0))
+    assert decoder.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_ranks_share_the_rows_even_if_there_are_fewer_rows_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.loss.sum_over_ranks", lambda values, where: values)
+    monkeypatch.setattr("lm.evaluation.loss.over_ranks", lambda where, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)
@@ -64,9 +94,11 @@ def test_buckets_tile_the_row_with_edges_at_every_doubling_of_the_training_lengt
     assert {seq_len * 2**i for i in range(20) if seq_len * 2**i <= length} <= set(edges.tolist())
 
 
-def test_positions_rows_and_buckets_agree():
-    decoder, held_out = made()
-    result = evaluate_long_context(decoder, held_out, CPU, [1.0, 50.0])
+def test_positions_rows_and_buckets_agree(tiny):
+    config = tiny()
+    store = prepare(config.data)
+    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
+    result = LongContext(config, store).measure(decoder, CPU, lambda rows: None)
     for setting in result["settings"]:
         widths = np.diff(result["bucket_edges"])
         assert np.mean(setting["nll_by_position"]) == pytest.approx(setting["loss"], abs=1e-4)
@@ -98,26 +130,84 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     train(config)
     folder = config.run_folder
     during = json.loads((folder / "evaluations" / "long_context.step-000008.json").read_text())
-    validation, long = evaluate_run(folder, "8", [])
+    validation, long = (one.result for one in evaluate_runs([folder], "8"))
     assert long["rows_sha256"] == during["rows_sha256"]
     assert long["settings"][0]["nll_by_position"] == pytest.approx(during["settings"][0]["nll_by_position"], abs=1e-4)
     assert validation["loss"] > 0
-    _, longer = evaluate_run(folder, "4", ["eval.long_context.length_factor=8", "eval.long_context.rope_theta_factors=[2]"])
-    assert (longer["length"], [s["rope_theta_factor"] for s in longer["settings"]]) == (256, [2.0])
+    changes = ["eval.long_context.length_factor=8", "eval.long_context.settings=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
+    longer = evaluate_runs([folder], "4", overrides=changes)[1].result
+    assert (longer["length"], [s["label"] for s in longer["settings"]]) == (256, ["theta x 2", "yarn"])
     assert (folder / "evaluations" / "long_context.step-000004.json").exists()
     before = (folder / "config.yaml").read_text()
     assert "length_factor: 4.0" in before
+
+
+def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
+    config = tiny("name=cached")
+    train(config)
+    quick = tmp_path / "quick.yaml"
+    quick.write_text("eval: {rows: 3, long_context: {rows: 2}}")
+    runs = [
+        evaluate_runs([config.run_folder], suite=suite, overrides=overrides)
+        for suite, overrides in ((str(quick), []), ("", []), (str(quick), []), (str(quick), ["trainer.precision=bf16-mixed"]))
+    ]
+    assert [one.cached for run in runs for one in run] == [False, False, False, False, True, True, False, False]
+    assert runs[0][0].result == runs[2][0].result
+    assert runs[0][0].result["rows"] == 3
+    assert json.loads((config.run_folder / "evaluations" / "validation.step-000008.json").read_text())["precision"] == "bf16-mixed"
+
+
+def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp_path):
+    folders = []
+    for name in ("softmax", "ssmax"):
+        config = tiny(f"name={name}", f"model.normalizer={name}")
+        train(config)
+        folders.append(str(config.run_folder))
+    for kind in ("csv", "json"):
+        result = lm("eval", *folders, "eval.long_context.length_factor=0", "-o", str(tmp_path / f"all.{kind}"))
+        assert result.returncode == 0, result.stderr
+        assert "validation" in result.stdout
+    lines = list(csv.DictReader((tmp_path / "all.csv").open()))
+    again = json.loads((tmp_path / "all.json").read_text())
+    assert [(line["run"], line["metric"]) for line in lines] == [(f, m) for f in folders for m in ("loss", "bits per byte")]
+    assert [float(line["value"]) for line in lines] == [line["value"] for line in again]
+    assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr
+    assert "no run folder given" in lm("eval", "eval.rows=3").stderr
+
+
+def test_a_failing_evaluation_is_logged_and_training_goes_on_unless_asked(tiny, monkeypatch):
+    config = tiny("name=fails")
+
+    def broken(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(LongContext, "measure", broken)
+    assert train(config) == 0
+    assert "no such thing" in (config.run_folder / "metrics.jsonl").read_text()
+    assert not (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
+    with pytest.raises(ValueError, match="no such thing"):
+        train(tiny("name=stops", "eval.on_error=stop"))
+
+
+def test_an_evaluation_that_takes_too_long_is_given_up(tiny):
+    config = tiny("name=slow", "eval.long_context.max_seconds=1e-9", "eval.long_context.at=[0.5, 1.0]")
+    assert train(config) == 0
+    failed = [line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line]
+    assert [line["step"] for line in failed] == [4, 8]
+    assert "max_seconds" in failed[0]["long_context/failed"]
 
 
 def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     config = tiny("name=strict")
     train(config)
     with pytest.raises(ConfigError, match=r"model\.n_head"):
-        evaluate_run(config.run_folder, "last", ["model.n_head=4"])
+        evaluate_runs([config.run_folder], overrides=["model.n_head=4"])
     with pytest.raises(RunError, match=r"steps saved in .*: 4, 8"):
         find_checkpoint(config.run_folder, "5")
     with pytest.raises(RunError, match="not a run folder"):
-        evaluate_run(tmp_path, "last", [])
+        evaluate_runs([tmp_path])
+    with pytest.raises(ConfigError, match="choose quick, full or name a YAML file"):
+        evaluate_runs([config.run_folder], suite="quik")
     result = lm("eval", str(config.run_folder), "eval.rows=0")
     assert (result.returncode, result.stderr) == (2, "error: eval.rows = 0: must be >= 1\n")
 

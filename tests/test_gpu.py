@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from interpreted import SIZES, dense, every_function, results
+from interpreted import inputs as pointwise_inputs
 from test_normalizers import CASES, every_case, inputs, made
 from test_training import losses
 
+from lm.attention.kernels import Pointwise, pointwise, why_tiles
 from lm.attention.lengths import Rows
 from lm.loss import linear_cross_entropy
 from lm.training.run import train
@@ -23,6 +26,24 @@ def test_bf16_on_the_gpu_is_as_near_the_definition_as_the_definition_in_bf16(opt
         fast = normalizer(q.float(), k.float(), v, rows).cpu()
         plain = (normalizer.weights(q, k, rows) @ v).cpu()
     assert (fast - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2**-8
+
+
+@every_function
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
+def test_the_triton_kernel_is_the_definition_forward_and_backward(f: Pointwise, dtype: torch.dtype, length: int, size: int, width: int):
+    """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    assert why_tiles(torch.device("cuda"), dtype, size) == ""
+    given = pointwise_inputs(length, size, width, dtype, rows=3)
+    exact = results(dense, f, *(x.double() for x in given))
+    on_gpu = [x.cuda() for x in given]
+    found, again, plain = (results(route, f, *on_gpu) for route in (pointwise, pointwise, dense))
+    for a, b, c, d in zip(found, again, plain, exact, strict=True):
+        assert torch.equal(a, b)
+        allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
+        assert (a.cpu() - d).abs().max() <= allowed
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():

@@ -12,13 +12,28 @@ from folders import same, weights
 
 from lm.attention import table
 from lm.attention.lengths import Rows
-from lm.config import GAUBlock, Learned, ModelConfig, NoPosition, Rope, load, parse, to_yaml
+from lm.config import (
+    NTK,
+    AsTrained,
+    GAUBlock,
+    Interpolation,
+    Learned,
+    ModelConfig,
+    NoPosition,
+    Rope,
+    ThetaFactor,
+    YaRNScaling,
+    load,
+    parse,
+    to_yaml,
+)
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.generate import generate, sample
 from lm.loading import load as load_model
 from lm.loss import CHUNK_LOGITS, linear_cross_entropy, token_nll
-from lm.model import Cache, Context, Decoder, count_parameters, mlp_width, rope_rotation, rotate
+from lm.model import Cache, Context, Decoder, count_parameters, mlp_width
+from lm.rope import frequencies, logit_factor, rope_rotation, rotate
 from lm.schema import to_plain
 from lm.training.run import train
 
@@ -124,12 +139,32 @@ def test_rope_keeps_lengths_and_leaves_the_slowest_pairs_of_p_rope_alone():
 
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
-    scaled, asked = rope_rotation(positions, 64, Rope(theta=1e4), 50.0), rope_rotation(positions, 64, Rope(theta=5e5))
+    scaled, asked = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))
     assert torch.equal(scaled[0], asked[0])
     decoder = Decoder(small(), 50, 16)
     tokens = torch.randint(50, (1, 16))
-    assert not torch.allclose(decoder(tokens, 50.0), decoder(tokens))
+    assert not torch.allclose(decoder(tokens, ThetaFactor(50.0)), decoder(tokens))
     assert decoder.config.position.theta == 1e4
+
+
+def test_scalings_of_rope_have_their_closed_forms():
+    rope, trained, length = Rope(theta=1e4), 64, 512
+    plain = frequencies(64, rope, AsTrained(), trained, length)
+    assert torch.equal(frequencies(64, rope, Interpolation(), trained, length), plain / 8)
+    assert torch.equal(frequencies(64, rope, Interpolation(2.0), trained, length), plain / 2)
+    ntk = frequencies(64, rope, NTK(), trained, length)
+    assert ntk[0] == plain[0]
+    assert float(ntk[-1] / plain[-1]) == pytest.approx(1 / 8)
+    yarn, turns = frequencies(64, rope, YaRNScaling(), trained, length), trained * plain / (2 * math.pi)
+    assert torch.equal(yarn[turns <= 1], plain[turns <= 1] / 8)
+    fast = frequencies(64, rope, YaRNScaling(fast=4.0), trained, length)
+    assert torch.equal(fast[turns >= 4], plain[turns >= 4])
+    assert (turns >= 4).any()
+    assert logit_factor(YaRNScaling(), trained, length) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
+    assert logit_factor(YaRNScaling(temperature=False), trained, length) == logit_factor(NTK(), trained, length) == 1
+    for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a row no longer than in training is used as trained
+        assert torch.equal(frequencies(64, rope, scaling, trained, trained), plain)
+        assert logit_factor(scaling, trained, 50) == 1
 
 
 def test_learned_positions_refuse_longer_rows():
@@ -256,7 +291,7 @@ def test_gau_is_its_papers_formula():
     scores = (z * gau.q_gain + gau.q_offset) @ (z * gau.k_gain + gau.k_offset).transpose(1, 2)
     a = (scores.relu() ** 2).tril() / (torch.arange(1, 7).view(6, 1) * 8)
     expected = (u * (a @ v)) @ gau.out.weight.t()
-    assert torch.allclose(gau(x, Context(Rows.full(6), None, None)), expected, atol=1e-9)
+    assert torch.allclose(gau(x, Context(Rows.full(6), None, 1.0, None)), expected, atol=1e-9)
 
 
 def test_two_gaus_have_about_the_parameters_of_one_block():

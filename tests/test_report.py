@@ -101,7 +101,8 @@ def build_run(
             beyond = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_row = final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (rows, length))
             buckets = np.stack([by_row[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-            settings.append({"rope_theta_factor": factor, "loss": by_row.mean(), "bits_per_byte": by_row.mean() / 2.9,
+            label = "as trained" if factor == 1 else "theta x 50"
+            settings.append({"label": label, "loss": by_row.mean(), "bits_per_byte": by_row.mean() / 2.9,
                              "nll_by_position": by_row.mean(axis=0), "nll_by_row": buckets})  # fmt: skip
         write_evaluation(
             folder, "long_context", steps,
@@ -176,7 +177,7 @@ def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
     assert (run.name, run.seed, run.seq_len, run.missing) == ("scalable", 1, SEQ_LEN, ())
     assert run.validation.nll_by_row.shape == (128,)
-    assert [setting.rope_theta_factor for setting in run.long_context.settings] == [1.0, 50.0]
+    assert [setting.label for setting in run.long_context.settings] == ["as trained", "theta x 50"]
     assert len(run.training.tokens) == 100
     assert len(run.validations.tokens) == 20
 
@@ -380,7 +381,12 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
 
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     rows = list(csv.DictReader(write_report(pair, tmp_path / "out").csv.open()))
-    assert [(row["arm"], row["RoPE theta (x)"]) for row in rows] == [("softmax", "1"), ("softmax", "50"), ("ssmax", "1"), ("ssmax", "50")]
+    assert [(row["arm"], row["RoPE"]) for row in rows] == [
+        ("softmax", "as trained"),
+        ("softmax", "theta x 50"),
+        ("ssmax", "as trained"),
+        ("ssmax", "theta x 50"),
+    ]
     assert None not in rows[0]
     assert float(rows[2]["difference to softmax (nats/token, 95% interval) low"]) < -0.04
     assert "loss 4x-8x (nats/token)" in rows[0]

@@ -16,7 +16,8 @@ from lm.checkpoints import load_checkpoint
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.continuity import attention_drift, evaluate_swap
-from lm.evaluation.loss import Device, HeldOut
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import HeldOut
 from lm.loading import load
 from lm.loss import token_kl
 from lm.model import Decoder, is_normalizer

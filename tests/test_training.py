@@ -36,7 +36,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert validation["loss"] < validation["unigram_entropy"] + 0.5
     long = json.loads((folder / "evaluations" / "long_context.step-000040.json").read_text())
     assert long["length"] == 4 * 32
-    assert [s["rope_theta_factor"] for s in long["settings"]] == [1.0, 50.0]
+    assert [s["label"] for s in long["settings"]] == ["as trained", "theta x 50"]
     assert all(len(s["nll_by_position"]) == 128 for s in long["settings"])
     assert not list(folder.rglob(".*"))
     out = capsys.readouterr().out

@@ -1,12 +1,17 @@
 """Exact attention without the T x S matrix of weights, for normalizers that the fused softmax kernel does not serve.
 
 Two routes, both with O(T x block) memory forward and backward: `by_query_blocks` takes any definition and
-recomputes it in the backward pass; `pointwise` serves weights that depend on their own score alone, tile by tile.
+recomputes it in the backward pass; `pointwise` serves weights that depend on their own score alone, tile by tile,
+on CUDA by a Triton kernel.
 Shapes: B rows, H heads, T queries, S keys, D head size.
 """
 
 import math
+import os
+import warnings
 from abc import ABC, abstractmethod
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time by `by_query_blocks`
 TILE = 256  # queries and keys of one tile of `pointwise`
+LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
+OLDEST_TRITON = (3, 4)
 
 
 class _Definition(nn.Module):
@@ -153,7 +160,9 @@ def _document_groups(rows: Rows, n_rows: int) -> tuple[Tensor, list[tuple[Tensor
 
 
 class Pointwise(ABC):
-    """A function f of a score, plain and for tiles."""
+    """A function f of a score, plain and for tiles; `kind` names it to the Triton kernels."""
+
+    kind: str
 
     @abstractmethod
     def __call__(self, z: Tensor) -> Tensor:
@@ -171,6 +180,8 @@ class Pointwise(ABC):
 class Relu(Pointwise):
     """max(z, 0)."""
 
+    kind = "relu"
+
     def __call__(self, z: Tensor) -> Tensor:
         return z.relu()
 
@@ -183,6 +194,8 @@ class Relu(Pointwise):
 
 class Relu2(Pointwise):
     """max(z, 0)^2."""
+
+    kind = "relu2"
 
     def __call__(self, z: Tensor) -> Tensor:
         return z.relu().square()
@@ -198,6 +211,8 @@ class Relu2(Pointwise):
 
 class Sigmoid(Pointwise):
     """1 / (1 + e^-z)."""
+
+    kind = "sigmoid"
 
     def __call__(self, z: Tensor) -> Tensor:
         return z.sigmoid()
@@ -250,10 +265,77 @@ class _Pointwise(torch.autograd.Function):
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@torch.compiler.disable
-def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """sum_{j <= i} f(q_i.k_j) v_j, (B, H, T, D) in the dtype of `v`; q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype.
-
-    Scores are not scaled: scale q. Holds one tile of weights a head.
-    """
+def tiles(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None) -> Tensor:
+    """`pointwise` on any device, holding one tile of weights a head."""
+    if shift is not None:  # one more dimension: the shift in queries, 1 in keys
+        q = torch.cat((q, shift.unsqueeze(-1).expand(*q.shape[:3], 1).to(q.dtype)), -1)
+        k = F.pad(k, (0, 1), value=1.0)
     return _Pointwise.apply(f, *(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, q.shape[:2])
+
+
+def interpreted() -> bool:
+    """True if Triton's kernels are run by its interpreter, on any device: slow, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
+    """Why `pointwise` takes tiles instead of the Triton kernel, for keys of `size` dimensions; empty if it takes the kernel."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the Triton kernel has no {dtype}"
+    if size > LARGEST_HEAD:
+        return f"the Triton kernel has no head size over {LARGEST_HEAD}"
+    if device.type != "cuda" and not interpreted():
+        return "the Triton kernel needs a CUDA GPU"
+    return _unusable(device)
+
+
+@cache
+def _unusable(device: torch.device) -> str:
+    """What keeps this machine's Triton, or this device, from running the kernel; empty if nothing."""
+    if not find_spec("triton"):
+        return "triton is not installed"
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # 3.2 aborts, compiling for wide values
+        return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
+    if interpreted():
+        return ""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernel needs a GPU of compute capability 8.0"
+    return _trial(device)
+
+
+def _trial(device: torch.device) -> str:
+    """Run the Triton kernel on a device: what goes wrong, which is also a warning; empty if nothing.
+
+    Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
+    """
+    try:
+        from lm.attention import triton_kernels
+
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
+            leaves = [one.detach().requires_grad_() for one in x]
+            outs = [route(Relu2(), *leaves, None) for route in (triton_kernels.pointwise, tiles)]
+            found, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
+        if all((a - b).abs().max() <= b.abs().max() / 32 for a, b in zip(found, expected, strict=True)):
+            return ""
+        problem = "its results are not those of the tiles"
+    except Exception as error:  # whatever Triton, the compilers it calls or the driver may raise
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    warnings.warn(f"the Triton kernel does not work on {device}, tiles take its place: {problem}", stacklevel=2)
+    return f"the Triton kernel does not work here: {problem}"
+
+
+@torch.compiler.disable
+def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None) -> Tensor:
+    """sum_{j <= i} f(q_i.k_j + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
+
+    q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or None for 0.
+    Scores are not scaled: scale q.
+    """
+    if why_tiles(q.device, q.dtype, q.size(-1)):
+        return tiles(f, q, k, v, shift)
+    from lm.attention import triton_kernels
+
+    return triton_kernels.pointwise(f, q, k, v, shift)

@@ -80,5 +80,5 @@ class Linear(Normalizer):
             state = state * since[:, t - 1 : t] + (kc * until[:, CHUNK - t :]).transpose(-2, -1) @ vc
         return torch.cat(parts, 2), state
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a row costs O(T)"

@@ -95,8 +95,8 @@ class Normalizer(nn.Module, ABC):
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
         return self(q, k, v, rows), (k, v)
 
-    def explain(self) -> str:
-        """The kernel `forward` takes, and why."""
+    def explain(self, device: str = "cpu") -> str:
+        """The kernel `forward` takes for whole rows on a `device` (`cpu`, `cuda`), and why."""
         return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel has this function"
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise
+from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -45,17 +45,16 @@ class PointwiseNormalizer(Normalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
             return super().forward(q, k, v, rows)
-        q, width, shift, factor = q / math.sqrt(q.size(-1)), v.size(-1), self.shift(rows), self.factor(rows)
-        if shift is not None:  # one more dimension: b in queries, 1 in keys
-            q = torch.cat((q, shift.unsqueeze(-1).expand(*q.shape[:3], 1).to(q.dtype)), -1)
-            k = F.pad(k, (0, 1), value=1.0)
+        q, width, factor = q / math.sqrt(q.size(-1)), v.size(-1), self.factor(rows)
         if factor is None:  # one more value, 1: it sums the row
             v = F.pad(v, (0, 1), value=1.0)
-        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v)
+        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(rows))
         return divided(out[..., :width], out[..., width:], factor)
 
-    def explain(self) -> str:
-        return "causal tiles of keys and queries, backward by hand: no key competes with another, so no row statistics are needed"
+    def explain(self, device: str = "cpu") -> str:
+        why = why_tiles(torch.device(device), torch.float32, self.shape.head_size)
+        kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
+        return f"{kernel}: no key competes with another, so no row statistics are needed"
 
 
 class Relu2Normalizer(PointwiseNormalizer):

@@ -43,14 +43,14 @@ class QueryScale(Normalizer):
             q = q * scale.unsqueeze(-1)
         return fused_softmax(q, k, v, rows)
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"
 
 
 class Softmax(QueryScale):
     """softmax(z), z = q.k / sqrt(D)."""
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return "SDPA: plain softmax"
 
 
@@ -278,5 +278,5 @@ class QASSMax(Normalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return fused_softmax(self.scaled(q, rows), k, v, rows)
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return "SDPA, each dimension of q scaled in fp32"

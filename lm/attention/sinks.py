@@ -44,7 +44,7 @@ class Sink(Normalizer):
             return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, rows, 1 / math.sqrt(size))[:, :, 1:]
         return fused_softmax(q, k, v, rows, 1 / math.sqrt(size), F.pad(rows.visible(), (1, 0), value=True))
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit b and value 0"
 
 
@@ -57,5 +57,5 @@ class Softmax1(Sink):
     def sink(self) -> Tensor:
         return torch.zeros(self.shape.n_head)
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit 0 and value 0"

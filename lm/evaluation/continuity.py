@@ -14,7 +14,8 @@ from lm.attention.lengths import Rows
 from lm.config import Config, Learned
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
-from lm.evaluation.loss import Device, HeldOut, bucket_edges, by_token, sum_over_ranks, validation_rows
+from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.evaluation.loss import HeldOut, bucket_edges, by_token, validation_rows
 from lm.evaluation.statistics import paired_difference
 from lm.loss import token_kl, token_nll
 from lm.model import Decoder, is_normalizer
@@ -85,20 +86,24 @@ def _rounded(values: object) -> list[float]:
     return [round(float(x), 6) for x in values.mean(0)]
 
 
-@torch.no_grad()
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> list[float]:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads, for each layer.
 
     On the first `DRIFT_ROWS` rows; holds `DRIFT_WEIGHTS` weights at a time, not T x T. Collective.
     """
-    total = torch.zeros(old.config.n_layer, dtype=torch.float64)
     rows = held_out.rows[:DRIFT_ROWS]
-    for row in rows[where.rank :: where.world]:
-        tokens = torch.from_numpy(row[None, :-1]).to(where.device)
-        seen = [_attention_inputs(model, tokens, where) for model in (old, new)]
-        for layer, (a, b) in enumerate(zip(*seen, strict=True)):
-            total[layer] += _distance(a, b)
-    drift = sum_over_ranks(total.float(), where) / len(rows)
+
+    def local() -> Tensor:
+        total = torch.zeros(old.config.n_layer, dtype=torch.float64)
+        for row in rows[where.rank :: where.world]:
+            tokens = torch.from_numpy(row[None, :-1]).to(where.device)
+            seen = [_attention_inputs(model, tokens, where) for model in (old, new)]
+            for layer, (a, b) in enumerate(zip(*seen, strict=True)):
+                total[layer] += _distance(a, b)
+        return total.float()
+
+    with undisturbed(old, new):
+        drift = over_ranks(where, local) / len(rows)
     return [round(float(x), 6) for x in drift]
 
 
@@ -114,12 +119,10 @@ def _attention_inputs(model: Decoder, tokens: Tensor, where: Device) -> list[_In
         seen.append((normalizer, q.float(), k.float(), rows))
 
     hooks = [normalizer.register_forward_pre_hook(note) for normalizer in model.normalizers()]
-    training = model.training
     try:
         with where.autocast():
-            model.eval()(tokens)
+            model(tokens)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return seen

@@ -1,41 +1,25 @@
-"""Held-out loss by position: validation at the training length, and rows far beyond it."""
+"""Held-out rows, and the loss of every token in them."""
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config import Config
+from lm.attention.query_scale import LogN
+from lm.config import Config, LongSetting
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
+from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.evaluation.measurement import Progress
 from lm.loss import token_nll
 from lm.model import Decoder
-from lm.schema import Plain
 
 EVAL_TOKENS = 16384  # tokens in one forward pass
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where a model runs: torch device, bf16 autocast or not, and this process among its peers."""
-
-    device: torch.device
-    bf16: bool
-    rank: int = 0
-    world: int = 1
-
-    @property
-    def precision(self) -> str:
-        """As recorded in results."""
-        return "bf16-mixed" if self.bf16 else "32"
-
-    def autocast(self) -> torch.autocast:
-        """The precision's context."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 @dataclass(frozen=True)
@@ -78,112 +62,79 @@ def long_rows(store: Store, config: Config) -> HeldOut | None:
     return HeldOut.take(store, starts, config.long_length)
 
 
-@torch.no_grad()
 def by_token(
     models: list[Decoder],
     held_out: HeldOut,
     where: Device,
     measure: Callable[[Batch], Tensor],
     numbers: int = 1,
-    on_rows: Callable[[int], None] | None = None,
+    progress: Progress = lambda rows: None,
 ) -> np.ndarray:
     """What `measure` gives for every predicted token: (numbers, R, length) fp32.
 
-    Rows are split over the ranks of `where`; every rank returns all. Leaves the models' modes as they were.
+    Rows are split over the ranks of `where`; every rank returns all. Collective.
 
     Args:
         models: those that `measure` runs; in evaluation mode meanwhile.
         measure: a batch of rows on the device -> (numbers, B, length).
-        on_rows: hears how many rows are done.
+        progress: hears how many rows are done.
     """
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
-    result = torch.zeros(numbers, held_out.rows.shape[0], held_out.length)
-    batch = max(1, EVAL_TOKENS // held_out.length)
-    mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
-    for index in mine.split(batch) if len(mine) else ():
-        rows = Batch.of(held_out.rows[index.numpy()], end_of_text=held_out.end_of_text)
-        result[:, index] = measure(rows.to(where.device)).cpu()
-        if on_rows:
-            on_rows(len(index))
-    for model, training in zip(models, modes, strict=True):
-        model.train(training)
-    return sum_over_ranks(result, where).numpy()
+
+    def local() -> Tensor:
+        result = torch.zeros(numbers, held_out.rows.shape[0], held_out.length)
+        mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
+        for index in mine.split(max(1, EVAL_TOKENS // held_out.length)) if len(mine) else ():
+            where.check_time()
+            batch = Batch.of(held_out.rows[index.numpy()], end_of_text=held_out.end_of_text)
+            result[:, index] = measure(batch.to(where.device)).cpu()
+            progress(len(index))
+        return result
+
+    with undisturbed(*models):
+        return over_ranks(where, local).numpy()
 
 
 def nll_by_token(
-    decoder: Decoder, held_out: HeldOut, where: Device, theta_factor: float = 1.0, on_rows: Callable[[int], None] | None = None
+    decoder: Decoder,
+    held_out: HeldOut,
+    where: Device,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
 ) -> np.ndarray:
-    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`.
+    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`. `setting`: how the model is used.
 
     Never holds T x T weights nor T x V logits.
     """
 
+    setting = setting or LongSetting()
+
     def measure(batch: Batch) -> Tensor:
         with where.autocast():
-            hidden = decoder.hidden(batch, theta_factor)
+            hidden = decoder.hidden(batch, setting.rope)
         return token_nll(hidden.flatten(0, 1), decoder.head.weight, batch.targets.flatten()).view(1, *batch.targets.shape)
 
-    return by_token([decoder], held_out, where, measure, on_rows=on_rows)[0]
+    with used_as(decoder, setting):
+        return by_token([decoder], held_out, where, measure, progress=progress)[0]
 
 
-def sum_over_ranks(values: Tensor, where: Device) -> Tensor:
-    """The sum of every rank's `values`, on the CPU. Collective."""
-    if where.world == 1:
-        return values
-    shared = values.to(where.device)
-    torch.distributed.all_reduce(shared)
-    return shared.cpu()
+@contextmanager
+def used_as(decoder: Decoder, setting: LongSetting) -> Iterator[None]:
+    """A decoder whose log_n normalizers are clipped if the setting says so; as it was afterwards."""
+    clipped = [n for n in decoder.normalizers() if isinstance(n, LogN)] if setting.log_n_clip else []
+    before = [normalizer.options for normalizer in clipped]
+    try:
+        for normalizer in clipped:
+            normalizer.options = replace(normalizer.options, clip=True)
+        yield
+    finally:
+        for normalizer, options in zip(clipped, before, strict=True):
+            normalizer.options = options
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
     n_bytes = held_out.token_bytes[held_out.rows[:, 1:]].sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
-
-
-def evaluate_validation(decoder: Decoder, held_out: HeldOut, where: Device) -> dict[str, Plain]:
-    """Validation loss: nats per token, bits per byte, and each row's mean for paired comparison."""
-    nll = nll_by_token(decoder, held_out, where)
-    return {
-        "kind": "validation",
-        "seq_len": held_out.length,
-        "rows": len(nll),
-        "rows_sha256": held_out.sha256,
-        "loss": float(nll.mean(dtype=np.float64)),
-        "bits_per_byte": bits_per_byte(nll, held_out),
-        "nll_by_row": [round(float(x), 6) for x in nll.mean(1, dtype=np.float64)],
-    }
-
-
-def evaluate_long_context(
-    decoder: Decoder, held_out: HeldOut, where: Device, theta_factors: list[float], on_rows: Callable[[int], None] | None = None
-) -> dict[str, Plain]:
-    """Loss by position of long rows, once for each multiplier of RoPE's theta (arXiv 2501.19399, Fig. 5)."""
-    edges = bucket_edges(decoder.seq_len, held_out.length)
-    settings = []
-    for factor in theta_factors:
-        nll = nll_by_token(decoder, held_out, where, factor, on_rows)
-        by_bucket = np.add.reduceat(nll.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
-        settings.append(
-            {
-                "rope_theta_factor": factor,
-                "loss": float(nll.mean(dtype=np.float64)),
-                "bits_per_byte": bits_per_byte(nll, held_out),
-                "nll_by_position": [round(float(x), 5) for x in nll.mean(0, dtype=np.float64)],
-                "nll_by_row": [[round(float(x), 5) for x in row] for row in by_bucket],
-            }
-        )
-    return {
-        "kind": "long_context",
-        "seq_len": decoder.seq_len,
-        "length": held_out.length,
-        "rows": held_out.rows.shape[0],
-        "rows_sha256": held_out.sha256,
-        "bucket_edges": edges.tolist(),
-        "settings": settings,
-    }
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:

@@ -1,23 +1,27 @@
-"""`lm eval`: measure a checkpoint of a finished or running run."""
+"""`lm eval`: measure checkpoints of finished or running runs."""
 
+import csv
+import io
 import os
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lm.config import Config, merge, parse, read_overrides
+from lm.config import Config, merge, parse, read_overrides, read_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.loss import Device, evaluate_long_context, evaluate_validation, long_rows, validation_rows
-from lm.evaluation.results import write_evaluation
+from lm.evaluation.devices import Device
+from lm.evaluation.measurement import Row, weights_sha256
+from lm.evaluation.results import finite, write_evaluation
+from lm.evaluation.suite import SUITES, measurements
+from lm.files import write_text
 from lm.loading import Loaded, find_checkpoint, load
-from lm.runs import ENVIRONMENT, read_config, read_json
+from lm.runs import ENVIRONMENT, EVALUATIONS, read_config, read_json, write_json
 from lm.schema import Plain, to_plain
 from lm.training.device import resolve_device, resolve_precision
 
@@ -25,23 +29,68 @@ from lm.training.device import resolve_device, resolve_precision
 OVERRIDABLE = ("eval", "data.root", "trainer.accelerator", "trainer.precision", "trainer.threads")
 
 
-def evaluate_run(folder: Path, checkpoint: str, overrides: list[str]) -> list[dict[str, Plain]]:
-    """Evaluate one checkpoint of a run, keep the results in its evaluations/, print them, return them.
+@dataclass(frozen=True)
+class Evaluated:
+    """One measurement of one checkpoint.
+
+    Attributes:
+        result: what its file in evaluations/ holds.
+        rows: the same as a table.
+        cached: it had been measured before, with these weights and settings.
+    """
+
+    folder: Path
+    kind: str
+    step: int
+    result: dict[str, Plain]
+    rows: list[Row]
+    cached: bool
+
+
+def evaluate_runs(
+    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None, out: Path | None = None
+) -> list[Evaluated]:
+    """Evaluate one checkpoint of each run, keep the results in its evaluations/, print and return them.
+
+    What was measured before, with the same weights, data, precision and settings, is not measured again.
 
     Args:
-        folder: the run folder.
-        checkpoint: `last`, `best`, a step number, or a path.
-        overrides: `key=value` of `OVERRIDABLE` keys.
+        folders: run folders.
+        checkpoint: `last`, `best` or a step; of a single run also a path.
+        suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
+        overrides: `key=value` of `OVERRIDABLE` keys, after the suite's.
+        out: a .csv or .json file for all numbers.
 
     Raises:
-        LMError: not a run, no such checkpoint, other data than it was trained on.
+        LMError: not a run, no such checkpoint, other data than it was trained on, no such suite.
     """
-    config = parse(merge(to_plain(read_config(folder)), only(OVERRIDABLE, overrides, "an evaluation")))
-    return evaluate(config, folder, find_checkpoint(folder, checkpoint))
+    if out and out.suffix not in (".csv", ".json"):
+        raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
+    changes = merge(suite_changes(suite), only(OVERRIDABLE, overrides or [], "an evaluation"))
+    configs = [parse(merge(to_plain(read_config(folder)), changes)) for folder in folders]
+    paths = [find_checkpoint(folder, checkpoint) for folder in folders]
+    found = [one for config, folder, path in zip(configs, folders, paths, strict=True) for one in evaluate(config, folder, path)]
+    print_results(found)
+    if out:
+        write_table(found, out)
+    return found
 
 
-def evaluate(config: Config, folder: Path, path: Path) -> list[dict[str, Plain]]:
-    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says; else as `evaluate_run`."""
+def suite_changes(suite: str) -> dict[str, Plain]:
+    """What a suite changes in a configuration. Raises ConfigError if there is none of this name."""
+    if not suite or suite in SUITES:
+        return {"eval": SUITES.get(suite, {})}
+    path = Path(suite)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--suite {suite}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
+    plain = read_yaml(path)
+    if list(plain) != ["eval"]:
+        raise ConfigError(f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}")
+    return plain
+
+
+def evaluate(config: Config, folder: Path, path: Path) -> list[Evaluated]:
+    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says; else as `evaluate_runs`."""
     loaded = load(path)
     decoder, facts = loaded.decoder, loaded.facts
     if _identity(loaded.config) != _identity(config):
@@ -49,54 +98,69 @@ def evaluate(config: Config, folder: Path, path: Path) -> list[dict[str, Plain]]
     store = open_store(config, loaded)
     check_rows(store, config)
     where = open_device(config, read_json(folder / ENVIRONMENT))
+    weights = weights_sha256(decoder)
     decoder.to(where.device)
-
-    results = [{**evaluate_validation(decoder, validation_rows(store, config), where), "unigram_entropy": store.val.unigram_entropy}]
-    if long := long_rows(store, config):
-        factors = config.eval.long_context.rope_theta_factors
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(f"{len(long.rows)} rows of {long.length:,} tokens", total=len(long.rows) * len(factors))
-            results.append(evaluate_long_context(decoder, long, where, factors, lambda n: progress.advance(task, n)))
     stamp = {
         "step": facts["step"],
         "tokens_seen": facts["tokens"],
         "data_fingerprint": store.fingerprint,
         "precision": where.precision,
         "checkpoint": path.name,
+        "weights_sha256": weights,
     }
-    written = [write_evaluation(folder, {**result, **stamp}) for result in results]
-    print_results(folder, results, facts["step"])
-    for file in written:
-        print(file)
-    return results
+    found = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        for measurement in measurements(config, store):
+            cache = folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
+            cached = cache.is_file()
+            if cached:
+                result = read_json(cache)
+            else:
+                task = bars.add_task(f"{folder.name}: {measurement.kind}", total=measurement.work)
+                numbers = measurement.measure(decoder, where, lambda units, task=task: bars.advance(task, units))
+                result = {"kind": measurement.kind, **measurement.settings, **numbers, **stamp}
+                cache.parent.mkdir(exist_ok=True, parents=True)
+                write_json(cache, finite(result))
+            write_evaluation(folder, result)
+            found.append(Evaluated(folder, measurement.kind, facts["step"], result, measurement.rows(result), cached))
+    return found
 
 
-def print_results(folder: Path, results: list[dict[str, Plain]], step: int) -> None:
-    """A table of losses: validation, then each setting of the long rows by octave of position."""
-    table = Table(title=f"{folder.name}, step {step}: loss in nats per token", title_justify="left")
-    table.add_column("measured on")
-    table.add_column("positions", justify="right")
-    table.add_column("loss", justify="right")
-    table.add_column("bits per byte", justify="right")
-    for result in results:
-        if result["kind"] == "validation":
-            rows, length = result["rows"], result["seq_len"]
-            table.add_row(f"validation, {rows} rows", f"0-{length:,}", f"{result['loss']:.4f}", f"{result['bits_per_byte']:.4f}")
-            continue
-        for setting in result["settings"]:
-            name = f"{result['rows']} long rows, RoPE theta x{setting['rope_theta_factor']:g}"
-            table.add_row(name, f"0-{result['length']:,}", f"{setting['loss']:.4f}", f"{setting['bits_per_byte']:.4f}")
-            for low, high, loss in by_octave(setting["nll_by_position"], result["seq_len"]):
-                table.add_row("", f"{low:,}-{high:,}", f"{loss:.4f}", "")
+def print_results(found: list[Evaluated]) -> None:
+    """A table of all numbers; runs measured on other data are not comparable, which their fingerprints say."""
+    several = len({one.folder for one in found}) > 1
+    table = Table(title="" if several else f"{found[0].folder.name}, step {found[0].step}", title_justify="left")
+    if several:
+        table.add_column("run, step")
+    for name in ("measured", "used", "where", "metric"):
+        table.add_column(name)
+    table.add_column("value [95 %]", justify="right")
+    for one in found:
+        for number, row in enumerate(one.rows):
+            first = number == 0
+            interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
+            cells = [one.kind + (" (cached)" if one.cached else "") if first else "", row.setting, row.where, row.metric]
+            name = [f"{one.folder.name}, {one.step}" if first else ""] if several else []
+            table.add_row(*name, *cells, _digits(row.value) + interval)
     Console().print(table)
 
 
-def by_octave(nll: list[float], seq_len: int) -> list[tuple[int, int, float]]:
-    """(from, to, mean loss) of the training length and of each doubling beyond it."""
-    edges = [0, seq_len]
-    while edges[-1] < len(nll):
-        edges.append(min(2 * edges[-1], len(nll)))
-    return [(low, high, sum(nll[low:high]) / (high - low)) for low, high in pairwise(edges)]
+def _digits(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def write_table(found: list[Evaluated], path: Path) -> None:
+    """All numbers as CSV or JSON, one row or object a number, whole or not at all."""
+    lines = [{"run": str(one.folder), "step": one.step, "kind": one.kind, **vars(row)} for one in found for row in one.rows]
+    if path.suffix == ".json":
+        write_json(path, finite(lines))
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_text(path, text.getvalue())
 
 
 def _identity(config: Config) -> tuple[Plain, ...]:

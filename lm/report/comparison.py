@@ -45,7 +45,7 @@ class Difference:
     what: str
     interval: Interval | None
     note: str
-    rope_theta_factor: float | None = None  # None: validation
+    way: str | None = None  # the model was used in; None: validation
 
 
 @dataclass(frozen=True)
@@ -247,16 +247,16 @@ def ranges(evaluation: LongContext) -> list[tuple[str, int, int]]:
     return list(zip(labels, [0, *stops[:-1]], stops, strict=True))
 
 
-def setting_of(run: RunRecord, factor: float) -> Setting | None:
-    """The run's long-context numbers at a RoPE theta factor."""
+def setting_of(run: RunRecord, way: str) -> Setting | None:
+    """The run's long-context numbers, with the model used in this way."""
     settings = run.long_context.settings if run.long_context else ()
-    return next((setting for setting in settings if setting.rope_theta_factor == factor), None)
+    return next((setting for setting in settings if setting.label == way), None)
 
 
-def theta_factors(arms: tuple[Arm, ...] | list[Arm]) -> list[float]:
-    """Every RoPE theta factor that some run was evaluated with."""
+def ways_used(arms: tuple[Arm, ...] | list[Arm]) -> list[str]:
+    """Every way that some run was used in, in the order of their files."""
     long = [run.long_context for arm in arms for run in arm.runs if run.long_context]
-    return sorted({setting.rope_theta_factor for evaluation in long for setting in evaluation.settings})
+    return list(dict.fromkeys(setting.label for evaluation in long for setting in evaluation.settings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,8 +279,8 @@ def farthest(evaluation: LongContext) -> tuple[int, int]:
     return int(min(starts[starts >= start], default=starts[-1])), evaluation.length
 
 
-def _farthest_rows(run: RunRecord, factor: float) -> _Sample | None:
-    setting = setting_of(run, factor)
+def _farthest_rows(run: RunRecord, way: str) -> _Sample | None:
+    setting = setting_of(run, way)
     if setting is None:
         return None
     start, stop = farthest(run.long_context)
@@ -295,12 +295,12 @@ def _differences(arms: list[Arm]) -> list[Difference]:
     for arm in arms[1:]:
         interval, note = _difference(arm, base, _validation_rows)
         found.append(Difference(arm.label, "validation loss", interval, note))
-        for factor in theta_factors([base, arm]):
-            interval, note = _difference(arm, base, lambda run, factor=factor: _farthest_rows(run, factor))
-            long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, factor))
+        for way in ways_used([base, arm]):
+            interval, note = _difference(arm, base, lambda run, way=way: _farthest_rows(run, way))
+            long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, way))
             start, stop = farthest(long)
-            what = f"loss at positions {start:,}-{stop:,}, RoPE theta x {factor:g}"
-            found.append(Difference(arm.label, what, interval, note, factor))
+            what = f"loss at positions {start:,}-{stop:,}, {way}"
+            found.append(Difference(arm.label, what, interval, note, way))
     return found
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from lm.attention import table
 from lm.files import replacing
-from lm.report.comparison import Comparison, commit, compare, printable, show, theta_factors
+from lm.report.comparison import Comparison, commit, compare, printable, show, ways_used
 from lm.report.plots import Overview, overview
 from lm.report.runs import RunRecord, flatten, read_run
 from lm.report.tables import cell_text, comparison_tables, notes, to_csv, to_latex, to_markdown
@@ -94,7 +94,7 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("validation rows, sha256", lambda run: run.validation and run.validation.identity[1]),
         line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
         line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
-        ("RoPE theta factors at evaluation", ", ".join(f"{factor:g}" for factor in theta_factors(comparison.arms)) or "none"),
+        ("used at evaluation", ", ".join(ways_used(comparison.arms)) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
         line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
@@ -178,11 +178,10 @@ def methods(comparison: Comparison) -> str:
         rows = say(lambda run: run.validation and len(run.validation.nll_by_row))
         text += f"Validation loss is the mean negative log-likelihood in nats per token over {rows} held-out rows of the training length. "
     if any(run.long_context for run in runs):
-        factors = ", ".join(f"{factor:g}" for factor in theta_factors(comparison.arms))
+        ways = ", ".join(ways_used(comparison.arms))
         text += (
             f"Loss beyond the training length is measured on {say(_long('{e.rows:,} held-out rows of {e.length:,} tokens'))}, "
-            f"by position, without further training, with RoPE's "
-            f"theta multiplied by {factors}. "
+            f"by position, without further training, with RoPE: {ways}. "
         )
     if any(difference.interval for difference in comparison.differences):
         seeds = any("Student" in difference.note for difference in comparison.differences)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lm.evaluation.statistics import bootstrap_mean
-from lm.report.comparison import Arm, Comparison, setting_of, theta_factors
+from lm.report.comparison import Arm, Comparison, setting_of, ways_used
 from lm.report.runs import Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
@@ -49,7 +49,7 @@ class Overview:
 
 
 def overview(comparison: Comparison) -> Overview:
-    """Left: training and validation loss by tokens. Right: loss by position, one line an arm and RoPE theta factor."""
+    """Left: training and validation loss by tokens. Right: loss by position, one line an arm and way to use it."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(12, 5), dpi=100)
         FigureCanvasAgg(figure)
@@ -156,34 +156,29 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     axes.set_title("By position in the row, beyond the training length")
-    factors = theta_factors(comparison.arms)
+    ways = ways_used(comparison.arms)
     curves = [
-        (index, factor, arm, *curve)
-        for index, arm in enumerate(comparison.arms)
-        for factor in factors
-        if (curve := _curve(arm, factor)) is not None
+        (index, way, arm, *curve) for index, arm in enumerate(comparison.arms) for way in ways if (curve := _curve(arm, way)) is not None
     ]
     if not curves:
         _empty(axes, "no long-context evaluation")
         return "Right: no long-context evaluation.", ""
     inside, lost = [], []
     trained = sorted({run.long_context.seq_len for arm in comparison.arms for run in arm.runs if run.long_context})
-    for index, factor, arm, x, mean, low, high in curves:
-        colour, style = _COLOURS[index % 7], _STYLES[min(factors.index(factor), 3)]
+    for index, way, arm, x, mean, low, high in curves:
+        colour, style = _COLOURS[index % 7], _STYLES[min(ways.index(way), 3)]
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
         axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.8)
         inside.append(mean[x <= trained[-1]])
         if not np.isfinite(mean).all():
-            lost.append(f"{arm.label}, theta x {factor:g}")
+            lost.append(f"{arm.label}, {way}")
     low, best = _finite([c[5] for c in curves], min), _finite(inside, min)
     ends, cut = "", ""
     if low is not None:
         limit = max(1.08 * (_entropy(comparison) or 0), 1.6 * best if best else low)
         highest = _finite([c[6] for c in curves], max)
         shown = _limit(axes, low, min(highest, limit), limit)
-        above = [
-            f"{c[2].label}, theta x {c[1]:g} (highest: {_finite([c[4]], max):.4g})" for c in curves if (_finite([c[4]], max) or 0) > shown
-        ]
+        above = [f"{c[2].label}, {c[1]} (highest: {_finite([c[4]], max):.4g})" for c in curves if (_finite([c[4]], max) or 0) > shown]
         cut = f"Right: leaving the picture: {'; '.join(above)}." if above else ""
     if lost:
         ends += f" Not finite at some positions: {'; '.join(lost)}."
@@ -204,30 +199,27 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     axes.minorticks_off()
     axes.set_xlabel("position in the row (tokens)")
     axes.set_ylabel("loss (nats per token)")
-    if factors != [1.0]:
-        handles = [
-            Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"RoPE theta x {factor:g}")
-            for i, factor in enumerate(factors)
-        ]
+    if ways != ["as trained"]:
+        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
         axes.legend(handles=handles, loc="best", fontsize=10)
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
     band = " Band: 95% bootstrap interval over rows" + (" (one seed) or lowest to highest seed (several)." if several else ".")
     return f"Right: loss by position, mean over rows, from position {_FIRST_POSITION}.{band}{ends}", cut
 
 
-def _curve(arm: Arm, factor: float) -> tuple[np.ndarray, ...] | None:
+def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
     """Positions (buckets' middles), mean loss, lower and upper end of the band, each (buckets,)."""
-    runs = [run for run in arm.runs if setting_of(run, factor)]
+    runs = [run for run in arm.runs if setting_of(run, way)]
     if not runs:
         return None
     edges = runs[0].long_context.bucket_edges
     runs = [run for run in runs if np.array_equal(run.long_context.bucket_edges, edges)]
     x = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:])
     keep = edges[:-1] >= min(_FIRST_POSITION, edges[-2])
-    values = np.array([setting_of(run, factor).nll_by_row.mean(axis=0) for run in runs])[:, keep]  # (seeds, buckets)
+    values = np.array([setting_of(run, way).nll_by_row.mean(axis=0) for run in runs])[:, keep]  # (seeds, buckets)
     if len(runs) > 1:
         return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0)
-    return x[keep], values[0], *bootstrap_mean(setting_of(runs[0], factor).nll_by_row[:, keep])
+    return x[keep], values[0], *bootstrap_mean(setting_of(runs[0], way).nll_by_row[:, keep])
 
 
 # ---------------------------------------------------------------- both

@@ -40,9 +40,9 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """The long rows, read with one RoPE theta."""
+    """The long rows, with the model used in one way."""
 
-    rope_theta_factor: float
+    label: str
     nll_by_position: np.ndarray  # (length,) nats per token, mean over rows
     nll_by_row: np.ndarray  # (rows, buckets) nats per token
 
@@ -241,7 +241,7 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
         raise ValueError(f"bucket_edges must ascend from 0 to length = {length}")
     settings = tuple(
         Setting(
-            float(setting["rope_theta_factor"]),
+            str(setting["label"]),
             _array(setting, "nll_by_position", (length,)),
             _array(setting, "nll_by_row", (rows, len(edges) - 1)),
         )

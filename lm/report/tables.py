@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from lm.evaluation.statistics import Interval
-from lm.report.comparison import Arm, Comparison, Difference, compare, ranges, setting_of, theta_factors
+from lm.report.comparison import Arm, Comparison, Difference, compare, ranges, setting_of, ways_used
 from lm.report.runs import RunRecord, read_run
 
 Cell = str | Interval | None  # None: not measured
@@ -109,19 +109,19 @@ def _last(values: np.ndarray) -> float | None:
 def _beyond(comparison: Comparison) -> Table:
     found = [ranges(run.long_context) for arm in comparison.arms for run in arm.runs if run.long_context]
     labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
-    columns = [Column("arm"), Column("RoPE theta", "x"), *(Column(f"loss {label}", "nats/token") for label in labels)]
+    columns = [Column("arm"), Column("RoPE"), *(Column(f"loss {label}", "nats/token") for label in labels)]
     columns += [_difference_column(comparison, labels[-1])] if len(comparison.arms) > 1 and labels else []
     rows = []
     for arm in comparison.arms:
-        for factor in theta_factors([arm]):
-            row = [arm.label, f"{factor:g}", *(number(arm.mean(lambda run, a=(factor, label): _range_loss(run, *a))) for label in labels)]
-            rows.append(tuple(row + ([_difference_cell(comparison, arm, factor)] if len(comparison.arms) > 1 else [])))
+        for way in ways_used([arm]):
+            row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a))) for label in labels)]
+            rows.append(tuple(row + ([_difference_cell(comparison, arm, way)] if len(comparison.arms) > 1 else [])))
     return Table("Long rows, by position in training lengths", tuple(columns), tuple(rows))
 
 
-def _range_loss(run: RunRecord, factor: float, label: str) -> float | None:
+def _range_loss(run: RunRecord, way: str, label: str) -> float | None:
     """Mean loss over a position range, nats per token."""
-    setting = setting_of(run, factor)
+    setting = setting_of(run, way)
     if setting is None:
         return None
     return next((float(setting.nll_by_position[a:b].mean()) for name, a, b in ranges(run.long_context) if name == label), None)
@@ -131,9 +131,9 @@ def _difference_column(comparison: Comparison, where: str = "") -> Column:
     return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", True)
 
 
-def _difference_cell(comparison: Comparison, arm: Arm, factor: float | None) -> Cell:
+def _difference_cell(comparison: Comparison, arm: Arm, way: str | None) -> Cell:
     def matches(difference: Difference) -> bool:
-        return difference.arm == arm.label and difference.rope_theta_factor == factor
+        return difference.arm == arm.label and difference.way == way
 
     found = next(filter(matches, comparison.differences), None)
     return found and found.interval
@@ -157,7 +157,7 @@ def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """One table: the columns of all, one row an arm and RoPE theta factor; an interval is three columns."""
+    """One table: the columns of all, one row an arm and way to use it; an interval is three columns."""
     first, *more = tables
     second = more[0] if more else Table("", first.columns[:1], ())
     out = io.StringIO()

@@ -31,13 +31,16 @@ def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
     return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
 
 
-def banner(config: Config, phase: int, store: Store, decoder: Decoder, device: str, precision: Choice, compiled: Choice) -> str:
+def banner(
+    config: Config, phase: int, store: Store, decoder: Decoder, accelerator: str, device: str, precision: Choice, compiled: Choice
+) -> str:
     """What a run prints first."""
     model, data, optim = config.model, config.data, config.optim
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    kernels = dict.fromkeys(normalizer.explain() for normalizer in decoder.normalizers())
+    on = "cuda" if accelerator == "gpu" else "cpu"
+    kernels = dict.fromkeys(normalizer.explain(on) for normalizer in decoder.normalizers())
     position = f"rope theta {model.position.theta:g}" if isinstance(model.position, Rope) else f"position {model.position.name}"
     accumulation = config.rank_rows // config.micro_batch
     rows = {

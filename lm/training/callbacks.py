@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -11,14 +11,20 @@ import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lm.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config
+from lm.config import Config, Schedule
 from lm.evaluation.continuity import evaluate_swap, swap_rows
-from lm.evaluation.loss import Device, evaluate_long_context, evaluate_validation, long_rows, validation_rows
+from lm.evaluation.devices import Device
+from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import evaluation_path, write_evaluation
+from lm.evaluation.suite import measurements
+from lm.model import Decoder
 from lm.schema import Plain
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
 from lm.training.progress import Clock, ProgressLine
+
+# A result with its `kind`, the numbers among the run's metrics, and a line to show.
+Measured = tuple[dict[str, Plain], dict[str, float], str]
 
 
 class StepCallback(L.Callback):
@@ -171,96 +177,115 @@ def is_best(module: TrainModule, step: int) -> bool:
     return module.best is not None and module.best["step"] == step
 
 
-class Evaluation(StepCallback, ABC):
-    """Measures something on all ranks and keeps it: a file in evaluations/, a line in metrics.jsonl."""
+class Evaluations(StepCallback):
+    """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
+
+    Training's clock is stopped meanwhile. A measurement that fails, or takes longer than it may, is noted, and training goes on
+    unless `eval.on_error` says stop.
+    """
 
     def __init__(self, config: Config, folder: Path, record: MetricLog, progress: ProgressLine, clock: Clock, bf16: bool):
         self.config, self.folder, self.record, self.progress, self.clock, self.bf16 = config, folder, record, progress, clock, bf16
+        self._asked_for: list[Measurement] = []
 
-    @abstractmethod
-    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
-        """The result with its `kind`, the numbers among the run's metrics, and a line to show. Collective."""
+    def asked_for(self, module: TrainModule) -> list[Measurement]:
+        """All measurements of the configuration, the validation first."""
+        self._asked_for = self._asked_for or measurements(self.config, module.store)
+        return self._asked_for
 
-    def run(self, trainer: L.Trainer, module: TrainModule) -> dict[str, Plain]:
-        """Measure now; training's clock is stopped meanwhile."""
+    def is_due(self, schedule: Schedule, step: int) -> bool:
+        """True every so many steps, and at those shares of the run."""
+        shares = {max(1, round(share * self.config.trainer.max_steps)) for share in schedule.at}
+        return step in shares or bool(schedule.every and step % schedule.every == 0)
+
+    def take(
+        self, trainer: L.Trainer, module: TrainModule, kind: str, max_seconds: float | None, measure: Callable[[Device], Measured]
+    ) -> dict[str, Plain] | None:
+        """Measure now; None if that failed. Collective."""
         started, step = time.perf_counter(), trainer.global_step
-        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size)
-        result, scores, text = self.measure(module, where)
+        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).within(max_seconds)
+        tokens = step * module.step_tokens
+        try:
+            result, scores, text = measure(where)
+        except Exception as error:  # whatever it is: an evaluation must not end a run
+            if self.config.eval.on_error == "stop":
+                raise
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            if trainer.is_global_zero:
+                self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
+                self.progress.note(f"step {step}: {kind}: not measured: {reason}")
+            return None
+        finally:
+            self.clock.paused(started)
         if trainer.is_global_zero:
-            tokens = step * module.step_tokens
             stamp = {"step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint, "precision": where.precision}
             write_evaluation(self.folder, {**result, **stamp})
             self.record.write({"step": step, "tokens": tokens, **scores})
             self.progress.note(f"step {step}: {text}")
-        self.clock.paused(started)
         return result
 
+    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> dict[str, Plain] | None:
+        """One measurement of `decoder`, as `take`."""
 
-class Validate(Evaluation):
+        def measure(where: Device) -> Measured:
+            numbers = measurement.measure(decoder.to(where.device), where, lambda units: None)
+            result = {"kind": measurement.kind, **measurement.settings, **numbers}
+            return result, measurement.scores(result), measurement.text(result)
+
+        return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure)
+
+
+class Validate(Evaluations):
     """Loss at the training length, every `eval.every` steps and at the end. Comes before `Checkpoints`, which saves the best."""
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure if it is time, and remember the best."""
-        every = self.config.eval.every or max(1, self.config.trainer.max_steps // 20)
-        if step % every and step != self.config.trainer.max_steps:
+        validation = self.asked_for(module)[0]
+        if not self.is_due(validation.schedule, step):
             return
-        result = self.run(trainer, module)
+        result = self.run(trainer, module, validation, module.decoder)
+        if result is None:
+            return
         fresh = not module.best or module.best["rows_sha256"] != result["rows_sha256"]
         if math.isfinite(result["loss"]) and (fresh or result["loss"] < module.best["loss"]):
             module.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
 
-    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
-        """Validation loss."""
-        result = evaluate_validation(module.decoder, validation_rows(module.store, self.config), where)
-        scores = {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"]}
-        text = f"validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
-        return {**result, "unigram_entropy": module.store.val.unigram_entropy}, scores, text
 
+class Evaluate(Evaluations):
+    """All other measurements, at their own intervals. Comes after `Checkpoints`:
+    they take long, and a kill meanwhile loses no step; what it lost is made up for when the run is resumed."""
 
-class LongContext(Evaluation):
-    """Loss by position beyond the training length, at its own interval and at the end. Comes after `Checkpoints`:
-    it takes long, and a kill meanwhile loses no step; what it lost is made up for when the run is resumed."""
+    def due(self, module: TrainModule, step: int) -> list[Measurement]:
+        """What is to be measured at a step."""
+        return [one for one in self.asked_for(module)[1:] if self.is_due(one.schedule, step)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make up for what is missing at the step that training goes on from."""
         step = trainer.global_step
-        if step and self.is_due(step):
-            missing = not evaluation_path(self.folder, "long_context", step).exists()
+        decoder = (module.before_swap or [module.decoder])[0]  # at a phase's start: as the one before ended
+        for measurement in self.due(module, step) if step else []:
+            missing = not evaluation_path(self.folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
-                self.run(trainer, module)
+                self.run(trainer, module, measurement, decoder)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure if it is time."""
-        if self.is_due(step):
-            self.run(trainer, module)
-
-    def is_due(self, step: int) -> bool:
-        """True at the end, and every `eval.long_context.every` steps."""
-        every = self.config.eval.long_context.every
-        return bool(self.config.long_length) and (step == self.config.trainer.max_steps or bool(every and step % every == 0))
-
-    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
-        """Loss of long rows for each RoPE theta factor."""
-        factors = self.config.eval.long_context.rope_theta_factors
-        decoder = (module.before_swap or [module.decoder])[0].to(where.device)  # at a phase's start: as the one before ended
-        result = evaluate_long_context(decoder, long_rows(module.store, self.config), where, factors)
-        scores = {f"long/loss_theta_x{s['rope_theta_factor']:g}": s["loss"] for s in result["settings"]}
-        losses = ", ".join(f"{s['loss']:.4f} at RoPE theta x {s['rope_theta_factor']:g}" for s in result["settings"])
-        return result, scores, f"loss of rows of {result['length']:,} tokens {losses}"
+        """Measure what is due."""
+        for measurement in self.due(module, step):
+            self.run(trainer, module, measurement, module.decoder)
 
 
-class Swap(Evaluation):
+class Swap(Evaluations):
     """At the start of a phase, what replacing the normalizer did: the same measurements as `lm swap`."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Measure a swap that has just been made. Comes after `LongContext`, which may need the model before."""
+        """Measure a swap that has just been made. Comes after `Evaluate`, which may need the model before."""
         if module.before_swap and self.config.eval.swap_lengths:
-            self.run(trainer, module)
+            before = module.before_swap[0]
+            self.take(trainer, module, "swap", None, lambda where: self.measure(before.to(where.device), module, where))
         module.before_swap = []
 
-    def measure(self, module: TrainModule, where: Device) -> tuple[dict[str, Plain], dict[str, float], str]:
+    def measure(self, before: Decoder, module: TrainModule, where: Device) -> Measured:
         """Loss before and after, KL, attention drift."""
-        before = module.before_swap[0].to(where.device)
         result = evaluate_swap(before, module.decoder, swap_rows(module.store, self.config), where)
         text = f"{result['from']} -> {result['to']}"
         if not result["lengths"]:

@@ -74,7 +74,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         first_step, notes = check_resume(config, store, saved, checkpoint)
         best = saved["lm"]["best"]
         if first_step >= max_steps:
-            return _complete(config, checkpoint, first_step, main)
+            return _complete(config, store, checkpoint, first_step, main)
     phase = config.phase_at(first_step)
     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
     if config.train_only:
@@ -87,7 +87,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
 
     facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
     if main:
-        print(banner(config, phase, store, decoder, device, precision, compiled), *notes, sep="\n", flush=True)
+        print(banner(config, phase, store, decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
                     callbacks.Metrics(log, config, progress, clock),
                     callbacks.Validate(*evaluation),
                     callbacks.Checkpoints(config, folder / CHECKPOINTS, clock),
-                    callbacks.LongContext(*evaluation),
+                    callbacks.Evaluate(*evaluation),
                     callbacks.Swap(*evaluation),
                 ]
                 trainer = make_trainer(config, phase, accelerator, precision.value, module, hooks)
@@ -163,15 +163,16 @@ def make_trainer(
     )
 
 
-def _complete(config: Config, checkpoint: Path, step: int, main: bool) -> int:
+def _complete(config: Config, store: Store, checkpoint: Path, step: int, main: bool) -> int:
     """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
-    from lm.evaluation.run import evaluate
+    from lm.evaluation.run import evaluate, print_results
+    from lm.evaluation.suite import measurements
 
     folder = config.run_folder
     if main:
-        wanted = ["validation"] + ["long_context"] * bool(config.long_length)
+        wanted = [one.kind for one in measurements(config, store)]
         if not all(evaluation_path(folder, kind, step).exists() for kind in wanted):
-            evaluate(config, folder, checkpoint)
+            print_results(evaluate(config, folder, checkpoint))
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
 

@@ -1,0 +1,212 @@
+"""Causal sums of f(q.k + b) v as Triton kernels: no weight leaves the chip, forward or backward.
+
+Importing this needs `triton`; whether it is used is decided in `lm.attention.kernels`. Sums and f are in fp32 whatever
+the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
+bits. Shapes: N = rows x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lm.attention.kernels import Pointwise, interpreted
+
+WIDEN = tl.constexpr(interpreted())  # Triton's interpreter would multiply the bit patterns of bf16 numbers
+PIECE = 128  # values a program holds at a time; wider ones are further programs, which make the weights again
+
+
+@triton.jit
+def _function(z, KIND: tl.constexpr):
+    """(f(z), f'(z)) for `Pointwise.kind`; NaN stays NaN."""
+    if KIND == "sigmoid":
+        value = 1 / (1 + tl.exp(-z))
+        slope = value * (1 - value)
+    else:
+        value = tl.where(z < 0, 0.0, z)
+        if KIND == "relu2":
+            slope = 2 * value
+            value = value * value
+        else:
+            slope = tl.where(z > 0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a b."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _tile(x, rows, columns, height, WIDTH: tl.constexpr):
+    """x[rows, columns] of a matrix (height, WIDTH), 0 outside of it."""
+    inside = (rows < height)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
+    """x[rows, columns] = tile, as `_tile`."""
+    inside = (rows < height)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _shift(b, i, T, SHIFTED: tl.constexpr):
+    """b[i]; zeros if there is none."""
+    if SHIFTED:
+        return tl.load(b + i, mask=i < T, other=0.0)
+    else:
+        return tl.zeros(i.shape, tl.float32)
+
+
+@triton.jit
+def _place(T, BLOCK: tl.constexpr):
+    """(which of the N, first token of the block) of this program."""
+    blocks = tl.cdiv(T, BLOCK)
+    return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+
+
+@triton.jit
+def _forward(
+    q, k, v, b, out, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A block of outputs, of one piece of the values: over the keys up to it."""
+    n, first = _place(T, BLOCK)
+    i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k, v = k + n * T * D, v + n * T * E
+    q_i, b_i = _tile(q + n * T * D, i, d, T, D), _shift(b + n * T, i, T, SHIFTED)
+    total = tl.zeros((BLOCK, BLOCK_E), tl.float32)
+    for start in range(0, first + BLOCK, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) + b_i[:, None]
+        w, _ = _function(z, KIND)
+        w = tl.where(i[:, None] >= j[None, :], w, 0.0)
+        total = _dot(w.to(v.dtype.element_ty), _tile(v, j, e, T, E), total)
+    _store(out + n * T * E, total, i, e, T, E)
+
+
+@triton.jit
+def _backward_queries(
+    q, k, v, b, grad, dq, db, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A block of dq and db: over the keys up to it."""
+    n, first = _place(T, BLOCK)
+    i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
+    q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _shift(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
+    dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, first + BLOCK, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        k_j = _tile(k, j, d, T, D)
+        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) + b_i[:, None]
+        dw = _dot(g_i, tl.trans(_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
+        for more in range(BLOCK_E, E, BLOCK_E):
+            dw = _dot(_tile(grad, i, more + e, T, E), tl.trans(_tile(v, j, more + e, T, E)), dw)
+        _, slope = _function(z, KIND)
+        dz = tl.where(i[:, None] >= j[None, :], dw * slope, 0.0)
+        dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
+        db_i += tl.sum(dz, 1)
+    _store(dq + n * T * D, dq_i, i, d, T, D)
+    if SHIFTED:
+        tl.store(db + n * T + i, db_i, mask=i < T)
+
+
+@triton.jit
+def _backward_keys(
+    q, k, v, b, grad, dk, dv, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """A block of dk and of the first piece of dv (`FIRST`), or of another piece of dv: over the queries from it on.
+
+    All tiles are (keys, queries), so that no tile of weights is ever transposed.
+    """
+    n, first = _place(T, BLOCK)
+    j, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    if not FIRST:
+        e += (tl.program_id(1) + 1) * BLOCK_E
+    q, b, v, grad = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E
+    k_j, v_j = _tile(k + n * T * D, j, d, T, D), _tile(v, j, e, T, E)
+    dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
+    for start in range(first, T, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
+        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) + _shift(b, i, T, SHIFTED)[None, :]
+        w, slope = _function(z, KIND)
+        seen = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
+        dv_j = _dot(tl.where(seen, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
+        if FIRST:
+            dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
+            for more in range(BLOCK_E, E, BLOCK_E):
+                dw = _dot(_tile(v, j, more + e, T, E), tl.trans(_tile(grad, i, more + e, T, E)), dw)
+            dk_j = _dot(tl.where(seen, dw * slope, 0.0).to(q.dtype.element_ty), q_i, dk_j)
+    if FIRST:
+        _store(dk + n * T * D, dk_j, j, d, T, D)
+    _store(dv + n * T * E, dv_j, j, e, T, E)
+
+
+def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool) -> dict[str, int | str | bool]:
+    """The constants of a launch for inputs of `dtype`, head size `size`, values `width` wide.
+
+    Fixed, not tuned: chosen so that what the compiler makes needs few spilled registers and, on GPUs that have
+    no more, less than 99 KiB of shared memory.
+    """
+    block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))
+    short = dtype == torch.bfloat16 and block_d + block_e <= 128
+    return {
+        "D": size,
+        "E": width,
+        "SHIFTED": shifted,
+        "KIND": kind,
+        "BLOCK": 64 if dtype == torch.bfloat16 else 32,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "num_warps": 4 if short else 8,
+        "num_stages": 3 if short else 2,
+    }
+
+
+class _Pointwise(torch.autograd.Function):
+    """On contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, shift)
+        ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None)
+        blocks, out = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), torch.empty_like(v)
+        with torch.cuda.device_of(q):
+            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](q, k, v, q if shift is None else shift, out, q.size(1), **ctx.options)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, shift = ctx.saved_tensors
+        blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
+        inputs = q, k, v, b, grad.contiguous()
+        with torch.cuda.device_of(q):
+            _backward_queries[(blocks,)](*inputs, dq, db, q.size(1), **ctx.options)
+            _backward_keys[(blocks,)](*inputs, dk, dv, q.size(1), FIRST=True, **ctx.options)
+            if pieces > 1:
+                _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST=False, **ctx.options)
+        return None, dq, dk, dv, None if shift is None else db
+
+
+def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+    """As `lm.attention.kernels.pointwise`, for tensors that `kernels.why_tiles` has nothing against."""
+    n, shape = q.size(0) * q.size(1), q.shape[:3]
+    if shift is not None:
+        shift = shift.float().expand(shape).reshape(n, -1).contiguous()
+    q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
+    return _Pointwise.apply(f.kind, q, k, v, shift).unflatten(0, shape[:2])

@@ -1,0 +1,231 @@
+"""Our models as EleutherAI's lm-evaluation-harness sees them: what it asks for likelihoods and text (the extra `eval`)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+
+from lm.config import Learned
+from lm.errors import ConfigError, Problem, RunError
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import EVAL_TOKENS
+from lm.generate import generate, pieces
+from lm.loading import Loaded, load
+from lm.loss import likeliest, token_nll
+from lm.schema import Plain
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, simple_parse_args_string
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise RunError(f"downstream tasks need the package lm-eval ({error.name} is not installed); run: pip install 'lm[eval]'") from None
+
+NEW_TOKENS = 256  # at most, where a task doesn't say
+_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
+_GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
+
+Row = tuple[list[int], int]  # token ids, and how many of the last are to be scored
+
+
+@register_model("lm")
+class HarnessLM(LM):
+    """A trained model as the harness sees one; `simple_evaluate(model="lm", model_args="path=RUN")` makes it, too.
+
+    Every text starts a document, so the end-of-text token comes before it. What is longer than `max_length` loses tokens
+    on the left. Batches hold rows of one length, so that nothing is padded and n is each row's own under every policy.
+
+    Args:
+        loaded: of `lm.load`; its decoder is moved to the device.
+        max_length: tokens the model is given at once [default: the training length].
+        where: device and precision [default: the GPU if there is one, fp32].
+
+    Attributes:
+        cut: requests of each task that lost tokens on the left.
+        shortened: requests of each task that may write fewer tokens than they ask for, for want of room in `max_length`.
+
+    Raises:
+        RunError: no tokenizer beside the weights.
+        ConfigError: a `max_length` that the model can't take.
+    """
+
+    def __init__(self, loaded: Loaded, max_length: int | None = None, where: Device | None = None):
+        super().__init__()
+        if loaded.tokenizer is None:
+            raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
+        decoder = loaded.decoder
+        self.max_length = decoder.seq_len if max_length is None else max_length
+        if self.max_length < 2:
+            raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
+        if isinstance(decoder.config.position, Learned) and self.max_length > decoder.seq_len:
+            raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
+        self.where = where or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
+        self._device = self.where.device
+        self.decoder, self.tokenizer = decoder.to(self._device).eval(), loaded.tokenizer
+        self.eot_token_id = self.prefix_token_id = loaded.tokenizer.token_to_id(loaded.end_of_text)
+        self.cut: Counter[str] = Counter()
+        self.shortened: Counter[str] = Counter()
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
+        """As `create_from_arg_obj`, of `path=RUN,checkpoint=best,max_length=512`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Plain], additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
+        """What the harness makes a model with, by its name `lm`.
+
+        Args:
+            arg_dict: `path`, and if wanted `checkpoint` and `max_length`.
+            additional_config: `device`; the harness's batch sizes say nothing here.
+        """
+        given = dict(arg_dict)
+        if "path" not in given:
+            raise ConfigError([Problem("model_args", arg_dict, "no `path` of a run folder, checkpoint or export")])
+        loaded = load(str(given.pop("path")), given.pop("checkpoint", "last"))
+        max_length = given.pop("max_length", None)
+        device = given.pop("device", None) or (additional_config or {}).get("device")
+        given = {name: value for name, value in given.items() if name not in ("batch_size", "max_batch_size")}
+        if given:
+            raise ConfigError([Problem(name, value, "not a key of model_args") for name, value in given.items()])
+        return cls(loaded, max_length, Device(torch.device(device), bf16=False) if device else None)
+
+    def tok_encode(self, string: str) -> list[int]:
+        """Token ids of a text, none of them special."""
+        return self.tokenizer.encode(string, add_special_tokens=False).ids
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of both, which together spell both, the end-of-text token first.
+
+        White space that ends the context goes to the continuation, as everywhere in the harness. Where the tokens of
+        the whole text don't start with those of the context, the continuation is encoded by itself.
+        """
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        before, whole = self.tok_encode(stripped), self.tok_encode(stripped + continuation)
+        after = whole[len(before) :] if whole[: len(before)] == before else self.tok_encode(continuation)
+        return [self.prefix_token_id, *before], after
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the likeliest.
+
+        A continuation longer than `max_length` is scored in parts, as `loglikelihood_rolling` does.
+        """
+        parts = []
+        for request in requests:
+            context, continuation = self.encode_pair(*request.args)
+            if len(context) + len(continuation) > self.max_length + 1:
+                self.cut[request.task_name] += 1
+            parts.append(self.parts(context, continuation))
+        answers = self._together(parts, disable_tqdm)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """For each (text,): log p(text) in nats; each token once, the first after the end-of-text token, in parts of `max_length`."""
+        parts = [self.parts([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+        answers = [log_p for log_p, _ in self._together(parts, disable_tqdm)]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
+        return answers
+
+    def parts(self, context: list[int], continuation: list[int]) -> list[Row]:
+        """Rows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
+
+        One, cut from the left, if that much holds it; else, as the harness has it, parts side by side, of which the
+        last reaches back to see `max_length` tokens.
+        """
+        if len(continuation) <= self.max_length:
+            return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
+        windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
+        return [([*seen, predicted[-1]], len(predicted)) for seen, predicted in windows]
+
+    def _together(self, parts: list[list[Row]], quiet: bool) -> list[tuple[float, bool]]:
+        """log p over each request's parts, and whether all their tokens are the likeliest."""
+        scores = iter(self.score([row for rows in parts for row in rows], quiet))
+        own = [[next(scores) for _ in rows] for rows in parts]
+        return [(-sum(nll for nll, _ in scored), all(hits for _, hits in scored)) for scored in own]
+
+    @torch.no_grad()
+    def score(self, rows: list[Row], quiet: bool = False) -> list[tuple[float, bool]]:
+        """For each row: the sum of -log p (nats) over the tokens to be scored, and whether each is the likeliest.
+
+        Rows that differ in the last token alone, as the choices of many tasks do, are computed once.
+        """
+        of_input: dict[tuple[int, ...], list[int]] = {}
+        for index, (tokens, _) in enumerate(rows):
+            of_input.setdefault(tuple(tokens[:-1]), []).append(index)
+        result: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        with tqdm(total=len(rows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
+            for inputs in _batches(sorted(of_input, key=len, reverse=True)):
+                with self.where.autocast():
+                    hidden = self.decoder(torch.tensor(inputs, device=self._device))
+                asked = [(place, index) for place, tokens in enumerate(inputs) for index in of_input[tokens]]
+                sizes = [rows[index][1] for _, index in asked]
+                states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
+                targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in rows[index][0][-size:]]
+                targets = torch.tensor(targets, device=self._device)
+                head = self.decoder.head.weight
+                nll = token_nll(states, head, targets).double().cpu().split(sizes)
+                hits = (likeliest(states, head) == targets).cpu().split(sizes)
+                for (_, index), n, hit in zip(asked, nll, hits, strict=True):
+                    result[index] = float(n.sum()), bool(hit.all())
+                bar.update(len(asked))
+        return result
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """For each (context, settings): what the model writes on, up to the first of `until`, the end of text, or the most tokens.
+
+        One request at a time. `max_length` holds context and new tokens: the context loses tokens on the left to make room, but never
+        more than leave it half of `max_length`; then there are fewer new tokens. The i-th request draws with seed i.
+        """
+        answers = []
+        for seed, request in enumerate(tqdm(requests, desc="texts", leave=False, disable=disable_tqdm or None)):
+            context, settings = request.args
+            answers.append(self._write(context, settings, seed, request.task_name))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _write(self, context: str, settings: dict[str, Plain], seed: int, task: str) -> str:
+        unknown = [name for name in settings if name not in _GENERATION_KEYS and (name, settings[name]) != ("num_beams", 1)]
+        if unknown:
+            raise ConfigError([Problem(f"generation_kwargs.{name}", settings[name], "not supported", f"task {task}") for name in unknown])
+        asked = next((int(settings[name]) for name in _NEW_TOKENS_KEYS if settings.get(name) is not None), NEW_TOKENS)
+        ids = [self.prefix_token_id, *self.tok_encode(context)]
+        room = max(self.max_length - asked, self.max_length // 2)
+        if len(ids) > room:
+            self.cut[task] += 1
+            ids = ids[-room:]
+        new = min(asked, self.max_length - len(ids))
+        if new < asked:
+            self.shortened[task] += 1
+        temperature = float(settings.get("temperature") or 0) if settings.get("do_sample", True) else 0.0
+        if settings.get("do_sample") and settings.get("temperature") is None:
+            temperature = 1.0
+        with self.where.autocast():
+            drawn = generate(self.decoder, ids, new, temperature, settings.get("top_k"), settings.get("top_p"), seed)
+            return _until(pieces(self.tokenizer, ids, self.eot_token_id, drawn), settings.get("until"))
+
+
+def _batches(inputs: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Neighbours of one length, at most `EVAL_TOKENS` tokens together."""
+    for length, group in groupby(inputs, key=len):
+        same, size = list(group), max(1, EVAL_TOKENS // length)
+        yield from (same[start : start + size] for start in range(0, len(same), size))
+
+
+def _until(shown: Iterator[str], until: str | list[str] | None) -> str:
+    """The text that follows the first piece, up to the first of `until`."""
+    stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
+    next(shown)
+    text = ""
+    for piece in shown:
+        text += piece
+        ends = [text.find(stop) for stop in stops if stop in text]
+        if ends:
+            return text[: min(ends)]
+    return text

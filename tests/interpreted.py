@@ -1,0 +1,123 @@
+"""The Triton kernel under Triton's interpreter, which wants TRITON_INTERPRET=1 from the start: test_triton.py runs this file.
+
+What it compares with serves test_gpu.py, too.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_normalizers import gradients
+from torch import Tensor
+
+from lm.attention import kernels, table
+from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Shape, make_normalizer
+
+every_function = pytest.mark.parametrize("f", [Relu2(), Relu(), Sigmoid()], ids=lambda f: f.kind)
+SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
+every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
+
+
+def dense(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor) -> Tensor:
+    """The definition."""
+    return f(q @ k.transpose(-2, -1) + shift.unsqueeze(-1).to(q.dtype)).tril() @ v
+
+
+def inputs(length: int, size: int, width: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
+    """q, k, v in `dtype`, shift (2, 1) in fp32 as for two heads, the output's gradient.
+
+    Scores come out exact in fp32, in any order of summation: no rounding decides on which side of relu's kink one lies.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(rows, 2, length, n, generator=generator) for n in (size, size, width, width))
+    shift = torch.randn(2, 1, generator=generator)
+    q, k, shift = ((8 * x).round() / 8 for x in (q, k, shift))
+    return [(q / 8).to(dtype), k.to(dtype), v.to(dtype), shift, grad.to(dtype)]
+
+
+def results(route: Callable[..., Tensor], f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output and gradients of q, k, v and the shift."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
+    out = route(f, *leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@every_function
+@every_size
+def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: Pointwise, length: int, size: int, width: int):
+    given = inputs(length, size, width, torch.float32)
+    found, tiled = results(pointwise, f, *given), results(tiles, f, *given)
+    for a, b, exact in zip(found, tiled, results(dense, f, *(x.double() for x in given)), strict=True):
+        largest = max(1.0, exact.abs().max().item())
+        assert (a - exact).abs().max() <= 1e-5 * largest
+        assert (a - b).abs().max() <= 1e-5 * largest
+
+
+@every_function
+@every_size
+def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: Pointwise, length: int, size: int, width: int):
+    given = inputs(length, size, width, torch.bfloat16)
+    found, plain = results(pointwise, f, *given), results(dense, f, *given)
+    assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32]
+    for a, b, exact in zip(found, plain, results(dense, f, *(x.double() for x in given)), strict=True):
+        assert (a - exact).abs().max() <= 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max()  # two roundings
+
+
+@every_function
+def test_without_a_shift_and_with_strided_inputs(f: Pointwise):
+    *given, shift, grad = inputs(50, 16, 32, torch.float32, rows=2)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    leaves = [x.detach().requires_grad_() for x in strided]
+    found = pointwise(f, *leaves)
+    found = [found.detach(), *torch.autograd.grad(found, leaves, grad.expand_as(found))]
+    expected = results(dense, f, *given, 0 * shift, grad)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected[:4], strict=True))
+
+
+@pytest.mark.parametrize("options", [table.Relu2(), table.Relu2(n="sum"), table.Relu(), table.Sigmoid(bias=True)], ids=str)
+def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
+    normalizer, rows = make_normalizer(options, Shape(2, 16, 32, 64)), Rows.full(40)
+    assert normalizer.explain().startswith("Triton")
+    q, k, v, _, grad = inputs(40, 16, 16, torch.float32, rows=2)
+    leaves = [*(x.requires_grad_() for x in (4 * q, k, v)), *normalizer.parameters()]
+    fast, slow = normalizer(*leaves[:3], rows), normalizer.weights(*leaves[:2], rows) @ v
+    assert torch.allclose(fast, slow, atol=1e-5)
+    for a, b in zip(gradients(fast, leaves, grad), gradients(slow, leaves, grad), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+@every_function
+def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: Pointwise):
+    q, k, v, shift, grad = inputs(40, 16, 16, torch.float32)
+    for x in results(pointwise, f, 1e4 * q, 1e4 * k, v, shift, grad):
+        assert x.isfinite().all()
+    q[0, 0, 20] = torch.nan
+    out = pointwise(f, q, k, v, shift)
+    assert out[0, 0, 20].isnan().all()
+    assert not out[0, 0, :20].isnan().any()
+    assert not out[0, 0, 21:].isnan().any()
+
+
+def test_what_the_kernel_does_not_serve_takes_tiles(monkeypatch: pytest.MonkeyPatch):
+    cpu = torch.device("cpu")
+    assert not why_tiles(cpu, torch.bfloat16, 128)
+    assert "float64" in why_tiles(cpu, torch.float64, 64)
+    assert "head size" in why_tiles(cpu, torch.float32, 136)
+    monkeypatch.setattr("triton.__version__", "3.2.0")
+    assert "3.2.0" in kernels._unusable.__wrapped__(cpu)
+
+
+def test_the_trial_accepts_the_kernel_and_tells_of_one_that_fails_or_errs(monkeypatch: pytest.MonkeyPatch):
+    from lm.attention import triton_kernels
+
+    trial = kernels._trial
+    with torch.inference_mode():
+        assert trial(torch.device("cpu")) == ""
+    monkeypatch.setattr(triton_kernels, "pointwise", lambda f, q, k, v, shift: tiles(f, q, k, 2 * v, shift))
+    with pytest.warns(UserWarning, match="tiles take its place"):
+        assert "not those of the tiles" in trial(torch.device("cpu"))
+    monkeypatch.setattr(triton_kernels, "pointwise", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="tiles take its place"):
+        assert "ZeroDivisionError" in trial(torch.device("cpu"))
