@@ -24,8 +24,8 @@ from lm.config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402
-from lm.evaluation.harness import HarnessLM  # noqa: E402
 from lm.evaluation.devices import Device  # noqa: E402
+from lm.evaluation.harness import HarnessLM  # noqa: E402
 from lm.evaluation.tasks import measure  # noqa: E402
 from lm.generate import generate  # noqa: E402
 from lm.loading import Loaded, export  # noqa: E402
