@@ -384,10 +384,10 @@ print(store.train.n_bytes + store.val.n_bytes, peak() - before)
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path):
-    """12 MB after 2 MB, in a process of its own."""
+    """18 MB after 6 MB, in a process of its own."""
     drawn = np.random.default_rng(0)
     words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(100)], 40_000))
-    for name, count in (("small", 100), ("large", 600)):
+    for name, count in (("small", 300), ("large", 900)):
         (tmp_path / name).mkdir()
         with open(tmp_path / name / "rows.jsonl", "w") as file:
             for number in range(count):
@@ -396,5 +396,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path):
     out, err = start(MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false").communicate(timeout=300)
     assert out, err
     n_bytes, growth = map(int, out.split())
-    assert n_bytes > 12_000_000, err
+    assert n_bytes > 18_000_000, err
     assert growth < 9_000, err  # KiB
