@@ -2,7 +2,9 @@
 
 import dataclasses
 import gzip
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -182,3 +184,35 @@ def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
 def test_a_pinned_commit_is_identified_without_a_network():
     source = Hub(dataset="someone/something", revision="0123456789" * 4)
     assert identity(source) != identity(dataclasses.replace(source, revision="1123456789" * 4))
+
+
+# ---------------------------------------------------------------- remembered hashes
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import lm.data.hashes as module
+
+    source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
+    root.mkdir()
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(module, "_SETTLED_NS", -1)
+    monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (read.append(Path(file.name).name), digest(file, name))[1])
+    first = identity(source, root)
+    assert identity(source, root) == first
+    assert read == ["000.txt", "001.txt", "002.txt"]
+    changed = tmp_path / "texts" / "001.txt"
+    before = changed.stat()
+    changed.write_bytes(changed.read_bytes()[::-1])
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
+    assert identity(source, root) != first
+    assert read[3:] == ["001.txt"]
+    (root / ".hashes.json").write_text("{")
+    assert identity(source, root) == identity(source, tmp_path / "elsewhere")
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path):
+    source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
+    root.mkdir()
+    identity(source, root)
+    assert not (root / ".hashes.json").exists()
