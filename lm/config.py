@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lm.attention import table
+from lm.data.tasks import TASKS, Task
 from lm.errors import ConfigError, Problem
-from lm.schema import Plain, build, key, reference, section, sections, suggest, to_plain, variant
+from lm.schema import Plain, build, key, reference, section, sections, suggest, to_plain, variant, variants
 
 # ---------------------------------------------------------------- data
 
@@ -126,9 +127,18 @@ TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFi
 
 
 @dataclass
+class TaskShare:
+    """A synthetic task among the rows."""
+
+    weight: float = key(1.0, "its share of the rows; text has what the tasks leave", gt=0, le=1)
+    task: Task = variant(TASKS, "mqar", "what its rows are; `needle` and `passkey` are in text, the others over symbols of their own")
+
+
+@dataclass
 class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
+    tasks: list[TaskShare] = sections(TaskShare, "synthetic tasks that make some or all of the training rows (lm/data/tasks)")
     seq_len: int = key(256, "tokens in a training row", ge=2)
     lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
         None,
@@ -149,6 +159,11 @@ class DataConfig:
     def parts(self) -> list[Part]:
         """The sources, each with its weight: those of the mixture, or the one there is."""
         return self.source.of if isinstance(self.source, Mixture) else [Part(1.0, self.source)]
+
+    @property
+    def symbolic(self) -> bool:
+        """True if there is no text: all rows are of tasks over symbols."""
+        return bool(self.tasks) and all(share.task.vocab_size for share in self.tasks)
 
 
 # ---------------------------------------------------------------- model
@@ -370,12 +385,21 @@ class LongContextConfig(Schedule):
 
 
 @dataclass
+class RecallConfig(Schedule):
+    tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
+    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "lengths of the rows, in training lengths; []: off", gt=0)
+    rows: int = key(128, "rows of each task and length", ge=1)
+    settings: list[LongSetting] = sections(LongSetting, "how the model is used, each measured", (LongSetting(),))
+
+
+@dataclass
 class EvalConfig:
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
+    recall: RecallConfig = section(RecallConfig, "answers of synthetic tasks, by length")
 
 
 @dataclass
@@ -595,6 +619,8 @@ def check(config: Config) -> list[Problem]:
 
     problems += check_lengths(config)
 
+    problems += check_tasks(config)
+
     step_row = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
     problem(
@@ -628,16 +654,27 @@ def check(config: Config) -> list[Problem]:
         "eval.long_context.length_factor", long.length_factor,
         "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
     )  # fmt: skip
-    problems += check_settings(config)
+    if long.length_factor:
+        problems += check_settings(config, "eval.long_context.settings", long.settings)
+    if data.tasks or config.eval.recall.tasks:
+        problems += check_settings(config, "eval.recall.settings", config.eval.recall.settings)
+    for index, task in enumerate(config.eval.recall.tasks):
+        where = f"eval.recall.tasks[{index}]"
+        problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
+        known = task in [share.task for share in data.tasks]
+        problem(
+            bool(task.vocab_size) and not known, where, task.name,
+            "is over symbols that this model was not trained on", "name one of data.tasks, or a task in text",
+        )  # fmt: skip
+        problem(
+            task.vocab_size is None and data.symbolic, where, task.name, "is in text, and this model knows none", "name one of data.tasks"
+        )
     return problems
 
 
-def check_settings(config: Config) -> list[Problem]:
-    """What is wrong with `eval.long_context.settings`."""
-    settings, model = config.eval.long_context.settings, config.model
-    if not config.eval.long_context.length_factor:
-        return []
-    where, problems = "eval.long_context.settings", []
+def check_settings(config: Config, where: str, settings: list[LongSetting]) -> list[Problem]:
+    """What is wrong with the ways to use a model at `where`."""
+    model, problems = config.model, []
     if not settings or len(set(settings)) < len(settings):
         problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
     normalizers = [phase.normalizer for phase in config.plan]
@@ -751,6 +788,30 @@ def check_phases(config: Config) -> list[Problem]:
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
         problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
+    return problems
+
+
+def check_tasks(config: Config) -> list[Problem]:
+    """What is wrong with `data.tasks`: contradictory options, weights, symbols among text."""
+    data, problems = config.data, []
+    if not data.tasks:
+        return []
+    for index, share in enumerate(data.tasks):
+        path = f"data.tasks[{index}].task"
+        problems += [Problem(f"{path}.{key}", getattr(share.task, key), reason) for key, reason in share.task.problems()]
+    weights = sum(share.weight for share in data.tasks)
+    if weights > 1 + 1e-6:
+        problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))
+    if any(share.task.vocab_size for share in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
+        names = ", ".join(share.task.name for share in data.tasks if share.task.vocab_size)
+        reason = "are over symbols of their own, which text and tasks in text don't share"
+        problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
+    if data.lengths == "documents":
+        problems.append(Problem("data.lengths", data.lengths, "tasks have no documents", "give lengths, or drop data.tasks"))
+    long = config.eval.long_context.length_factor
+    if data.symbolic and long:
+        reason = "there is no text to read beyond the training length"
+        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; tasks are measured by lm.evaluation.recall"))
     return problems
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config import Config
+from lm.config import Config, TaskShare
 from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
+from lm.data.tasks import Task, Text, example
+from lm.data.tasks.rows import fold
 from lm.errors import ConfigError, Problem
 from lm.loss import IGNORED
 
@@ -119,6 +121,24 @@ class TextStream:
         return windows(self.split, cut.ravel(), length), None
 
 
+class TaskStream:
+    """Rows of a synthetic task, whose answers alone count; no two slots have a row in common.
+
+    Raises:
+        ValueError: the task doesn't fit into rows of `shortest` tokens.
+    """
+
+    def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
+        self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
+        example(task, seed, 0, shortest, "train", text)
+
+    def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `Stream.rows`."""
+        indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
+        made = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
+        return np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])
+
+
 class Deck:
     """Deals the slots of a run to streams by weight: of every `DECK` in a row, each stream has its share to the nearest slot."""
 
@@ -159,17 +179,26 @@ class TrainRows:
         lengths: "AnyLengths" = None,
         isolate: bool = False,
         max_steps: int = 1,
+        tasks: list[TaskShare] | None = None,
     ):
         self.store, self.seq_len, self.batch_rows, self.isolate = store, seq_len, batch_rows, isolate
         self.entropy = (int(store.fingerprint, 16), seed)
         self.natural = NaturalRows(store.train, seq_len, seq_len * batch_rows, self.entropy) if lengths == "documents" else None
         self.length: Lengths = self.natural or lengths_of(lengths, seq_len, max_steps, self.entropy)
-        self.weights, self.streams = self._streams()
+        self.weights, self.streams = self._streams(tasks or [], seed)
         self.deck = Deck(self.weights, self.entropy) if len(self.streams) > 1 else None
 
-    def _streams(self) -> tuple[list[float], list[Stream]]:
+    def _streams(self, tasks: list[TaskShare], seed: int) -> tuple[list[float], list[Stream]]:
         """What the rows are drawn from, with weights that sum to 1."""
-        return [1.0], [TextStream(self.store.train, 0, self.store.train.n_tokens, self.seq_len, self.entropy)]
+        rest = 1 - sum(share.weight for share in tasks)
+        weights, streams = [share.weight for share in tasks], []
+        text = Text(self.store) if any(share.task.vocab_size is None for share in tasks) else None
+        for number, share in enumerate(tasks):
+            streams.append(TaskStream(share.task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
+        if rest > 1e-6:
+            weights.append(rest)
+            streams.append(TextStream(self.store.train, 0, self.store.train.n_tokens, self.seq_len, self.entropy))
+        return weights, streams
 
     def shares(self, steps: int) -> dict[int, float]:
         """The share of the tokens of the first `steps` steps that is in rows of each length."""
@@ -212,14 +241,17 @@ def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> T
     """The rows that a configuration trains on; with `batch_rows`, in steps of another size.
 
     Raises:
-        ConfigError: the documents fill no step (`data.lengths: documents`).
+        ConfigError: the documents fill no step (`data.lengths: documents`), or a task has no room in a row.
     """
     data = config.data
     rows = batch_rows or config.optim.batch_tokens // data.seq_len
     try:
-        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, data.documents == "isolate", config.trainer.max_steps)
+        isolate = data.documents == "isolate"
+        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, isolate, config.trainer.max_steps, data.tasks)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
+    except ValueError as error:
+        raise ConfigError([Problem("data.tasks", "", str(error), "set data.seq_len and data.lengths to more")]) from None
 
 
 AnyLengths = None | int | str | Mapping[int | float, int | float]

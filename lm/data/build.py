@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config import DataConfig, Files, TrainedTokenizer
+from lm.config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress
 from lm.data.sources import documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
+from lm.data.tasks.store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
 from lm.data.tokenizer import end_of_text, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
 from lm.errors import DataError
@@ -61,7 +62,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
     partial = target.with_name(f".{target.name}.partial")
     try:
         partial.mkdir(exist_ok=True)
-        write_manifest(partial, _made(data, spec, partial, shown))
+        made = _symbols(data, partial) if data.symbolic else _made(data, partial, shown)
+        write_manifest(partial, spec | made)
         for name in (SCAN, JOURNAL):
             (partial / name).unlink(missing_ok=True)
         sync_folder(partial)
@@ -72,8 +74,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         raise
 
 
-def _made(data: DataConfig, spec: dict[str, Plain], partial: Path, shown: Progress) -> dict[str, Plain]:
-    """Write all of the store but the manifest, which is returned."""
+def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
+    """Write all of a store of text but the manifest, which is returned."""
     scan = _scanned(data, partial, shown)
     kept = scan.fate != COPY
     total = int(scan.n_bytes[kept].sum())
@@ -113,7 +115,7 @@ def _made(data: DataConfig, spec: dict[str, Plain], partial: Path, shown: Progre
     if not exact:
         by_token = np.full(size, total / max(1, counts.sum() - counts[end_id]), np.float32)
         by_token[end_id] = 0
-    return spec | {
+    return {
         "licence": "; ".join(dict.fromkeys(_licences(data))),
         "left_out": scan.left_out | {"copies": int((scan.fate == COPY).sum())},
         "unreadable": scan.unreadable,
@@ -124,6 +126,36 @@ def _made(data: DataConfig, spec: dict[str, Plain], partial: Path, shown: Progre
         "token_bytes": "exact" if exact else "corpus mean",
         "splits": splits,
         "files": files | write_file(partial / TOKEN_BYTES, npy(by_token)),
+    }
+
+
+def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
+    """The same of a store of tasks over symbols. Its unigram entropy is that of the answers."""
+    tasks, terms = [share.task for share in data.tasks], "none needed: made up"
+    tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
+    size = vocab_size(tokenizer)
+    files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
+    for name, part in (("train", "train"), ("val", "test")):
+        rows = list(symbol_rows(tasks, part, data.seq_len))
+        n_bytes = [sum(map(len, rows[begin : begin + SHOWN])) for begin in range(0, len(rows), SHOWN)]
+        with closing(SplitWriter(partial, name, size, size - 1)) as writer:
+            for row in rows:
+                writer.add(np.array([size - 1, *row], writer.dtype))
+            parts = [Part(task.name, terms, 0, SHOWN, each) for task, each in zip(tasks, n_bytes, strict=True)]
+            splits[name], written = writer.finish(sum(n_bytes), parts)
+        splits[name]["unigram_entropy"] = answer_entropy(tasks, part, data.seq_len)
+        files |= written
+    return {
+        "licence": terms,
+        "left_out": {},
+        "unreadable": {"count": 0, "first": []},
+        "vocab_size": size,
+        "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
+        "dtype": token_dtype(size),
+        "shard_tokens": writing.SHARD_TOKENS,
+        "token_bytes": "one a symbol",
+        "splits": splits,
+        "files": files | write_file(partial / TOKEN_BYTES, npy(np.ones(size, np.float32))),
     }
 
 

@@ -20,6 +20,8 @@ class NoFullStep(ValueError):
 class Lengths(Protocol):
     """Tokens in each row of a step."""
 
+    shortest: int
+
     def __call__(self, step: int) -> int:
         """The length of the rows of `step` (0-based)."""
 
@@ -29,6 +31,7 @@ class Curriculum:
 
     def __init__(self, starts: Mapping[float, int], max_steps: int):
         self.starts = dict(sorted((round(share * max_steps), length) for share, length in starts.items()))
+        self.shortest = min(starts.values())
 
     def __call__(self, step: int) -> int:
         first = list(self.starts)
@@ -44,6 +47,7 @@ class Mixture:
 
     def __init__(self, shares: Mapping[int, float], entropy: tuple[int, ...]):
         self.names, self.entropy = sorted(shares), entropy
+        self.shortest = int(self.names[0])
         self.edges = np.cumsum([shares[name] for name in self.names[:-1]])
         self._block, self._drawn = -1, np.empty(0)
 
@@ -72,7 +76,7 @@ class NaturalRows:
     """
 
     def __init__(self, split: Split, longest: int, step_tokens: int, entropy: tuple[int, ...]):
-        self.entropy, self.step_tokens = entropy, step_tokens
+        self.entropy, self.step_tokens, self.shortest = entropy, step_tokens, SHORTEST
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         sizes[-1] -= 1  # the last token of all has no next one

@@ -14,6 +14,7 @@ from lm.data.build import build, labels
 from lm.data.progress import Progress
 from lm.data.sources import identity, one_line
 from lm.data.store import FORMAT, MANIFEST, Store
+from lm.data.tasks.store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem
 from lm.schema import Plain
 
@@ -31,7 +32,8 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     root = Path(data.root)
     shown = Progress(progress)
     spec = _spec(data)
-    target = root / f"{'-'.join(labels(data))[:60]}-{_sha256(spec)[:12]}"
+    name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
+    target = root / f"{name[:60]}-{_sha256(spec)[:12]}"
     try:
         if not target.exists():
             with _locked(root, shown.say):
@@ -56,7 +58,7 @@ def summary(store: Store) -> str:
     train, val, manifest = store.train, store.val, store.manifest
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
     words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
-    counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"][name]]
+    counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]
     if unreadable := manifest["unreadable"]["count"]:
         counts.append(f"{unreadable:,} files or rows unreadable, the first: {manifest['unreadable']['first'][0]}")
     left_out = f" ({', '.join(counts)})" if counts else ""
@@ -94,6 +96,8 @@ def check_rows(store: Store, config: Config) -> None:
 
 def _spec(data: DataConfig) -> dict[str, Plain]:
     """All that decides the store's content, as plain data. A mixture's weights do not."""
+    if data.symbolic:
+        return {"format": FORMAT, **symbol_spec([share.task for share in data.tasks], data.seq_len)}
     return {
         "format": FORMAT,
         "source": [identity(part.source, Path(data.root)) for part in data.parts],

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -61,20 +62,21 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
             return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, *batch.targets.shape)
 
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
-        change = paired_difference(after.mean(1), before.mean(1))
+        counts = rows.counts
+        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts))
         lengths.append(
             {
                 "length": rows.length,
                 "rows": len(rows.rows),
                 "rows_sha256": rows.sha256,
-                "loss_before": float(before.mean()),
-                "loss_after": float(after.mean()),
+                "loss_before": float(before.mean(where=counts)),
+                "loss_after": float(after.mean(where=counts)),
                 "change": vars(change),
-                "kl": float(kl.mean()),
+                "kl": float(kl.mean(where=counts)),
                 "attention_drift": attention_drift(old, new, rows, where),
-                "nll_by_position_before": _rounded(before),
-                "nll_by_position_after": _rounded(after),
-                "kl_by_position": _rounded(kl),
+                "nll_by_position_before": _rounded(before, counts),
+                "nll_by_position_after": _rounded(after, counts),
+                "kl_by_position": _rounded(kl, counts),
             }
         )
     parameters = {name: [round(x, 6) for x in p.flatten().tolist()] for name, p in new.named_parameters() if is_normalizer(name)}
@@ -82,8 +84,10 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
     return {"kind": "swap", **names, "seq_len": old.seq_len, "parameters": parameters, "lengths": lengths}
 
 
-def _rounded(values: object) -> list[float]:
-    return [round(float(x), 6) for x in values.mean(0)]
+def _rounded(values: np.ndarray, counts: np.ndarray) -> list[float]:
+    """Means over rows by position; NaN where no row has a prediction that counts."""
+    sums, rows = (values * counts).sum(0), counts.sum(0)
+    return [round(float(x), 6) for x in np.divide(sums, rows, out=np.full(len(sums), np.nan), where=rows > 0)]
 
 
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> list[float]:

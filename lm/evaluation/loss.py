@@ -14,6 +14,8 @@ from lm.attention.query_scale import LogN
 from lm.config import Config, LongSetting
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
+from lm.data.tasks import example
+from lm.data.tasks.store import STORE_SEED
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.measurement import Progress
 from lm.loss import token_nll
@@ -28,17 +30,24 @@ class HeldOut:
 
     Attributes:
         end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
+        answers: (R, length) bool, which predictions count; None: all.
     """
 
     rows: np.ndarray
     token_bytes: np.ndarray
     sha256: str
     end_of_text: int | None = None
+    answers: np.ndarray | None = None
 
     @property
     def length(self) -> int:
         """Predicted tokens in a row."""
         return self.rows.shape[1] - 1
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Which predictions count: (R, length) bool."""
+        return np.ones((len(self.rows), self.length), bool) if self.answers is None else self.answers
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
@@ -49,9 +58,20 @@ class HeldOut:
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text."""
+    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text; without text, test rows of each task."""
+    if config.data.symbolic:
+        return task_rows(store, config)
     starts = validation_starts(store.val, config.data.seq_len, config.eval.rows)
     return HeldOut.take(store, starts, config.data.seq_len, config.data.documents == "isolate")
+
+
+def task_rows(store: Store, config: Config) -> HeldOut:
+    """`eval.rows` test rows, tasks by turns; the same for each run of the same tasks."""
+    tasks, length = [share.task for share in config.data.tasks], config.data.seq_len
+    made = [example(tasks[i % len(tasks)], STORE_SEED, i // len(tasks), length, "test") for i in range(config.eval.rows)]
+    rows = np.stack([one.tokens for one in made])
+    digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+    return HeldOut(rows, store.token_bytes, digest, answers=np.stack([one.answers for one in made]))
 
 
 def long_rows(store: Store, config: Config) -> HeldOut | None:
@@ -85,7 +105,8 @@ def by_token(
         mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
         for index in mine.split(max(1, EVAL_TOKENS // held_out.length)) if len(mine) else ():
             where.check_time()
-            batch = Batch.of(held_out.rows[index.numpy()], end_of_text=held_out.end_of_text)
+            answers = None if held_out.answers is None else held_out.answers[index.numpy()]
+            batch = Batch.of(held_out.rows[index.numpy()], answers, held_out.end_of_text)
             result[:, index] = measure(batch.to(where.device)).cpu()
             progress(len(index))
         return result
@@ -133,7 +154,7 @@ def used_as(decoder: Decoder, setting: LongSetting) -> Iterator[None]:
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
-    n_bytes = held_out.token_bytes[held_out.rows[:, 1:]].sum(dtype=np.float64)
+    n_bytes = (held_out.token_bytes[held_out.rows[:, 1:]] * held_out.counts).sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 

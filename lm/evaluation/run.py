@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -130,7 +131,8 @@ def evaluate(config: Config, folder: Path, path: Path) -> list[Evaluated]:
 def print_results(found: list[Evaluated]) -> None:
     """A table of all numbers; runs measured on other data are not comparable, which their fingerprints say."""
     several = len({one.folder for one in found}) > 1
-    table = Table(title="" if several else f"{found[0].folder.name}, step {found[0].step}", title_justify="left")
+    title = None if several else f"{found[0].folder.name}, step {found[0].step}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     if several:
         table.add_column("run, step")
     for name in ("measured", "used", "where", "metric"):
@@ -143,7 +145,10 @@ def print_results(found: list[Evaluated]) -> None:
             cells = [one.kind + (" (cached)" if one.cached else "") if first else "", row.setting, row.where, row.metric]
             name = [f"{one.folder.name}, {one.step}" if first else ""] if several else []
             table.add_row(*name, *cells, _digits(row.value) + interval)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
 
 
 def _digits(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Intervals: percentile bootstrap over evaluation rows, Student t over seeds. Seeded, numpy only."""
+"""Intervals: percentile bootstrap over evaluation rows, Student t over seeds, Wilson for shares. Seeded, numpy only."""
 
 from dataclasses import dataclass
 
@@ -62,6 +62,17 @@ def over_seeds(values: np.ndarray) -> Interval:
         return Interval(np.nan, np.nan, np.nan)
     half = t_quantile(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
+
+
+def wilson(right: int, trials: int) -> Interval:
+    """A share of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials."""
+    if not trials:
+        return Interval(np.nan, np.nan, np.nan)
+    share, scale = right / trials, 1 + _Z**2 / trials
+    middle = (share + _Z**2 / (2 * trials)) / scale
+    half = _Z / scale * np.sqrt(share * (1 - share) / trials + _Z**2 / (4 * trials**2))
+    # At the ends the bound is the share itself, which rounding may miss.
+    return Interval(share, 0.0 if right == 0 else float(middle - half), 1.0 if right == trials else float(middle + half))
 
 
 def t_quantile(degrees: int) -> float:

@@ -3,12 +3,13 @@
 from lm.config import Config
 from lm.data.store import Store
 from lm.evaluation.measurement import Measurement
+from lm.evaluation.recall import Recall
 from lm.evaluation.text import LongContext, Validation
 from lm.schema import Plain
 
 # Changes to `eval` that a suite makes before the user's own.
 SUITES: dict[str, dict[str, Plain]] = {
-    "quick": {"rows": 32, "long_context": {"rows": 4}},
+    "quick": {"rows": 32, "long_context": {"rows": 4}, "recall": {"rows": 16}},
     "full": {},
 }
 
@@ -22,4 +23,6 @@ def measurements(config: Config, store: Store) -> list[Measurement]:
     wanted: list[type[Measurement]] = [Validation]
     if config.long_length:
         wanted.append(LongContext)
+    if config.eval.recall.length_factors and (config.data.tasks or config.eval.recall.tasks):
+        wanted.append(Recall)
     return [one(config, store) for one in wanted]

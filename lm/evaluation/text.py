@@ -37,9 +37,9 @@ class Validation(Measurement):
         nll = nll_by_token(decoder, self.held_out, where, progress=progress)
         return {
             "rows": len(nll),
-            "loss": float(nll.mean(dtype=np.float64)),
+            "loss": float(nll.mean(dtype=np.float64, where=self.held_out.counts)),
             "bits_per_byte": bits_per_byte(nll, self.held_out),
-            "nll_by_row": rounded(nll.mean(1, dtype=np.float64)),
+            "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
             "unigram_entropy": self.store.val.unigram_entropy,
         }
 

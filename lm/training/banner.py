@@ -54,7 +54,9 @@ def banner(
         **({"phases": _phases(config, phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,} ({tokens / store.train.n_tokens:.2f} epochs)",
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}"
+        + ("" if data.tasks else f" ({tokens / store.train.n_tokens:.2f} epochs)"),
+        **({"tasks": ", ".join(f"{share.task.name} {share.weight:.0%}" for share in data.tasks)} if data.tasks else {}),
         "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         **({"rows of": _lengths(store, config)} if data.lengths else {}),
         **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),

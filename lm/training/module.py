@@ -11,6 +11,7 @@ from lm.config import Config, to_yaml
 from lm.data.batches import Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError
+from lm.loss import IGNORED
 from lm.model import Decoder, is_normalizer
 from lm.runs import CHECKPOINTS
 from lm.swap import swapped
@@ -20,7 +21,7 @@ from lm.training.optim import carry_over, lr_factor, make_optimizer, parameter_g
 class TrainModule(L.LightningModule):
     """Trains a `Decoder` on the rows of a token store.
 
-    The loss of a step is the sum of all its tokens' losses over their number, however the step is split
+    The loss of a step is the sum of all its targets' losses over their number, however the step is split
     into micro-batches and ranks. The only data state is the step: batches and dropout follow from
     (data fingerprint, seed, step), so a checkpoint needs no position and no random state.
     """
@@ -35,6 +36,8 @@ class TrainModule(L.LightningModule):
         self.loss_sum = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss  # a graph for each row length
         self.accumulation = config.rank_rows // config.micro_batch
         self.step_nll: Tensor | None = None
+        self.has_ignored = bool(config.data.tasks)  # tokens that are no target
+        self.micro_targets, self.step_targets = 0, config.optim.batch_tokens  # of this rank so far; of the step just made, over all ranks
         self.grad_norm = self.last_lr = math.nan
         self.best: dict[str, float] | None = None  # `step` and validation `loss` of the lowest so far
         self.skipped = self.skipped_in_a_row = 0
@@ -68,6 +71,8 @@ class TrainModule(L.LightningModule):
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
         nll, self.row_length = self.loss_sum(batch), batch.tokens.size(1)
         self.step_nll = nll.detach() if self.step_nll is None else self.step_nll + nll.detach()
+        if self.has_ignored:
+            self.micro_targets += int((batch.targets != IGNORED).sum())
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)
 
@@ -88,6 +93,8 @@ class TrainModule(L.LightningModule):
         """Clip by the global norm; all ranks agree on what to do about a loss or gradient that is not finite."""
         limit = self.config.optim.grad_clip or math.inf
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
+        if self.has_ignored:
+            self._divide_by_targets(trained)
         norms = torch.nn.utils.get_total_norm([p.grad for p in trained])
         self.grad_norm = float(norms)
         bad = not math.isfinite(self.grad_norm) or not bool(self.step_nll.isfinite())
@@ -97,12 +104,20 @@ class TrainModule(L.LightningModule):
         self.skipped_in_a_row = 0
         torch.nn.utils.clip_grads_with_norm_(trained, limit, norms)
 
+    def _divide_by_targets(self, trained: list[Tensor]) -> None:
+        """Turn the gradient of the mean over the step's tokens into that of the mean over its targets. Collective."""
+        counted, self.micro_targets = torch.tensor(self.micro_targets, device=self.device), 0
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(counted)
+        self.step_targets = max(1, int(counted))
+        torch._foreach_mul_([p.grad for p in trained], self.step_tokens / self.step_targets)
+
     def _refuse_update(self, trained: list[Tensor]) -> None:
         """Leave this step's update out (`on_nonfinite: skip`), or raise RunError."""
         self.skipped += 1
         self.skipped_in_a_row += 1
         where = (
-            f"step {self.global_step + 1}: the loss is {float(self.step_nll) / self.step_tokens:g}, the gradient's norm {self.grad_norm:g}"
+            f"step {self.global_step + 1}: the loss is {float(self.step_nll) / self.step_targets:g}, the gradient's norm {self.grad_norm:g}"
         )
         if self.config.optim.on_nonfinite == "stop":
             advice = (
@@ -124,12 +139,12 @@ class TrainModule(L.LightningModule):
         return first + (f", largest finite norm {finite[largest]:.3g} in {largest}" if largest else "")
 
     def take_step_loss(self) -> float:
-        """Mean loss (nats per token) of the step just made, over all ranks; starts the next sum. Collective."""
+        """Mean loss (nats per target) of the step just made, over all ranks; starts the next sum. Collective."""
         assert self.step_nll is not None
         nll, self.step_nll = self.step_nll, None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(nll)
-        return float(nll) / self.step_tokens
+        return float(nll) / self.step_targets
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; `on_before_optimizer_step` sets its learning rates."""

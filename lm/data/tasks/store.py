@@ -1,0 +1,51 @@
+"""The token store of a run without text: the symbols of its tasks, and the first rows of each as its documents."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lm.data.tasks.rows import Task, example
+from lm.schema import Plain, to_plain
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SHOWN = 64  # rows of each task that a store holds of each part
+STORE_SEED = 0  # of those rows, and of the rows that tasks are evaluated on
+
+
+def symbol_tokenizer(tasks: list[Task], end_of_text: str) -> "Tokenizer":
+    """Symbol i is the word "i"; the last id is the end of text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    size = max(task.vocab_size for task in tasks)
+    tokenizer = Tokenizer(models.WordLevel({str(symbol): symbol for symbol in range(size)} | {end_of_text: size}, unk_token=end_of_text))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([end_of_text])
+    return tokenizer
+
+
+def symbol_rows(tasks: list[Task], part: str, seq_len: int) -> Iterator[list[int]]:
+    """The rows a store holds of each task."""
+    for task in tasks:
+        for index in range(SHOWN):
+            yield example(task, STORE_SEED, index, seq_len, part).tokens.tolist()
+
+
+def answer_entropy(tasks: list[Task], part: str, seq_len: int) -> float:
+    """Entropy of the answers' tokens (nats per token): the loss of one who knows no more than how frequent each is."""
+    made = [example(task, STORE_SEED, index, seq_len, part) for task in tasks for index in range(SHOWN)]
+    _, counts = np.unique(np.concatenate([one.tokens[1:][one.answers] for one in made]), return_counts=True)
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def symbol_spec(tasks: list[Task], seq_len: int) -> dict[str, Plain]:
+    """All that decides the store's content."""
+    return {"source": {"name": "tasks", "tasks": [to_plain(task) for task in tasks], "seq_len": seq_len}}
+
+
+def symbol_label(tasks: list[Task]) -> str:
+    """A name for the store's folder."""
+    return "+".join(dict.fromkeys(task.name for task in tasks))

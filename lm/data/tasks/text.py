@@ -1,0 +1,185 @@
+"""Tasks in text: needles in a haystack of the corpus, and the pass key among grass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from lm.data.tasks.rows import Draw, Example, Task, require
+from lm.schema import key
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from lm.data.store import Split, Store
+
+CITIES = (
+    "Accra", "Amsterdam", "Ankara", "Athens", "Baghdad", "Bangkok", "Beijing", "Berlin", "Bogota", "Boston", "Brussels", "Budapest",
+    "Cairo", "Chicago", "Copenhagen", "Dakar", "Delhi", "Denver", "Dublin", "Geneva", "Hanoi", "Havana", "Helsinki", "Istanbul",
+    "Jakarta", "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne", "Mexico", "Milan",
+    "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Naples", "Osaka", "Oslo", "Ottawa", "Paris", "Prague", "Quito", "Riga",
+    "Rome", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto",
+    "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
+GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+MOST_TRIES = 1000  # windows that are tried for one within a document
+
+
+class Text:
+    """The tokenizer and the filler of a token store: training rows take the training split, test rows the held-out one."""
+
+    def __init__(self, store: "Store"):
+        self.vocab_size = store.vocab_size
+        self._tokenizer: Tokenizer = store.tokenizer()
+        self._splits: dict[str, Split] = {"train": store.train, "test": store.val}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text by itself, int64."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text that tokens stand for."""
+        return self._tokenizer.decode(tokens.tolist())
+
+    def filler(self, draw: Draw, count: int) -> np.ndarray:
+        """`count` tokens side by side, int64: a random window within a document, if any is that long; else it may span several.
+
+        Raises:
+            ValueError: the split has not so many tokens.
+        """
+        split = self._splits[draw.part]
+        if split.n_tokens < count:
+            raise ValueError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
+        for _ in range(MOST_TRIES if split.longest > count else 1):
+            start = draw.one(split.n_tokens - count + 1)
+            begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
+            if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
+                break
+        return np.asarray(split.tokens[start : start + count]).astype(np.int64)
+
+
+@dataclass
+class Needle(Task):
+    """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
+
+    The row ends with a question for each needle and its number. Seven-digit numbers and cities of a row all differ; an asked
+    number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
+
+    Disjoint: numbers, by their hash; filler, by the corpus's split into documents. Cities are shared.
+    """
+
+    name: ClassVar[str] = "needle"
+    needles: int = key(1, "needles that are asked for", ge=1, le=32)
+    distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
+    depth: float | None = key(None, "share of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
+    absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
+
+    def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
+        total = self.needles + self.distractors
+        cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
+        starts = [text.encode(f" The special magic {city} number is:") for city in cities]
+        questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
+        stop = text.encode(".")
+        shown = range(self.needles if self.absent else 0, total)
+        order = draw.order(self.needles)  # in which the questions are asked
+
+        def build(numbers: list[np.ndarray]) -> Example:
+            sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
+            asked = [(questions[which], numbers[which]) for which in order]
+            inside = [(len(starts[which]), len(starts[which]) + len(numbers[which])) for which in shown]
+            row, at = haystack(draw, length, sentences, asked, None if self.absent else self.depth, text.filler)
+            spans = {which: (at[i], *(at[i] + np.array(inside[i])), at[i] + len(sentences[i])) for i, which in enumerate(shown)}
+            held = np.array([spans.get(which, (0, 0, 0, 0)) for which in order], np.int64)  # sentence, number in it: starts and stops
+            return Example(row, answer_spans(asked, length), held[:, 1:3], max(1, len(shown)), held[:, [0, 3]])
+
+        times = [1 + (which in shown) if which < self.needles else 1 for which in range(total)]
+        return without_leaks(draw, text, 7, times, build)
+
+
+@dataclass
+class Passkey(Task):
+    """The pass key among grass (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key.", five digits, asked at the end.
+
+    The key stands twice in its sentence, in the answer, and nowhere else, as the same tokens each time.
+
+    Disjoint: keys, by their hash; with filler of the corpus, that too, by its split into documents.
+    """
+
+    name: ClassVar[str] = "passkey"
+    filler: Literal["grass", "corpus"] = key("grass", 'around the key: "The grass is green. …" over and over, or the corpus')
+    depth: float | None = key(None, "share of the filler before the key; null: random", ge=0, le=1)
+    absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
+
+    def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
+        parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
+        question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
+
+        def filler(draw: Draw, count: int) -> np.ndarray:
+            return np.resize(grass, count) if self.filler == "grass" else text.filler(draw, count)
+
+        def build(numbers: list[np.ndarray]) -> Example:
+            (number,) = numbers
+            sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
+            asked = [(question, number)]
+            row, at = haystack(draw, length, [] if self.absent else [sentence], asked, self.depth, filler)
+            begin = [start + len(parts[0]) for start in at] or [0]
+            held = [(begin[0], begin[0] + len(number))] if at else [(0, 0)]
+            whole = [(at[0], at[0] + len(sentence))] if at else [(0, 0)]
+            return Example(row, answer_spans(asked, length), np.array(held), 1, np.array(whole))
+
+        return without_leaks(draw, text, 5, [1 if self.absent else 3], build)
+
+
+def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
+    """The row `build` makes of the tokens of random numbers of so many `digits`, each as often in its text as `times` says."""
+    for _ in draw.tries():
+        numbers: list[int] = []
+        while len(numbers) < len(times):
+            number = 10 ** (digits - 1) + draw.one(9 * 10 ** (digits - 1))
+            if draw.owns(number) and number not in numbers:
+                numbers.append(number)
+        made = build([text.encode(f" {number}") for number in numbers])
+        whole = text.decode(made.tokens)
+        if all(whole.count(str(number)) == expected for number, expected in zip(numbers, times, strict=True)):
+            break
+    return made
+
+
+def haystack(
+    draw: Draw,
+    length: int,
+    sentences: list[np.ndarray],
+    asked: list[tuple[np.ndarray, np.ndarray]],
+    depth: float | None,
+    filler: Callable[[Draw, int], np.ndarray],
+) -> tuple[np.ndarray, list[int]]:
+    """Sentences in `filler`, then questions with their answers: the row (length + 1,), and where each sentence begins.
+
+    Raises:
+        ValueError: no room for all of it.
+    """
+    end = [part for pair in asked for part in pair]
+    room = length + 1 - sum(map(len, [*sentences, *end]))
+    require(room, "the needles and their questions", length)
+    before = draw.below(room + 1, len(sentences))  # filler before each sentence
+    if depth is not None and sentences:
+        before[0] = round(depth * room)
+    order = np.argsort(before, kind="stable")
+    hay, edges = filler(draw, room), [0, *before[order].tolist(), room]
+    parts, at, position = [], [0] * len(sentences), 0
+    for place, (start, stop) in enumerate(pairwise(edges)):
+        parts.append(hay[start:stop])
+        if place < len(order):
+            which = int(order[place])
+            parts.append(sentences[which])
+            at[which] = position + stop - start
+            position = at[which] + len(sentences[which])
+    return np.concatenate(parts + end), at
+
+
+def answer_spans(asked: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
+    """Where the answers stand in a row that ends with the questions and their answers: (Q, 2)."""
+    stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in asked[:0:-1])])[::-1]
+    return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, asked, strict=True)], np.int64)

@@ -1,0 +1,217 @@
+"""Recall: how often a model gives a task's answers, at the training length and far beyond it."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config import Config, LongSetting, Schedule
+from lm.data.batches import Batch
+from lm.data.store import Store
+from lm.data.tasks import Example, Task, Text, example
+from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.evaluation.loss import EVAL_TOKENS, used_as
+from lm.evaluation.measurement import Measurement, Progress, Row
+from lm.evaluation.statistics import Interval, wilson
+from lm.loss import chunk_rows
+from lm.model import Decoder
+from lm.schema import Plain, to_plain
+
+RECALL_SEED = 0  # of the rows, the same for every model
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task at a length.
+
+    Attributes:
+        task: with the options to measure it with; its test rows are taken.
+        length: predicted tokens in a row.
+        rows: how many rows.
+    """
+
+    task: Task
+    length: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a model made of each answer of a cell: one entry for each token of an answer, in the order of rows and questions."""
+
+    nll: np.ndarray  # (N,) fp32, nats: -log p of the token, those before it given
+    right: np.ndarray  # (N,) bool: it is the most likely one
+    row: np.ndarray  # (N,) int64
+    question: np.ndarray  # (N,) int64, within the row
+    place: np.ndarray  # (N,) int64, within the answer
+    candidates: int  # as `Example.candidates`
+    sha256: str  # of the rows
+
+    @property
+    def whole(self) -> np.ndarray:
+        """Each answer: (Q,) bool, all of its tokens right."""
+        return np.minimum.reduceat(self.right, np.flatnonzero(self.place == 0)).astype(bool)
+
+
+def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], rows: int) -> list[Cell]:
+    """Each of `tasks` at each of `factors` times the training length."""
+    return [Cell(task, round(factor * seq_len), rows) for task in tasks for factor in factors]
+
+
+def answer_cell(
+    decoder: Decoder,
+    cell: Cell,
+    where: Device,
+    seed: int = 0,
+    text: Text | None = None,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
+) -> Answers:
+    """Read the test rows of a cell and give each answer's tokens, teacher-forced, in fp32. Collective.
+
+    A token that is right given the right ones before it is the one that greedy decoding gives, as long as all before it
+    are: a whole answer counts as right when greedy decoding gives it. Rows are split over the ranks of `where`; every rank
+    returns all. Holds the logits of answers only, and no T x T weights where the normalizer needs none.
+
+    Args:
+        seed: of the rows, which are the same for every model.
+        text: of tasks in text.
+        setting: how the model is used.
+        progress: hears how many rows are done.
+    """
+    setting = setting or LongSetting()
+    made = [example(cell.task, seed, index, cell.length, "test", text) for index in range(cell.rows)]
+    at = np.array([(row, end - 1) for row, one in enumerate(made) for begin, stop in one.questions for end in range(begin, stop)])
+    mine = np.arange(cell.rows)[where.rank :: where.world]
+    batch = max(1, EVAL_TOKENS // cell.length)
+
+    def local() -> Tensor:
+        result = torch.zeros(2, len(at))
+        for start in range(0, len(mine), batch):
+            where.check_time()
+            rows = mine[start : start + batch]
+            taken = np.flatnonzero(np.isin(at[:, 0], rows))
+            tokens = Batch.of(np.stack([made[row].tokens for row in rows])).to(where.device)
+            place = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
+            with torch.autocast(where.device.type, enabled=False):
+                hidden = decoder.hidden(tokens, setting.rope)[place[0], place[1]]
+                result[:, taken] = judge(hidden, decoder.head.weight, tokens.targets[place[0], place[1]]).cpu()
+            progress(len(rows))
+        return result
+
+    with undisturbed(decoder), used_as(decoder, setting):
+        nll, right = over_ranks(where, local).numpy()
+    return Answers(nll, right > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
+
+
+def judge(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """-log p of each target, and 1.0 where no token is more likely: (2, N) fp32, from hidden (N, C) and the head (V, C)."""
+    head, judged = weight.float().t(), []
+    for h, y in zip(hidden.split(chunk_rows(weight)), targets.split(chunk_rows(weight)), strict=True):
+        logits = h.float() @ head
+        judged.append(torch.stack((torch.nn.functional.cross_entropy(logits, y, reduction="none"), (logits.argmax(-1) == y).float())))
+    return torch.cat(judged, 1)
+
+
+def measure_cells(
+    decoder: Decoder,
+    cells: list[Cell],
+    where: Device,
+    text: Text | None = None,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
+) -> list[dict[str, Plain]]:
+    """Accuracy and loss of a task's answers in each cell; arguments as of `answer_cell`. Collective.
+
+    `answer`: share of the questions answered right as a whole; `token`: share of the answers' tokens; both with 95 % Wilson
+    intervals [share, low, high] that take the questions of a row as independent. `by_row`: each row's share of whole
+    answers, for paired comparison. `nll`: nats per token of the answers.
+    """
+    setting = setting or LongSetting()
+    answered = (answer_cell(decoder, cell, where, RECALL_SEED, text, setting, progress) for cell in cells)
+    return [{"label": setting.label, **_summary(cell, answers)} for cell, answers in zip(cells, answered, strict=True)]
+
+
+class Recall(Measurement):
+    """Accuracy and loss of tasks' answers by length, as `measure_cells`."""
+
+    kind = "recall"
+
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        asked = config.eval.recall
+        tasks = asked.tasks or [share.task for share in config.data.tasks]
+        self.cells = recall_cells(tasks, config.data.seq_len, asked.length_factors, asked.rows)
+        self.haystack = Text(store) if any(task.vocab_size is None for task in tasks) else None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.config.eval.recall
+
+    @property
+    def settings(self) -> dict[str, Plain]:
+        return {
+            "seq_len": self.config.data.seq_len,
+            "seed": RECALL_SEED,
+            "asked": [{"task": to_plain(cell.task), "length": cell.length, "rows": cell.rows} for cell in self.cells],
+            "ways": [to_plain(way) for way in self.config.eval.recall.settings],
+        }
+
+    @property
+    def work(self) -> int:
+        return sum(cell.rows for cell in self.cells) * len(self.config.eval.recall.settings)
+
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
+        ways = self.config.eval.recall.settings
+        found = [measure_cells(decoder, self.cells, where, self.haystack, way, progress) for way in ways]
+        return {"cells": [cell for one in found for cell in one]}
+
+    def rows(self, result: dict[str, Plain]) -> list[Row]:
+        found = []
+        for cell in result["cells"]:
+            where = f"{cell['task']['name']}, {cell['length']:,} tokens"
+            found.append(Row(cell["label"], where, "answers right", *cell["answer"]))
+            found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
+        return found
+
+    def scores(self, result: dict[str, Plain]) -> dict[str, float]:
+        return {f"recall/{cell['task']['name']} {cell['length']} {cell['label']}": cell["answer"][0] for cell in result["cells"]}
+
+    def text(self, result: dict[str, Plain]) -> str:
+        return "answers right: " + ", ".join(
+            f"{cell['task']['name']} {cell['answer'][0]:.1%} of rows of {cell['length']:,} ({cell['label']})" for cell in result["cells"]
+        )
+
+
+def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
+    whole, rows = answers.whole, answers.row[answers.place == 0]
+    by_row = np.bincount(rows, whole, cell.rows) / np.bincount(rows, minlength=cell.rows)
+    return {
+        "task": to_plain(cell.task),
+        "length": cell.length,
+        "rows": cell.rows,
+        "rows_sha256": answers.sha256,
+        "candidates": answers.candidates,
+        "questions": len(whole),
+        "answer": _listed(wilson(int(whole.sum()), len(whole))),
+        "token": _listed(wilson(int(answers.right.sum()), len(answers.right))),
+        "nll": float(answers.nll.mean(dtype=np.float64)),
+        "by_row": [round(float(share), 6) for share in by_row],
+    }
+
+
+def _listed(interval: Interval) -> list[float]:
+    return [interval.mean, interval.low, interval.high]
+
+
+def _places(made: list[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """The question, and the place in its answer, of each token of an answer."""
+    both = [(which, place) for one in made for which, (begin, end) in enumerate(one.questions) for place in range(end - begin)]
+    return tuple(np.array(both, np.int64).T)
+
+
+def _sha256(made: list[Example]) -> str:
+    return hashlib.sha256(np.concatenate([one.tokens for one in made]).astype("<i8").tobytes()).hexdigest()

@@ -1,0 +1,115 @@
+"""Recall beyond the training length, by normalizer: trains every arm, writes docs/retrieval.md's table and its picture.
+
+python scripts/retrieval.py [--seeds 1 2 3] [--runs runs/retrieval] [--jobs 2]
+
+Each arm learns associative recall on rows of 64 symbols (configs/retrieval.yaml) and is then asked on rows of up to 32 times
+that length, with the same number of pairs and more filler. Finished runs are kept; a stopped one goes on.
+"""
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import lm
+import lm.config
+from lm.data.prepare import prepare
+from lm.evaluation.devices import Device
+from lm.evaluation.recall import measure_cells, recall_cells
+from lm.evaluation.results import evaluation_path, write_evaluation
+from lm.evaluation.statistics import over_seeds
+from lm.runs import read_json
+
+CONFIG = "configs/retrieval.yaml"
+GAU = ["model.block={name: gau, expansion: 2, key_size: 64}", "model.n_layer=4", "model.n_head=1"]
+ARMS = {
+    "softmax": ["model.normalizer=softmax"],
+    "SSMax": ["model.normalizer=ssmax"],
+    "log n": ["model.normalizer=log_n"],
+    "GAU, relu^2, n = 64": [*GAU, "model.normalizer={name: relu2, n: 'fixed:64'}"],
+    "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
+}
+FACTORS, ROWS = (1, 2, 4, 8, 16, 32), 128
+
+
+def folder_of(arm: str, seed: int, runs: Path) -> Path:
+    """The run's folder."""
+    return runs / f"{arm}-{seed}".lower().replace(",", "").replace("^", "").replace(" = ", "-").replace(" ", "-")
+
+
+def train(arm: str, seed: int, runs: Path) -> str:
+    """Train one run in a process of its own; its error text, if any."""
+    folder = folder_of(arm, seed, runs)
+    options = [f"name={folder.name}", f"runs={runs}", f"seed={seed}", "resume=auto", "trainer.threads=1", "log.progress=none", *ARMS[arm]]
+    result = subprocess.run([sys.executable, "-m", "lm", "train", CONFIG, *options], capture_output=True, text=True)
+    return result.stderr if result.returncode else ""
+
+
+def measure(run: Path) -> list[dict[str, object]]:
+    """The recall at each of FACTORS, kept in the run's evaluations/."""
+    loaded = lm.load(run)
+    path = evaluation_path(run, "recall", loaded.facts["step"])
+    if not path.exists():
+        tasks = [share.task for share in loaded.config.data.tasks]
+        cells = recall_cells(tasks, loaded.config.data.seq_len, FACTORS, ROWS)
+        found = measure_cells(loaded.decoder, cells, Device(torch.device("cpu"), bf16=False))
+        write_evaluation(run, {"kind": "recall", "step": loaded.facts["step"], "cells": found})
+    return read_json(path)["cells"]
+
+
+def draw(shares: dict[str, np.ndarray], path: Path) -> None:
+    """Accuracy by length, a line an arm: the mean over seeds, and each seed as a dot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
+        axes.plot(FACTORS, values.mean(0), color=f"C{number}", marker="os^Dv"[number % 5], label=arm)
+        axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
+    axes.axhline(1 / 8, color="0.6", linestyle=":", label="any of the 8 values")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
+    axes.set(xlabel="length of the row, in training lengths of 64", ylabel="answers right", ylim=(0, 1.02))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Train, measure, print the table in Markdown, draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--runs", type=Path, default=Path("runs/retrieval"))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--picture", type=Path, default=Path("docs/retrieval.png"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    prepare(lm.config.load([CONFIG]).data)
+    todo = [(arm, seed) for seed in arguments.seeds for arm in ARMS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for (arm, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):
+            print(f"{arm}, seed {seed}: {error.strip() or 'done'}", file=sys.stderr, flush=True)
+            if error:
+                sys.exit(1)
+    print("| weights | " + " | ".join(f"{factor}x" for factor in FACTORS) + " |")
+    print("|---" * (len(FACTORS) + 1) + "|")
+    shares, cells = {}, []
+    for arm in ARMS:
+        measured = [measure(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds]
+        cells += [cell for run in measured for cell in run]
+        shares[arm] = np.array([[cell["answer"][0] for cell in run] for run in measured])
+        intervals = [over_seeds(column) for column in 100 * shares[arm].T]
+        print(f"| {arm} | " + " | ".join(f"{one.mean:.1f} ± {one.mean - one.low:.1f}" for one in intervals) + " |", flush=True)
+    widest = max(max(cell["answer"][0] - cell["answer"][1], cell["answer"][2] - cell["answer"][0]) for cell in cells)
+    print(f"\nWilson intervals of single cells ({cells[0]['questions']:,} questions): ± {100 * widest:.1f} at most", file=sys.stderr)
+    draw(shares, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Recall: accuracy and loss of a task's answers, and runs that train on tasks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from conftest import ROOT, lm
+from folders import curve, same, weights
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.config import Config, ModelConfig, load, parse, to_yaml
+from lm.data.batches import Batch, MicroBatches, train_rows
+from lm.data.prepare import prepare
+from lm.data.tasks import MQAR, Copy, Task, Text, example
+from lm.errors import ConfigError
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import validation_rows
+from lm.evaluation.recall import Cell, answer_cell, measure_cells, recall_cells
+from lm.evaluation.statistics import wilson
+from lm.loading import load as load_run
+from lm.loss import IGNORED
+from lm.model import Decoder
+from lm.training.run import train
+
+CPU = Device(torch.device("cpu"), bf16=False)
+RECALL = "data.tasks=[{task: {name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 4}}]"
+SYMBOLS = [RECALL, "eval.long_context.length_factor=0"]
+NEEDLE = "data.tasks=[{weight: 0.25, task: needle}]"
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_wilson_is_the_score_interval():
+    for right, trials, low, high in (
+        (8, 10, 0.490162, 0.943318),
+        (1, 20, 0.008881, 0.236131),
+        (0, 10, 0.0, 0.277533),
+        (5, 5, 0.565518, 1.0),
+    ):
+        found = wilson(right, trials)
+        assert found.mean == right / trials
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
+    assert np.isnan(wilson(0, 0).mean)
+
+
+@given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
+def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: float):
+    found = wilson(round(share * trials), trials)
+    assert 0 <= found.low <= found.mean <= found.high <= 1
+    mirrored = wilson(trials - round(share * trials), trials)
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize(("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)])
+def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.evaluation.recall.EVAL_TOKENS", 150)
+    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
+    found = answer_cell(decoder, Cell(task, length, 7), CPU)
+    assert decoder.training
+    decoder.eval()
+    nll, right, whole = [], [], []
+    for index in range(7):
+        made = example(task, 0, index, length, "test")
+        logits = decoder.logits(torch.from_numpy(made.tokens[None, :-1]))[0]
+        losses = F.cross_entropy(logits, torch.from_numpy(made.tokens[1:]), reduction="none").detach().numpy()
+        hits = logits.argmax(-1).numpy() == made.tokens[1:]
+        nll += losses[made.answers].tolist()
+        right += hits[made.answers].tolist()
+        whole += [hits[start - 1 : stop - 1].all() for start, stop in made.questions]
+    assert np.allclose(found.nll, nll, atol=1e-5)
+    assert found.right.tolist() == right
+    assert found.whole.tolist() == whole
+    assert found.row.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
+
+
+def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.evaluation.recall.over_ranks", lambda where, local: local())
+    decoder, cell = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), Cell(MQAR(), 40, 5)
+    parts = [answer_cell(decoder, cell, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
+    together = answer_cell(decoder, cell, CPU)
+    assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
+    assert (sum(part.right.astype(int) for part in parts) == together.right).all()
+
+
+class Knowing(torch.nn.Module):
+    """A decoder that knows the next token, but for those in `wrong` (row, position of the target)."""
+
+    seq_len = 32
+
+    def __init__(self, size: int, wrong: set[tuple[int, int]]):
+        super().__init__()
+        self.wrong, self.head, self.done = wrong, torch.nn.Linear(size, size, bias=False), 0
+        self.head.weight = torch.nn.Parameter(10 * torch.eye(size))
+
+    def normalizers(self) -> list:
+        return []
+
+    def hidden(self, batch: Batch, scaling: object) -> torch.Tensor:
+        targets = batch.targets.clone()
+        for row, position in self.wrong:
+            targets[row, position - 1] = (targets[row, position - 1] + 1) % self.head.weight.size(0)
+        return F.one_hot(targets, self.head.weight.size(0)).float()
+
+
+def test_a_whole_answer_needs_each_of_its_tokens():
+    task = Copy(symbols=8, filler=8, span=4)
+    ends = 41
+    decoder = Knowing(task.vocab_size, {(0, ends - 1), (3, ends - 4), (3, ends - 2)})
+    result = measure_cells(decoder, [Cell(task, 40, 10)], CPU)[0]
+    assert (result["answer"][0], result["token"][0]) == (0.8, 37 / 40)
+    assert result["by_row"] == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    assert result["answer"] == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
+    assert (result["questions"], result["length"], result["task"]["name"]) == (10, 40, "copy")
+
+
+def test_the_result_is_plain_and_the_same_rows_are_asked_each_time():
+    decoder = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16)
+    cells = recall_cells([MQAR(), MQAR(pairs=4, queries=2)], 32, (1, 2.5), 3)
+    assert [cell.length for cell in cells] == [32, 80, 32, 80]
+    result, again = (measure_cells(decoder, cells, CPU) for _ in range(2))
+    assert json.loads(json.dumps(result)) == again
+    assert [cell["candidates"] for cell in result] == [8, 8, 4, 4]
+    assert answer_cell(decoder, cells[0], CPU, seed=1).sha256 != result[0]["rows_sha256"]
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
+    config = tiny(*SYMBOLS, "data.lengths={0.0: 16, 0.5: 32}")
+    store = prepare(config.data)
+    rows = train_rows(store, config)
+    assert [rows.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
+    seen = set()
+    for step in range(8):
+        whole = rows.batch(step)
+        length = rows.length(step)
+        assert whole.tokens.shape == (256 // length, length)
+        assert ((whole.targets != IGNORED).sum(1) == 4).all()
+        parts = [MicroBatches(train_rows(store, config), rank, 2, 2) for rank in range(2)]
+        taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+        assert torch.equal(torch.cat([one.tokens for one in taken]), whole.tokens)
+        assert torch.equal(torch.cat([one.targets for one in taken]), whole.targets)
+        seen |= {row.numpy().tobytes() for row in whole.tokens}
+    assert len(seen) == 4 * 16 + 4 * 8
+
+
+def test_needles_are_dealt_among_text_by_weight(tiny):
+    config = tiny(NEEDLE, "data.seq_len=256", "optim.batch_tokens=2560", "eval.long_context.length_factor=0")
+    store = prepare(config.data)
+    rows, text = train_rows(store, config), Text(store)
+    answered = 0
+    for step in range(100):
+        batch = rows.batch(step)
+        ignored = batch.targets == IGNORED
+        needles = ignored.any(1)
+        answered += int(needles.sum())
+        for tokens, targets in zip(batch.tokens[needles], batch.targets[needles], strict=True):
+            number = text.decode(targets[targets != IGNORED].numpy()).strip()
+            assert len(number) == 7
+            assert f"number is: {number}" in text.decode(tokens.numpy())
+    assert answered == 250
+
+
+def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
+    config = tiny(*SYMBOLS, "name=a", "trainer.max_steps=3", "optim.warmup_steps=1")
+    assert train(config) == 0
+    store = prepare(config.data)
+    rows = train_rows(store, config)
+    decoder = Decoder(config.model, store.vocab_size, 32, config.seed)
+    batch = rows.batch(0)
+    expected = F.cross_entropy(decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    first = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train/loss"] == pytest.approx(expected.item(), abs=1e-5)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
+    assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("tasks", [SYMBOLS, [NEEDLE, "data.seq_len=256", "optim.batch_tokens=2048", "eval.long_context.length_factor=0"]])
+def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: list[str]):
+    for name, options in (("whole", []), ("split", ["trainer.micro_batch=2"]), ("stopped", ["trainer.max_steps=8"])):
+        assert train(tiny(*tasks, f"name={name}", *options)) == 0
+    runs = tmp_path / "runs"
+    for name in ("train/loss", "val/loss"):
+        assert [v for _, v in curve(runs / "whole", name)] == pytest.approx([v for _, v in curve(runs / "split", name)], abs=2e-5)
+    checkpoint = runs / "stopped" / "checkpoints" / "step-000004.ckpt"
+    assert train(tiny(*tasks, "name=stopped", f"resume={checkpoint}")) == 0
+    assert same(weights(runs / "whole"), weights(runs / "stopped"))
+
+
+def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
+    varied = RECALL.replace("queries: 4", "queries: 4, varied: true")  # ranks then have different numbers of targets
+    for name, devices in (("one", 1), ("two", 2)):
+        result = lm("train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}")
+        assert result.returncode == 0, result.stderr
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        one, two = (curve(tmp_path / "runs" / run, name) for run in ("one", "two"))
+        assert [v for _, v in one] == pytest.approx([v for _, v in two], abs=5e-5)
+
+
+def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path):
+    config = tiny(*SYMBOLS, "name=a")
+    assert train(config) == 0
+    loaded = load_run(tmp_path / "runs" / "a")
+    cell = measure_cells(loaded.decoder, [Cell(config.data.tasks[0].task, 32, config.eval.rows)], CPU)[0]
+    assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(cell["nll"], abs=1e-5)
+    assert validation_rows(prepare(config.data), config).sha256 == cell["rows_sha256"]
+
+
+def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
+    assert lm("train", *arguments, *SYMBOLS, "name=a").returncode == 0
+    result = lm("eval", str(tmp_path / "runs" / "a"))
+    assert result.returncode == 0, result.stderr
+    assert "validation" in result.stdout
+    assert "mqar, 512 tokens" in result.stdout, "recall to 16 training lengths"
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load([str(ROOT / "tests" / "tiny.yaml"), *overrides, "data.source.paths=[x]"])
+    return str(error.value)
+
+
+def test_what_contradicts_itself_is_refused(tiny):
+    off = "eval.long_context.length_factor=0"
+    assert "weights sum to more than 1" in refused("data.tasks=[{task: copy}, {task: max}]", off)
+    assert "which text and tasks in text don't share" in refused("data.tasks=[{weight: 0.5, task: copy}]", off)
+    assert "which text and tasks in text don't share" in refused("data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", off)
+    assert "there is no text to read beyond the training length" in refused("data.tasks=[{task: copy}]")
+    assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused("data.tasks=[{task: {name: mqar, queries: 9}}]", off)
+    assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", off)
+    config = tiny("data.tasks=[{task: mqar}]", off, "data.lengths={16: 0.5, 32: 0.5}")
+    store = prepare(config.data)
+    with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need rows of at least 31 tokens, not 16"):
+        train_rows(store, config)
+
+
+def test_tasks_survive_the_configuration_file(tiny):
+    config: Config = tiny(*SYMBOLS)
+    again = parse(yaml.safe_load(to_yaml(config)))
+    assert again == config
+    assert again.data.tasks[0].task == MQAR(keys=8, values=8, filler=8, pairs=4, queries=4)
+
+
+def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: match}}]"
+    assert train(tiny(*SYMBOLS, phases, "name=a")) == 0
+    lengths = json.loads((tmp_path / "runs" / "a" / "evaluations" / "swap.step-000004.json").read_text())["lengths"]
+    assert [one["length"] for one in lengths] == [32], "longer rows need text"
+    before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
+    assert lengths[0]["loss_before"] == pytest.approx(before[0], abs=1e-5)
+    assert lengths[0]["nll_by_position_before"].count(None) == 28

@@ -1,0 +1,383 @@
+"""Synthetic tasks: exact lengths and depths, no leaks, the same rows everywhere, nothing shared by training and test rows."""
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.config import DataConfig, Files, TrainedTokenizer
+from lm.data.prepare import prepare
+from lm.data.tasks import MQAR, TASKS, Copy, Draw, Example, FlipFlop, Induction, Maximum, Needle, Passkey, Task, Text, example
+
+SYMBOLIC = [
+    MQAR(),
+    MQAR(varied=True),
+    MQAR(keys=8, values=8),
+    MQAR(keys=16, values=16, joined=True),
+    Copy(),
+    Induction(),
+    Maximum(),
+    FlipFlop(),
+]
+TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5), Passkey(), Passkey(filler="corpus")]
+CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True), Passkey(absent=True)]
+INDICES, SEEDS, PARTS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """Twelve documents of sentences and numbers."""
+    folder, raw = tmp_path_factory.mktemp("tasks"), np.random.PCG64(7).random_raw
+    for number in range(12):
+        words = [f"{'abcdefgh'[int(w) % 8]}{'aeiou'[int(w >> 8) % 5]}{int(w >> 16) % 300}" for w in raw(1500)]
+        (folder / f"{number:02d}.txt").write_text("The special number is: ".join(" ".join(words[i : i + 50]) for i in range(0, 1500, 50)))
+    data = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores"))
+    return Text(prepare(data))
+
+
+def label(task: Task) -> str:
+    changed = [f"{name}={value}" for name, value in vars(task).items() if value != getattr(type(task)(), name)]
+    return "-".join([task.name, *changed])
+
+
+def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
+    return int((np.lib.stride_tricks.sliding_window_view(tokens, len(piece)) == piece).all(1).sum())
+
+
+def check(task: Task, made: Example, length: int) -> None:
+    """What holds for the rows of every task."""
+    assert made.tokens.shape == (length + 1,)
+    assert made.tokens.dtype == np.int64
+    assert made.questions.shape == made.evidence.shape == made.needles.shape
+    assert (made.questions[:, 0] >= 1).all()
+    assert made.questions[-1, 1] == length + 1, "a row ends with an answer"
+    assert made.answers.sum() == (made.questions[:, 1] - made.questions[:, 0]).sum()
+    for (start, stop), (begin, end), (first, last) in zip(made.questions, made.evidence, made.needles, strict=True):
+        assert made.answers[start - 1 : stop - 1].all()
+        if end:
+            assert first <= begin < end <= last <= start
+            if not getattr(task, "joined", False):
+                assert (made.tokens[begin:end] == made.tokens[start:stop]).all()
+
+
+# ---------------------------------------------------------------- every task
+
+
+@pytest.mark.parametrize("task", SYMBOLIC, ids=label)
+@given(seed=SEEDS, index=INDICES, length=st.integers(33, 300), part=PARTS)
+@settings(max_examples=40, deadline=None)
+def test_rows_of_symbols_are_of_the_length_asked_for_and_show_their_answers(task: Task, seed: int, index: int, length: int, part: str):
+    made = example(task, seed, index, length, part)
+    check(task, made, length)
+    assert 0 <= made.tokens.min() <= made.tokens.max() < task.vocab_size
+
+
+@pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
+@given(seed=SEEDS, index=INDICES, length=st.integers(450, 900), part=PARTS)
+@settings(max_examples=15, deadline=None)
+def test_rows_of_text_are_of_the_length_asked_for_and_show_their_answers(
+    text: Text, task: Task, seed: int, index: int, length: int, part: str
+):
+    made = example(task, seed, index, length, part, text)
+    check(task, made, length)
+    assert made.tokens.max() < text.vocab_size
+    assert (made.evidence.max(1) == 0).all() == task.absent
+
+
+def digest(task: Task, length: int, text: Text | None = None) -> str:
+    rows = [example(task, 1, index, length, part, text).tokens for part in ("train", "test") for index in range(4)]
+    return hashlib.sha256(np.stack(rows).astype("<i8").tobytes()).hexdigest()[:16]
+
+
+PINNED = {
+    "mqar": "b792175c27c6062d",
+    "mqar-varied=True": "760b983256d0e92f",
+    "mqar-keys=8-values=8": "ae7a7406f7b61258",
+    "mqar-keys=16-values=16-joined=True": "6990adac98ade3fc",
+    "copy": "01da7d28bf05964b",
+    "induction": "62225ae36d11251c",
+    "max": "39f69f39d245b9a3",
+    "flip_flop": "b811554c88b0ed4e",
+}
+
+
+@pytest.mark.parametrize("task", SYMBOLIC, ids=label)
+def test_the_rows_never_change_between_processes_and_versions(task: Task):
+    assert digest(task, 64) == PINNED[label(task)]
+
+
+def test_another_process_makes_the_same_rows():
+    code = "from tests.test_tasks import *; print(*(digest(task, 64) for task in SYMBOLIC))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "5"})
+    assert out.stdout.split() == [digest(task, 64) for task in SYMBOLIC]
+
+
+def test_text_rows_depend_on_their_arguments_alone(text: Text):
+    for task in TEXTUAL:
+        one, same, other = (example(task, 3, index, 400, "train", text) for index in (8, 8, 9))
+        assert (one.tokens == same.tokens).all()
+        assert not np.array_equal(one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("task", SYMBOLIC, ids=label)
+def test_seeds_parts_and_indices_give_different_rows(task: Task):
+    rows = {example(task, seed, index, 64, part).tokens.tobytes() for seed in (1, 2) for index in range(50) for part in ("train", "test")}
+    assert len(rows) == 200
+
+
+@pytest.mark.parametrize("task", [*SYMBOLIC, *TEXTUAL], ids=label)
+def test_a_row_too_short_says_how_long_it_must_be(task: Task, text: Text):
+    with pytest.raises(ValueError, match=r"need rows of at least \d+ tokens, not 2"):
+        example(task, 1, 0, 2, "train", text)
+
+
+def test_the_least_length_named_is_the_least():
+    for task in (MQAR(), Copy(), Induction(), Maximum()):
+        with pytest.raises(ValueError, match="at least") as error:
+            example(task, 1, 0, 1)
+        least = int(str(error.value).split(" tokens")[0].split()[-1])
+        check(task, example(task, 1, 0, least), least)
+        with pytest.raises(ValueError, match="at least"):
+            example(task, 1, 0, least - 1)
+
+
+def test_rows_too_few_to_keep_training_and_test_apart_are_an_error():
+    found = {}
+    for part in ("train", "test"):
+        with contextlib.suppress(ValueError):  # rows of a write and a read: there are two
+            found[part] = {example(FlipFlop(), 1, index, 4, part).tokens.tobytes() for index in range(20)}
+    assert sum(map(len, found.values())) == len(set().union(*found.values())) == 2
+    with pytest.raises(ValueError, match="too few different contents to have some for test rows alone"):
+        list(Draw(1, "test", 0).tries())
+
+
+def test_the_table_names_each_task():
+    assert [task.name for task in TASKS.values()] == list(TASKS) == ["mqar", "copy", "induction", "max", "flip_flop", "needle", "passkey"]
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+@given(room=st.integers(0, 40), widths=st.lists(st.integers(1, 5), max_size=6), seed=SEEDS)
+def test_places_are_side_by_side_and_in_the_room(room: int, widths: list[int], seed: int):
+    room += sum(widths)
+    at = Draw(seed, "train", 0).places(room, widths)
+    ends = at + np.array(widths, dtype=int)
+    assert (at >= np.concatenate(([0], ends[:-1])))[: len(at)].all() if len(at) else True
+    assert len(at) == len(widths)
+    assert (ends <= room).all()
+
+
+def test_all_places_are_alike():
+    seen = [tuple(Draw(1, "train", index).places(5, [2, 1])) for index in range(6000)]
+    counts = {at: seen.count(at) for at in set(seen)}
+    assert len(counts) == 6  # two spare positions in three gaps
+    assert min(counts.values()) > 850
+
+
+def test_draws_are_even():
+    counts = np.bincount(Draw(1, "train", 0).below(10, 100_000), minlength=10)
+    assert abs(counts - 10_000).max() < 400
+    owned = sum(Draw(1, "test", 0).owns(number) for number in range(8000))
+    assert abs(owned - 1000) < 120
+
+
+# ---------------------------------------------------------------- associative recall
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(32, 200), queries=st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, part: str, length: int, queries: int):
+    task = MQAR(queries=queries)
+    made = example(task, 1, index, length, part)
+    tokens, asked = made.tokens, made.questions[:, 0]
+    front = tokens[: length + 1 - 2 * queries]
+    assert len(asked) == queries
+    assert (asked == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the row"
+    pairs = np.flatnonzero(front < task.keys)
+    assert len(pairs) == len(set(front[pairs])) == made.candidates == 8
+    known = dict(zip(front[pairs], front[pairs + 1], strict=True))
+    assert len(set(known.values())) == 8
+    assert ((front >= task.keys) & (front < task.keys + task.values)).sum() == 8, "filler is neither key nor value"
+    assert len(set(tokens[asked - 1])) == queries
+    for at in asked:
+        assert known[tokens[at - 1]] == tokens[at]
+        assert (tokens == tokens[at]).sum() == (tokens == tokens[at - 1]).sum() == 2
+
+
+@given(index=INDICES)
+@settings(max_examples=60, deadline=None)
+def test_training_and_test_rows_of_recall_share_no_pair(index: int):
+    task = MQAR()
+    for part in ("train", "test"):
+        made = example(task, 1, index, 64, part)
+        keys, values = made.tokens[made.needles[:, 0]], made.tokens[made.evidence[:, 0]] - task.keys
+        assert (((keys + values) % 8 == 0) == (part == "test")).all()
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(24, 200))
+@settings(max_examples=60, deadline=None)
+def test_joined_pairs_are_one_symbol_each(index: int, part: str, length: int):
+    task = MQAR(keys=16, values=12, filler=5, pairs=8, joined=True)
+    made = example(task, 1, index, length, part)
+    assert ((made.tokens[:-16] >= 33).sum(), made.candidates) == (8, 8)
+    pairs = made.tokens[made.evidence[:, 0]] - 33
+    assert (pairs // 12 == made.tokens[made.questions[:, 0] - 1]).all()
+    assert (pairs % 12 == made.tokens[made.questions[:, 0]] - 16).all()
+    assert len(set(pairs // 12)) == len(set(pairs % 12)) == 8
+    assert made.tokens[:-16].min() >= 28, "filler is neither key nor value"
+
+
+def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
+    task = MQAR(varied=True)
+    assert {example(task, 1, index, 64).candidates for index in range(200)} == set(range(1, 9))
+    assert {example(task, 1, index, 64, "test").candidates for index in range(50)} == {8}
+
+
+def test_options_that_contradict_each_other_are_named():
+    assert MQAR().problems() == Maximum().problems() == []
+    assert [name for name, _ in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
+    assert [name for name, _ in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
+
+
+# ---------------------------------------------------------------- the other tasks of symbols
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(32, 120))
+@settings(max_examples=60, deadline=None)
+def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, part: str, length: int):
+    task = Copy()
+    made = example(task, 1, index, length, part)
+    (start, stop), (begin, end) = made.questions[0], made.evidence[0]
+    assert occurrences(made.tokens, made.tokens[start:stop]) == 2
+    assert made.tokens[start - 1] == task.vocab_size - 1
+    outside = np.delete(made.tokens, [*range(begin, end), *range(start - 1, stop)])
+    assert (outside >= task.symbols).all()
+    assert (outside < task.vocab_size - 1).all()
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(12, 120))
+@settings(max_examples=60, deadline=None)
+def test_induction_marks_its_answer_once_and_again_at_the_end(index: int, part: str, length: int):
+    task = Induction()
+    tokens = example(task, 1, index, length, part).tokens
+    assert np.flatnonzero(tokens == task.symbols)[1:].tolist() == [length - 1]
+    assert tokens[np.flatnonzero(tokens == task.symbols)[0] + 1] == tokens[-1]
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(17, 120))
+@settings(max_examples=60, deadline=None)
+def test_the_largest_is_what_is_asked_for(index: int, part: str, length: int):
+    task = Maximum()
+    tokens = example(task, 1, index, length, part).tokens
+    items = np.flatnonzero(tokens < task.priorities)
+    assert len(items) == len(set(tokens[items])) == task.items
+    assert tokens[-1] == tokens[items[tokens[items].argmax()] + 1]
+    assert (tokens == tokens[-1]).sum() == 2
+
+
+@given(index=INDICES, part=PARTS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95))
+@settings(max_examples=60, deadline=None)
+def test_a_read_gives_what_was_written_last(index: int, part: str, length: int, symbols: int, ignored: float):
+    task = FlipFlop(symbols=symbols, ignored=ignored)
+    made = example(task, 1, index, length, part)
+    body = made.tokens[(length + 1) % 2 :]
+    held, reads = None, []
+    for at, (verb, symbol) in enumerate(body.reshape(-1, 2)):
+        if verb == symbols:
+            held = symbol
+        if verb == symbols + 2:
+            assert symbol == held
+            reads.append((length + 1) % 2 + 2 * at + 1)
+    assert made.questions[:, 0].tolist() == reads
+
+
+# ---------------------------------------------------------------- text
+
+
+def numbers_of(text: Text, made: Example) -> list[str]:
+    return [text.decode(made.tokens[start:stop]).strip() for start, stop in made.questions]
+
+
+@pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
+@given(index=INDICES, part=PARTS)
+@settings(max_examples=15, deadline=None)
+def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, part: str):
+    made = example(task, 1, index, 500, part, text)
+    expected = 1 if task.absent else 3 if isinstance(task, Passkey) else 2
+    whole = text.decode(made.tokens)
+    for number, (start, stop) in zip(numbers_of(text, made), made.questions, strict=True):
+        assert number.isdigit()
+        assert len(number) == (5 if isinstance(task, Passkey) else 7)
+        assert whole.count(number) == expected
+        assert occurrences(made.tokens, made.tokens[start:stop]) == expected
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("length", [100, 333, 800])
+def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, length: int):
+    for index in range(5):
+        for task in (Needle(depth=depth), Passkey(depth=depth)):
+            made = example(task, 1, index, length, "train", text)
+            (start, stop), question = made.needles[0], made.questions[0]
+            asking = text.encode("\nWhat is the special magic") if isinstance(task, Needle) else text.encode(" What is the pass key")
+            end = next(at for at in range(question[0] - len(asking), 0, -1) if (made.tokens[at : at + len(asking)] == asking).all())
+            filler = end - (stop - start)
+            assert start == round(depth * filler)
+
+
+@given(index=INDICES)
+@settings(max_examples=15, deadline=None)
+def test_needles_and_their_questions_say_what_they_should(text: Text, index: int):
+    task = Needle(needles=2, distractors=1)
+    made = example(task, 1, index, 600, "test", text)
+    assert text.decode(made.tokens).count("The special magic") == 5
+    for (first, last), (begin, end), number in zip(made.needles, made.evidence, numbers_of(text, made), strict=True):
+        sentence = text.decode(made.tokens[first:last])
+        city = sentence.removeprefix(" The special magic ").partition(" number")[0]
+        assert sentence == f" The special magic {city} number is: {number}."
+        assert text.decode(made.tokens[begin:end]) == f" {number}"
+        assert f"\nWhat is the special magic {city} number? The special magic {city} number is: {number}" in text.decode(made.tokens)
+
+
+def test_the_control_is_without_needle_but_with_its_distractors(text: Text):
+    made = example(Needle(distractors=3, absent=True), 1, 0, 500, "test", text)
+    whole = text.decode(made.tokens)
+    assert whole.count("number is: ") >= 4
+    assert made.candidates == 3
+    (number,) = numbers_of(text, made)
+    assert whole.endswith(number)
+    assert "The special magic" not in text.decode(example(Needle(absent=True), 1, 0, 300, "test", text).tokens).partition("\nWhat")[0]
+
+
+@pytest.mark.parametrize("task", [Needle(distractors=1), Passkey()], ids=label)
+def test_training_and_test_rows_of_text_share_no_number(text: Text, task: Task):
+    asked = {part: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, part, text))} for part in ("train", "test")}
+    assert not asked["train"] & asked["test"]
+    for part, numbers in asked.items():
+        assert all(Draw(1, part, 0).owns(int(number)) for number in numbers)
+
+
+def test_filler_is_of_the_split_and_within_a_document(text: Text):
+    for part, split in text._splits.items():
+        whole = split.tokens.tobytes()
+        for index in range(30):
+            made = text.filler(Draw(1, part, index), 200)
+            assert made.astype(split.dtype).tobytes() in whole
+            assert not (made == split.tokens[0]).any(), "a document begins with the end-of-text token"
+        across = text.filler(Draw(1, part, 0), split.longest + 1)
+        assert len(across) == split.longest + 1
+        with pytest.raises(ValueError, match="more than the"):
+            text.filler(Draw(1, part, 0), split.n_tokens + 1)
+
+
+def test_depth_moves_the_needle_and_leaves_the_rest_alone(text: Text):
+    shallow, deep = (example(replace(Needle(), depth=depth), 1, 0, 300, "test", text) for depth in (0.0, 1.0))
+    cut = [np.delete(made.tokens, np.arange(*made.needles[0])) for made in (shallow, deep)]
+    assert (cut[0] == cut[1]).all()
