@@ -27,6 +27,9 @@ RunsAndOverrides = Annotated[
     list[str], typer.Argument(metavar="RUN... [KEY=VALUE]...", help="run folders, and e.g. eval.rows=512", show_default=False)
 ]
 Suite = Annotated[str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: as the run says]", show_default=False)]
+NeedleOption = Annotated[
+    bool, typer.Option("--needle", help="needles at 1x to 16x the training length; base models want eval.needle.finetune.steps=300")
+]
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="a .csv or .json file for all numbers", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. eval.rows=512", show_default=False)]
 Reference = Annotated[bool, typer.Option("--reference", help="print all keys with their meaning instead (docs/config.md)")]
@@ -90,14 +93,17 @@ def train(arguments: Configuration) -> None:
 
 
 @app.command("eval")
-def evaluate(arguments: RunsAndOverrides, checkpoint: Checkpoint = "last", suite: Suite = "", out: Results = None) -> None:
+def evaluate(
+    arguments: RunsAndOverrides, checkpoint: Checkpoint = "last", suite: Suite = "", needle: NeedleOption = False, out: Results = None
+) -> None:
     """Measure checkpoints of runs; kept in their evaluations/. What was measured before is not measured again."""
     from lm.evaluation.run import evaluate_runs
 
     folders = [Path(one) for one in arguments if "=" not in one]
     if not folders:
         raise ConfigError("no run folder given, e.g. runs/softmax")
-    evaluate_runs(folders, checkpoint, suite, [one for one in arguments if "=" in one], out)
+    grid = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
+    evaluate_runs(folders, checkpoint, suite, grid + [one for one in arguments if "=" in one], out)
 
 
 @app.command()

@@ -393,6 +393,29 @@ class RecallConfig(Schedule):
 
 
 @dataclass
+class FinetuneConfig:
+    """Supervised fine-tuning before a needle evaluation; of a copy, never of the run."""
+
+    steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
+    rows: int = key(16, "rows in a step", ge=1)
+    lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
+
+
+@dataclass
+class NeedleConfig(Schedule):
+    length_factors: list[float] = key([], "lengths of the context, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0)
+    depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "share of the text before the needle", ge=0, le=1)
+    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1)
+    needles: int = key(1, "needles in a row, each asked for", ge=1, le=32)
+    distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
+    heads_at: float | None = key(
+        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0
+    )
+    finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
+    settings: list[LongSetting] = sections(LongSetting, "how the model is used, each measured", (LongSetting(),))
+
+
+@dataclass
 class EvalConfig:
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
@@ -400,6 +423,7 @@ class EvalConfig:
     swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
     recall: RecallConfig = section(RecallConfig, "answers of synthetic tasks, by length")
+    needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
 
 
 @dataclass
@@ -658,6 +682,23 @@ def check(config: Config) -> list[Problem]:
         problems += check_settings(config, "eval.long_context.settings", long.settings)
     if data.tasks or config.eval.recall.tasks:
         problems += check_settings(config, "eval.recall.settings", config.eval.recall.settings)
+    needle = config.eval.needle
+    if needle.length_factors:
+        problems += check_settings(config, "eval.needle.settings", needle.settings)
+        problem(data.symbolic, "eval.needle.length_factors", needle.length_factors, "needs a model of text", "set it to []")
+        longest = max(*needle.length_factors, needle.heads_at or 0)
+        problem(
+            isinstance(model.position, Learned) and longest > 1,
+            "eval.needle.length_factors", needle.length_factors, "learned positions end at the training length", "set it to [1]",
+        )  # fmt: skip
+    problem(
+        bool(needle.heads_at) and not needle.length_factors, "eval.needle.heads_at", needle.heads_at, "eval.needle.length_factors is []"
+    )
+    recall_lengths = config.eval.recall.length_factors
+    problem(
+        isinstance(model.position, Learned) and bool(data.tasks or config.eval.recall.tasks) and max(recall_lengths, default=0) > 1,
+        "eval.recall.length_factors", recall_lengths, "learned positions end at the training length", "set it to [1]",
+    )  # fmt: skip
     for index, task in enumerate(config.eval.recall.tasks):
         where = f"eval.recall.tasks[{index}]"
         problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, H heads, D head size, C width, V vocabulary.
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,22 @@ class Cache:
     def __init__(self, length: int):
         self.length, self.seen = length, 0
         self.states: dict[nn.Module, object] = {}
+
+    def fork(self, copies: int) -> "Cache":
+        """A cache that goes its own way, with each row `copies` times."""
+        return self._with(lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x)
+
+    def take(self, row: int) -> "Cache":
+        """A cache of one row that goes its own way."""
+        return self._with(lambda x: x[row : row + 1])
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Cache":
+        other = Cache(self.length)
+        other.seen = self.seen
+        other.states = {
+            module: tuple(map(change, state)) if isinstance(state, tuple) else change(state) for module, state in self.states.items()
+        }
+        return other
 
 
 @dataclass(frozen=True)

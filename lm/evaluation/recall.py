@@ -12,6 +12,8 @@ from lm.config import Config, LongSetting, Schedule
 from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks import Example, Task, Text, example
+from lm.data.tasks.rows import Part
+from lm.errors import ConfigError, Problem
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
@@ -59,6 +61,14 @@ class Answers:
 def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], rows: int) -> list[Cell]:
     """Each of `tasks` at each of `factors` times the training length."""
     return [Cell(task, round(factor * seq_len), rows) for task in tasks for factor in factors]
+
+
+def check_room(task: Task, length: int, part: Part, text: Text | None, key: str) -> None:
+    """Raises ConfigError, naming `key`, if a task has no room in rows of `length` tokens, or the text is shorter."""
+    try:
+        example(task, RECALL_SEED, 0, length, part, text)
+    except ValueError as error:
+        raise ConfigError([Problem(key, length, f"tokens: {task.name}: {error}")]) from None
 
 
 def answer_cell(
@@ -146,6 +156,8 @@ class Recall(Measurement):
         tasks = asked.tasks or [share.task for share in config.data.tasks]
         self.cells = recall_cells(tasks, config.data.seq_len, asked.length_factors, asked.rows)
         self.haystack = Text(store) if any(task.vocab_size is None for task in tasks) else None
+        for cell in self.cells:
+            check_room(cell.task, cell.length, "test", self.haystack, "eval.recall.length_factors")
 
     @property
     def schedule(self) -> Schedule:

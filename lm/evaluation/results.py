@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from lm.evaluation.pictures import draw
 from lm.runs import EVALUATIONS, write_json
 from lm.schema import Plain
 
@@ -23,9 +24,10 @@ def step_of(path: Path) -> int:
 
 
 def write_evaluation(run: Path, result: dict[str, Plain]) -> Path:
-    """Write `result`, which holds `kind` and `step`, to its file; returns the path."""
+    """Write `result`, which holds `kind` and `step`, to its file, and draw its picture if there is one; returns the file's path."""
     path = evaluation_path(run, result["kind"], result["step"])
     write_json(path, finite(result))
+    draw(result, path.with_suffix(".png"))
     return path
 
 

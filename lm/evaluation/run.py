@@ -20,6 +20,7 @@ from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Row, weights_sha256
 from lm.evaluation.results import finite, write_evaluation
 from lm.evaluation.suite import SUITES, measurements
+from lm.evaluation.suite import suite as suite_of
 from lm.files import write_text
 from lm.loading import Loaded, find_checkpoint, load
 from lm.runs import ENVIRONMENT, EVALUATIONS, read_config, read_json, write_json
@@ -67,8 +68,9 @@ def evaluate_runs(
     """
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
-    changes = merge(suite_changes(suite), only(OVERRIDABLE, overrides or [], "an evaluation"))
-    configs = [parse(merge(to_plain(read_config(folder)), changes)) for folder in folders]
+    own = only(OVERRIDABLE, overrides or [], "an evaluation")
+    trained = [read_config(folder) for folder in folders]
+    configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [find_checkpoint(folder, checkpoint) for folder in folders]
     found = [one for config, folder, path in zip(configs, folders, paths, strict=True) for one in evaluate(config, folder, path)]
     print_results(found)
@@ -77,13 +79,13 @@ def evaluate_runs(
     return found
 
 
-def suite_changes(suite: str) -> dict[str, Plain]:
+def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     """What a suite changes in a configuration. Raises ConfigError if there is none of this name."""
-    if not suite or suite in SUITES:
-        return {"eval": SUITES.get(suite, {})}
-    path = Path(suite)
+    if not name or name in SUITES:
+        return {"eval": suite_of(name, config)} if name else {}
+    path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--suite {suite}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
+        raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
     plain = read_yaml(path)
     if list(plain) != ["eval"]:
         raise ConfigError(f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}")
@@ -109,10 +111,10 @@ def evaluate(config: Config, folder: Path, path: Path) -> list[Evaluated]:
         "checkpoint": path.name,
         "weights_sha256": weights,
     }
-    found = []
+    asked, found = measurements(config, store), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        for measurement in measurements(config, store):
+        for measurement in asked:
             cache = folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
             cached = cache.is_file()
             if cached:

@@ -219,8 +219,9 @@ class Evaluations(StepCallback):
             self.clock.paused(started)
         if trainer.is_global_zero:
             stamp = {"step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint, "precision": where.precision}
-            write_evaluation(self.folder, {**result, **stamp})
+            path = write_evaluation(self.folder, {**result, **stamp})
             self.record.write({"step": step, "tokens": tokens, **scores})
+            self.record.picture(kind, path.with_suffix(".png"), step)
             self.progress.note(f"step {step}: {text}")
         return result
 

@@ -36,6 +36,13 @@ class MetricLog:
         if self.mirror:
             self.mirror.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
 
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Mirror a picture, if there is one at `path`."""
+        if self.mirror and path.is_file():
+            import wandb
+
+            self.mirror.log({name: wandb.Image(str(path))}, step=step)
+
     def close(self) -> None:
         """Finish the wandb run."""
         if self.mirror:

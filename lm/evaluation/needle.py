@@ -1,0 +1,321 @@
+"""Needles in a haystack: what a model answers by context length and depth, and which heads look at the needle."""
+
+import copy
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.attention.lengths import Rows
+from lm.config import Config, LongSetting, NeedleConfig, Schedule
+from lm.data.batches import Batch
+from lm.data.store import Store
+from lm.data.tasks import Draw, Example, Needle, Text, example
+from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.evaluation.loss import EVAL_TOKENS, used_as
+from lm.evaluation.measurement import Measurement, Progress, Row
+from lm.evaluation.recall import check_room
+from lm.evaluation.statistics import wilson
+from lm.loss import linear_cross_entropy
+from lm.model import Cache, Decoder
+from lm.schema import Plain, to_plain
+
+SEED = 0  # of the trials, the same for every model
+FINETUNE_SEED = 1  # of the rows of fine-tuning, which are training rows
+OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
+SCORES = 6  # numbers kept of each trial: see `NeedleMeasurement.measure`
+HEADS_DEPTH = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A question about a needle: the prompt, the answer's tokens, other answers to rank it among, and the number itself."""
+
+    prompt: np.ndarray  # (T,) int64
+    answer: np.ndarray  # (A,) int64
+    others: list[np.ndarray]
+    number: str
+    spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
+
+
+def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
+    """`count` questions about rows of `length` tokens: test rows, the same for every model."""
+    found: list[Trial] = []
+    index = 0
+    while len(found) < count:
+        made = example(task, SEED, index, length, "test", text)
+        found += [_trial(made, which, index, text) for which in range(len(made.questions))]
+        index += 1
+    return found[:count]
+
+
+def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
+    start, stop = made.questions[which]
+    answer = made.tokens[start:stop]
+    in_row = {number for number in re.findall(r"\d{7}", text.decode(made.tokens))}
+    number = text.decode(answer).strip()
+    draw, drawn = Draw(SEED + 1, "test", index), set()
+    for _ in range(100 * OTHERS):  # of as many tokens: else the shorter would be the likelier
+        other = str(1_000_000 + draw.one(9_000_000))
+        if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
+            drawn.add(other)
+    others = [text.encode(f" {other}") for other in sorted((in_row | drawn) - {number})]
+    return Trial(made.tokens[:start], answer, others, number, np.stack((made.evidence[which], made.needles[which])))
+
+
+def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, where: Device) -> Decoder:
+    """A copy of the decoder, trained to answer: answer-only loss on training rows of the training length.
+
+    AdamW (0.9, 0.999) without weight decay, gradients clipped at 1, a third of the steps each of warm-up, constant rate and
+    decay to 0 (after arXiv 2505.17083, App. G.2). The decoder itself stays as it is. Every rank does the same.
+    """
+    how = config.finetune
+    model = copy.deepcopy(decoder).train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    task = Needle(needles=config.needles, distractors=config.distractors)
+    with torch.enable_grad(), torch.random.fork_rng():
+        torch.manual_seed(FINETUNE_SEED)
+        for step in range(how.steps):
+            where.check_time()
+            third = max(1, how.steps // 3)
+            optimizer.param_groups[0]["lr"] = how.lr * min(1.0, (step + 1) / third, (how.steps - step) / third)
+            made = [example(task, FINETUNE_SEED, step * how.rows + row, seq_len, "train", text) for row in range(how.rows)]
+            batch = Batch.of(np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])).to(where.device)
+            optimizer.zero_grad()
+            for part in _split(batch, max(1, EVAL_TOKENS // seq_len)):
+                with where.autocast():
+                    loss = linear_cross_entropy(model.hidden(part).flatten(0, 1), model.head.weight, part.targets.flatten())
+                (loss / sum(int(one.answers.sum()) for one in made)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return model.eval()
+
+
+def _split(batch: Batch, rows: int) -> list[Batch]:
+    return [Batch(tokens, targets, None) for tokens, targets in zip(batch.tokens.split(rows), batch.targets.split(rows), strict=True)]
+
+
+def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, text: Text) -> Tensor:
+    """Prompts of one length, read once each: (trials, SCORES) fp32.
+
+    Loss of the answer (nats per token); 1 if each of its tokens is the likeliest after those before (then greedy decoding gives it);
+    1 if the first digit of what greedy decoding writes is right; 1 if all it writes is; how many others are likelier
+    than the answer (loss of the whole number); and by how much the likeliest of them is less likely (nats).
+    """
+    device = decoder.head.weight.device
+    prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
+    cache = Cache(length)
+    first = decoder.head(decoder(prompts, way.rope, cache=cache)[:, -1:]).float()  # (B, 1, V)
+    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2, way)
+    rows = []
+    for index, one in enumerate(asked):
+        candidates = [one.answer, *one.others]
+        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)), way)
+        better = (nll[1:] < nll[0]).sum()
+        said = text.decode(written[index].cpu().numpy()).strip()
+        digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
+        loss = nll[0] / len(one.answer)
+        rows.append(
+            [
+                float(loss),
+                float(hits),
+                float(digit),
+                float(whole),
+                float(better),
+                float((nll[1:].min() if len(nll) > 1 else nll[0]) - nll[0]),
+            ]
+        )
+    return torch.tensor(rows)
+
+
+def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int, way: LongSetting) -> Tensor:
+    """The likeliest `count` tokens one after the other: (B, count)."""
+    tokens = [first.argmax(-1)]
+    for _ in range(count - 1):
+        tokens.append(decoder.head(decoder(tokens[-1], way.rope, cache=cache)).argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache, way: LongSetting) -> tuple[Tensor, bool]:
+    """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the likeliest one."""
+    longest = max(map(len, candidates))
+    tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
+    real = torch.zeros(len(candidates), longest)
+    for row, one in enumerate(candidates):
+        tokens[row, : len(one)], real[row, : len(one)] = torch.from_numpy(one), 1.0
+    tokens, real = tokens.to(first.device), real.to(first.device)
+    logits = first.expand(len(candidates), -1, -1)
+    if longest > 1:
+        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], way.rope, cache=cache)).float()), 1)
+    log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+    hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
+    return -(log_p * real).sum(1), bool(hits.all())
+
+
+def head_scores(decoder: Decoder, one: Trial, way: LongSetting) -> Tensor:
+    """Attention from the prompt's last token to the number in its needle, and to the needle's sentence: (2, layers, H) fp32.
+
+    Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
+    """
+    found: list[Tensor] = []
+
+    def note(normalizer: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor, Rows]) -> None:
+        q, k, _, rows = arguments
+        last = q.size(2) - 1
+        a = normalizer.weights(q[:, :, last:].float(), k.float(), rows.part(last, last + 1, k.size(2)))[0, :, 0]  # (H, S)
+        found.append(torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]))
+
+    hooks = [normalizer.register_forward_pre_hook(note) for normalizer in decoder.normalizers()]
+    try:
+        decoder(torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device), way.rope)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found, 1).cpu()
+
+
+class NeedleMeasurement(Measurement):
+    """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
+
+    kind = "needle"
+
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        self.asked, self.haystack = config.eval.needle, Text(store)
+        lengths = [round(factor * config.data.seq_len) for factor in self.asked.length_factors]
+        base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
+        self.cells = [(length, replace(base, depth=depth)) for length in lengths for depth in self.asked.depths]
+        self.cells += [(length, replace(base, absent=True)) for length in lengths]
+        for length in lengths:
+            check_room(base, length, "test", self.haystack, "eval.needle.length_factors")
+        if self.asked.finetune.steps:
+            check_room(base, config.data.seq_len, "train", self.haystack, "eval.needle.finetune.steps")
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.asked
+
+    @property
+    def settings(self) -> dict[str, Plain]:
+        decides = {name: value for name, value in to_plain(self.asked).items() if name not in ("every", "at", "max_seconds")}
+        return {"seq_len": self.config.data.seq_len, "seed": SEED, **decides}
+
+    @property
+    def work(self) -> int:
+        return len(self.cells) * self.asked.trials * len(self.asked.settings)
+
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
+        with undisturbed(decoder):
+            model = decoder
+            if self.asked.finetune.steps:
+                model = finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where)
+            cells = [self._cell(model, length, task, way, where, progress) for way in self.asked.settings for length, task in self.cells]
+            heads = [self._heads(model, way, where) for way in self.asked.settings] if self.asked.heads_at else []
+        return {"cells": cells, "heads": heads}
+
+    def _cell(self, decoder: Decoder, length: int, task: Needle, way: LongSetting, where: Device, progress: Progress) -> dict[str, Plain]:
+        asked = trials(task, length, self.asked.trials, self.haystack)
+
+        def local() -> Tensor:
+            result, mine = torch.zeros(len(asked), SCORES), range(len(asked))[where.rank :: where.world]
+            alike: dict[int, list[int]] = {}
+            for index in mine:
+                alike.setdefault(len(asked[index].prompt), []).append(index)
+            batch = max(1, EVAL_TOKENS // length)
+            for same in alike.values():
+                for start in range(0, len(same), batch):
+                    where.check_time()
+                    part = same[start : start + batch]
+                    with torch.autocast(where.device.type, enabled=False), used_as(decoder, way):
+                        result[part] = score(decoder, [asked[index] for index in part], length, way, self.haystack)
+                    progress(len(part))
+            return result
+
+        nll, hits, digit, whole, better, margin = over_ranks(where, local).numpy().T
+        return {
+            "label": way.label,
+            "length": length,
+            "depth": task.depth,
+            "absent": task.absent,
+            "trials": len(asked),
+            "nll": float(nll.mean(dtype=np.float64)),
+            "exact": _wilson(whole),
+            "exact_teacher_forced": _wilson(hits),
+            "first_digit": _wilson(digit),
+            "rank_first": _wilson(better == 0),
+            "candidates": float(np.mean([1 + len(one.others) for one in asked])),
+            "rank": float(1 + better.mean(dtype=np.float64)),
+            "margin": float(margin.mean(dtype=np.float64)),
+            "by_trial": [int(x) for x in whole],
+        }
+
+    def _heads(self, decoder: Decoder, way: LongSetting, where: Device) -> dict[str, Plain]:
+        """Attention of every head to needles at `HEADS_DEPTH`, and whether the trial was answered."""
+        length = round(self.asked.heads_at * self.config.data.seq_len)
+        task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
+        asked = trials(task, length, self.asked.trials, self.haystack)
+        shape = 2, len(decoder.normalizers()), decoder.normalizers()[0].shape.n_head
+
+        def local() -> Tensor:
+            result = torch.zeros(len(asked), 2 + int(np.prod(shape)))
+            for index in range(len(asked))[where.rank :: where.world]:
+                where.check_time()
+                with torch.autocast(where.device.type, enabled=False), used_as(decoder, way):
+                    scores = score(decoder, [asked[index]], length, way, self.haystack)[0]
+                    result[index] = torch.cat((scores[[2, 3]], head_scores(decoder, asked[index], way).flatten()))
+            return result
+
+        found = over_ranks(where, local).numpy()
+        digit, whole, by_trial = found[:, 0], found[:, 1], found[:, 2:].reshape(len(asked), *shape)
+        number, sentence = by_trial.mean(0, dtype=np.float64)
+        order = np.argsort(-number, axis=None)[:25]
+        tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0)
+        return {
+            "label": way.label,
+            "length": length,
+            "depth": HEADS_DEPTH,
+            "trials": len(asked),
+            "number": number.round(6).tolist(),  # [layer][head], means over trials
+            "sentence": sentence.round(6).tolist(),
+            "chance": {"number": float(tokens[0] / length), "sentence": float(tokens[1] / length)},
+            "top": [
+                [int(layer), int(head), float(number[layer, head])]
+                for layer, head in zip(*np.unravel_index(order, number.shape), strict=True)
+            ],
+            "highest_by_trial": by_trial[:, 0].max((1, 2)).round(6).tolist(),
+            "outcome_by_trial": ["right" if w else "first digit" if d else "wrong" for d, w in zip(digit, whole, strict=True)],
+        }
+
+    def rows(self, result: dict[str, Plain]) -> list[Row]:
+        found = []
+        for cell in result["cells"]:
+            place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
+            where = f"{cell['length']:,} tokens, {place}"
+            found.append(Row(cell["label"], where, "exact", *cell["exact"]))
+            found.append(Row(cell["label"], where, "first digit", *cell["first_digit"]))
+            found.append(Row(cell["label"], where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))
+            found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
+        for heads in result["heads"]:
+            layer, head, value = heads["top"][0]
+            found.append(Row(heads["label"], f"{heads['length']:,} tokens", f"most on the number: layer {layer}, head {head}", value))
+        return found
+
+    def scores(self, result: dict[str, Plain]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for label, length, absent in dict.fromkeys((cell["label"], cell["length"], cell["absent"]) for cell in result["cells"]):
+            some = [c for c in result["cells"] if (c["label"], c["length"], c["absent"]) == (label, length, absent)]
+            name = f"needle/{'control' if absent else 'exact'} {length} {label}"
+            found[name] = float(np.mean([cell["exact"][0] for cell in some]))
+        return found
+
+    def text(self, result: dict[str, Plain]) -> str:
+        return "needles found: " + ", ".join(
+            f"{value:.0%} ({name.removeprefix('needle/exact ')})" for name, value in self.scores(result).items() if "exact" in name
+        )
+
+
+def _wilson(hits: np.ndarray) -> list[float]:
+    one = wilson(int(hits.sum()), len(hits))
+    return [one.mean, one.low, one.high]

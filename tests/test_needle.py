@@ -1,0 +1,147 @@
+"""Needles in a haystack: what is scored, the control, the heads, and fine-tuning of a copy."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import lm
+
+from lm.attention import table
+from lm.config import FinetuneConfig, LongSetting, ModelConfig, NeedleConfig
+from lm.data.prepare import prepare
+from lm.data.store import Store
+from lm.data.tasks import Needle, Text
+from lm.evaluation.devices import Device
+from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, score, trials
+from lm.evaluation.run import evaluate_runs
+from lm.generate import generate
+from lm.model import Decoder
+from lm.training.run import train
+
+CPU = Device(torch.device("cpu"), bf16=False)
+LENGTH = 220  # tokens: the tests' vocabulary is small
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    from lm.config import DataConfig, Files, TrainedTokenizer
+
+    folder = tmp_path_factory.mktemp("needles")
+    for number in range(30):
+        (folder / f"{number:02d}.txt").write_text(" ".join(f"word{(number * k) % 89}" for k in range(300)))
+    return prepare(DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores")))
+
+
+def made(store: Store, name: str = "softmax") -> Decoder:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.OPTIONS[name](), init_std=0.3)
+    return Decoder(config, store.vocab_size, 64).double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "relu2", "linear", "forget"])
+def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
+    """The prompt is read once, and its cache serves every candidate and greedy decoding."""
+    decoder, text = made(store, name), Text(store)
+    asked = trials(Needle(distractors=2), 300, 12, text)
+    size = len(asked[0].prompt)
+    asked = [one for one in asked if len(one.prompt) == size][:3]
+    found = score(decoder, asked, 300, LongSetting(), text)
+    for one, (nll, hits, digit, whole, better, margin) in zip(asked, found.tolist(), strict=True):
+        losses = []
+        for candidate in (one.answer, *one.others):
+            tokens = torch.from_numpy(np.concatenate((one.prompt, candidate)))[None]
+            log_p = decoder.logits(tokens[:, :-1])[0, size - 1 :].float().log_softmax(-1)
+            losses.append(-float(log_p.gather(1, tokens[0, size:, None]).sum()))
+            if candidate is one.answer:
+                assert hits == float((log_p.argmax(-1) == tokens[0, size:]).all())
+        assert nll == pytest.approx(losses[0] / len(one.answer), abs=1e-4)
+        assert better == sum(loss < losses[0] for loss in losses[1:])
+        assert margin == pytest.approx(min(losses[1:]) - losses[0], abs=1e-4)
+        said = text.decode(np.array(list(generate(decoder, one.prompt.tolist(), len(one.answer) + 2, temperature=0)))).strip()
+        assert digit == (said[:1] == one.number[:1])
+        assert whole == said.startswith(one.number)
+
+
+def test_candidates_are_other_numbers_of_the_same_number_of_tokens(store: Store):
+    text = Text(store)
+    for one in trials(Needle(), LENGTH, 20, text):
+        assert all(len(other) == len(one.answer) for other in one.others)
+        assert len(one.others) == 9
+        assert not any(np.array_equal(other, one.answer) for other in one.others)
+        assert text.decode(one.prompt).count(one.number) == 1
+        assert text.decode(one.prompt[slice(*one.spans[0])]).strip() == one.number
+        assert text.decode(one.prompt[slice(*one.spans[1])]).strip().endswith(f"{one.number}.")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sigmoid", "forget"])
+def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
+    decoder = made(store, name).float()
+    one = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
+    seen = []
+    hooks = [n.register_forward_pre_hook(lambda n, a: seen.append(n.weights(a[0], a[1], a[3])[0, :, -1])) for n in decoder.normalizers()]
+    decoder(torch.from_numpy(one.prompt[None]))
+    for hook in hooks:
+        hook.remove()
+    expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]) for a in seen], 1)
+    assert torch.allclose(head_scores(decoder, one, LongSetting()), expected, atol=1e-5)
+
+
+def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
+    decoder, text = made(store).float(), Text(store)
+    before = copy.deepcopy(decoder.state_dict())
+    asked = NeedleConfig(finetune=FinetuneConfig(steps=12, rows=2, lr=3e-3))
+    state = torch.get_rng_state()
+    taught = finetuned(decoder, asked, LENGTH, text, CPU)
+    again = finetuned(decoder, asked, LENGTH, text, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in taught.state_dict().items())
+    rows = trials(Needle(), LENGTH, 8, text)
+    rows = [one for one in rows if len(one.prompt) == len(rows[0].prompt)]
+    with torch.no_grad():
+        losses = [score(model, rows, LENGTH, LongSetting(), text)[:, 0].mean() for model in (decoder, taught)]
+    assert losses[1] < losses[0] - 0.5
+
+
+NEEDLES = [
+    "eval.needle.length_factors=[6, 8]",
+    "eval.needle.depths=[0, 1]",
+    "eval.needle.trials=3",
+    "eval.needle.heads_at=8",
+    "eval.long_context.length_factor=0",
+]
+
+
+def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(*NEEDLES)
+    store = prepare(config.data)
+    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
+    needle = NeedleMeasurement(config, store)
+    done: list[int] = []
+    result = needle.measure(decoder, CPU, done.append)
+    assert decoder.training
+    assert sum(done) == needle.work == 18
+    assert [(cell["length"], cell["depth"], cell["absent"]) for cell in result["cells"]] == [
+        (192, 0.0, False), (192, 1.0, False), (256, 0.0, False), (256, 1.0, False), (192, None, True), (256, None, True),
+    ]  # fmt: skip
+    assert all(cell["exact"][0] == np.mean(cell["by_trial"]) for cell in result["cells"])
+    assert len(result["heads"][0]["number"]) == 2
+    assert len(result["heads"][0]["outcome_by_trial"]) == 3
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_lm_eval_asks_for_needles_and_draws_them(tiny):
+    options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5]"]
+    config = tiny("name=hay", *options, "eval.needle.heads_at=2")
+    assert train(config) == 0
+    folder = config.run_folder / "evaluations"
+    assert (folder / "needle.step-000004.json").exists()
+    found = {one.kind: one for one in evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])}
+    assert found["needle"].result["finetune"]["steps"] == 2
+    assert (folder / "needle.step-000008.png").stat().st_size > 5000
+    result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
+    assert result.returncode == 2
+    assert "error: eval.needle.length_factors = 38: tokens: needle: the needles and their questions need rows of at least" in result.stderr
