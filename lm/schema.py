@@ -201,8 +201,8 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 
 
-def reference(schema: type, path: str = "", described: set[int] | None = None) -> list[tuple[str, str, str, str]]:
-    """Rows (key path, type, default, description) of every key of `schema`, in order; a table's options once."""
+def reference(schema: type, path: str = "", described: set[type] | None = None) -> list[tuple[str, str, str, str]]:
+    """Rows (key path, type, default, description) of every key of `schema`, in order; an option of several tables once."""
     rows = []
     described = set() if described is None else described
     for spec in fields(schema):
@@ -210,9 +210,10 @@ def reference(schema: type, path: str = "", described: set[int] | None = None) -
         if "table" in spec.metadata:
             table = spec.metadata["table"]
             rows.append((where, " | ".join(table), spec.default_factory().name, spec.metadata["help"]))
-            for name, option in table.items() if id(table) not in described else ():
-                rows += reference(option, f"{where}[{name}]", described)
-            described.add(id(table))
+            for name, option in table.items():
+                if option not in described:
+                    described.add(option)
+                    rows += reference(option, f"{where}[{name}]", described)
         elif "list_table" in spec.metadata:
             rows.append((where, "a list of names or blocks", "[]", spec.metadata["help"]))
         elif "item" in spec.metadata:

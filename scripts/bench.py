@@ -5,6 +5,7 @@ python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT'
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
+python scripts/bench.py data                    start-up, memory and rows a second of a store of 1e9 tokens; its own options: --help
 """
 
 import argparse
@@ -209,6 +210,10 @@ def memory_of(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parse, build the sides, time them, print."""
+    if sys.argv[1:2] == ["data"]:
+        import bench_data
+
+        return bench_data.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["normalizers", "nanogpt", "compile", "kernels", "memory", "memory-of"])
     parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")

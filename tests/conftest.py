@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from texts import TEXTS, files_config, write_texts
 
-from lm.config import Config, load
+from lm.config import Config, DataConfig, load
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -54,6 +56,20 @@ def tiny(arguments: list[str]):
         return load([*arguments, *overrides])
 
     return make
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    """A few dozen short documents in files, odd ones among them."""
+    return files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path)
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 800 kB in 20 documents of 40 words."""
+    drawn = np.random.default_rng(0)
+    words = [drawn.bytes(4).hex() for _ in range(40)]
+    return write_texts(tmp_path_factory.mktemp("large"), [" ".join(drawn.choice(words, 4_500)) for _ in range(20)])
 
 
 def lm(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

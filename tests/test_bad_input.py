@@ -88,10 +88,10 @@ def test_a_token_store_with_a_flipped_byte(train, tmp_path: Path):
     assert train().returncode == 0
     shutil.rmtree(tmp_path / "runs")
     (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
-    tokens = bytearray((store / "train.bin").read_bytes())
+    tokens = bytearray((store / "train-00000.bin").read_bytes())
     tokens[1000] ^= 1
-    (store / "train.bin").write_bytes(tokens)
-    refused(tmp_path, train(), "train.bin")
+    (store / "train-00000.bin").write_bytes(tokens)
+    refused(tmp_path, train(), "train-00000.bin")
 
 
 def test_batch_tokens_not_divisible(train, tmp_path: Path):

@@ -40,8 +40,8 @@ def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
 
 
 def counted_split(sizes: list[int]) -> Split:
-    split = Split(Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes))
-    split.__dict__.update(tokens=np.arange(sum(sizes), dtype=np.uint32), offsets=np.cumsum([0, *sizes]))
+    split = Split(Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes), (), sum(sizes))
+    split.__dict__.update(shards=[np.arange(sum(sizes), dtype=np.uint32)], offsets=np.cumsum([0, *sizes]))
     return split
 
 

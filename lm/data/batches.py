@@ -315,7 +315,7 @@ def train_loader(
 
 def windows(split: Split, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` + 1 tokens from each of `starts` (k,): int64 (k, length + 1)."""
-    return np.asarray(split.tokens)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return split.take(starts, length + 1).astype(np.int64)
 
 
 def validation_starts(split: Split, seq_len: int, rows: int) -> np.ndarray:

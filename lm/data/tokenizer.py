@@ -1,23 +1,49 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or a tokenizer.json."""
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file."""
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config import TrainedTokenizer
+from lm.config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
 from lm.data.sources import one_line
 from lm.errors import DataError
+from lm.schema import Plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END_OF_TEXT = "<|endoftext|>"  # of trained tokenizers, id 0; it starts every document
+
+def end_of_text(spec: AnyTokenizer) -> str:
+    """The token that starts every document."""
+    return spec.end_of_text if isinstance(spec, TokenizerFile) else END_OF_TEXT
+
+
+def identity(spec: AnyTokenizer) -> dict[str, Plain]:
+    """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
+    if isinstance(spec, TrainedTokenizer):
+        return {"name": spec.name, "vocab_size": spec.vocab_size, "special_tokens": list(spec.special_tokens)}
+    files = {name: value for name, value in vars(spec).items() if name in ("path", "vocab", "merges")}
+    plain = {name: hashlib.sha256(read(Path(path), f"data.tokenizer.{name}")).hexdigest() for name, path in files.items()}
+    return {"name": spec.name, **plain, **{name: value for name, value in vars(spec).items() if name not in files}}
+
+
+def tokenizer_of(spec: TokenizerFile | GPT2Tokenizer | TiktokenTokenizer) -> "Tokenizer":
+    """The tokenizer that a file holds. Raises DataError if it can't be read."""
+    if isinstance(spec, GPT2Tokenizer):
+        return gpt2_tokenizer(Path(spec.vocab), Path(spec.merges))
+    if isinstance(spec, TiktokenTokenizer):
+        return tiktoken_tokenizer(Path(spec.path), spec.encoding or Path(spec.path).stem)
+    return load_tokenizer(Path(spec.path), spec.end_of_text)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
-    """A byte-level BPE: id 0 is <|endoftext|>, then all 256 bytes, so that every text can be written; deterministic.
+    """A byte-level BPE: id 0 is <|endoftext|>, then `special_tokens`, then all 256 bytes, so that every text can be written.
+
+    The same texts give the same tokenizer, on any number of cores.
 
     Raises:
         DataError: the texts support fewer than `spec.vocab_size` entries.
@@ -29,7 +55,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=spec.vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *spec.special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -50,18 +76,24 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     Raises:
         DataError: the file is missing or invalid, or has no token `end_of_text`.
     """
-    from tokenizers import Tokenizer
-
+    content = read(path, "data.tokenizer.path")
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: can't read the tokenizer: {error.strerror} (data.tokenizer.path)") from None
+        return parse_tokenizer(content.decode(), end_of_text)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     except Exception as error:  # all that the library raises
         raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library: {one_line(error)} (data.tokenizer.path)") from None
+
+
+def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
+    """`load_tokenizer` from the file's content."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(json)
     if tokenizer.token_to_id(end_of_text) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"
-        raise DataError(f"{path}: no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({known})")
+        raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({known})")
     tokenizer.add_special_tokens([end_of_text])  # it may have been an ordinary added token, which text could spell
     tokenizer.no_truncation()
     tokenizer.no_padding()

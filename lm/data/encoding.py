@@ -1,0 +1,163 @@
+"""Documents to tokens: whole, checked, and in as many processes as there are cores."""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lm.data.store import token_dtype
+from lm.data.tokenizer import encode, parse_tokenizer, token_bytes, vocab_size
+from lm.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library takes a hundred times as much memory
+PIECE = 1 << 20  # characters of a long document that are encoded at a time
+WORTH_BYTES = 32 << 20  # text that pays for starting a process
+_encoder: "Encoder | None" = None  # of a process started by `encode_all`
+_BETWEEN_WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document on its way into the store."""
+
+    text: str
+    n_bytes: int  # UTF-8
+    held_out: bool
+    end: int  # how many documents the sources have given with it
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of documents and their tokens, each document's beginning with the end-of-text token."""
+
+    documents: list[Document]
+    tokens: np.ndarray  # of all documents, in the store's dtype
+    lengths: np.ndarray  # tokens of each document
+
+
+class Encoder:
+    """Texts to tokens. Raises DataError for a text that the tokens would not give back."""
+
+    def __init__(self, json: str, end_of_text: str):
+        self.tokenizer = parse_tokenizer(json, end_of_text)
+        self.end = self.tokenizer.token_to_id(end_of_text)
+        self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
+        self.cut = cuts_between_words(self.tokenizer)
+        self.bytes = token_bytes(self.tokenizer)
+        plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
+        self.bytes_tell = self.bytes is not None and plain  # as many bytes as the text's are the text's
+
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all texts one after the other, each beginning with end of text; and how many each has."""
+        cut = [list(pieces(text)) if self.cut else [text] for text in texts]
+        encoded = self._encoded([piece for text in cut for piece in text])
+        end = np.array([self.end], self.dtype)
+        documents = []
+        for text, in_pieces in zip(texts, cut, strict=True):
+            documents.append(np.concatenate([end, *(next(encoded) for _ in in_pieces)]))
+            self._check(text, documents[-1])
+        return np.concatenate(documents), np.array([len(document) for document in documents])
+
+    def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """The token ids of each text, a few at a time."""
+        ends = np.cumsum([len(text) for text in texts]) // PIECE
+        for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends)) + 1):
+            for ids in encode(self.tokenizer, [texts[n] for n in group]):
+                yield np.array(ids, self.dtype)
+
+    def _check(self, text: str, document: np.ndarray) -> None:
+        if self.bytes_tell and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
+            return
+        back = self.tokenizer.decode(document[1:].tolist(), skip_special_tokens=False)
+        if back != text:
+            place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+            before, after = (repr(each[max(0, place - 10) : place + 20]) for each in (text, back))
+            raise DataError(
+                f"data.tokenizer: does not give text back unchanged: {before} comes back as {after}; "
+                "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
+            )
+
+
+def cuts_between_words(tokenizer: "Tokenizer") -> bool:
+    """True if the tokens of two texts that were cut between words are those of the whole."""
+    if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
+        return False
+    added = tokenizer.get_added_tokens_decoder().values()
+    words = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str("ab cd ef")]
+    return words == [(0, 2), (2, 5), (5, 8)] and not any(" " in token.content or token.lstrip or token.rstrip for token in added)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text cut between words, into pieces a little longer than PIECE."""
+    begin = 0
+    while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
+        yield text[begin : cut.start()]
+        begin = cut.start()
+    yield text[begin:]
+
+
+def encode_all(documents: Iterator[Document], json: str, end_of_text: str, workers: int) -> Iterator[Encoded]:
+    """The documents in batches and their order, encoded by `workers` processes; or, for one, here."""
+    batches = _batches(documents)
+    if workers == 1:
+        encoder = Encoder(json, end_of_text)
+        for batch in batches:
+            yield Encoded(batch, *encoder([document.text for document in batch]))
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would take the tokenizer's and pyarrow's threads along
+    executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
+    try:
+        pending = deque()
+        for batch in batches:
+            pending.append((batch, executor.submit(_work, [document.text for document in batch])))
+            if len(pending) > 2 * workers:
+                batch, future = pending.popleft()
+                yield Encoded(batch, *future.result())
+        for batch, future in pending:
+            yield Encoded(batch, *future.result())
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def default_workers(n_bytes: int) -> int:
+    """One process a core, or fewer for little text."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, n_bytes // WORTH_BYTES))
+
+
+def _start(json: str, end_of_text: str) -> None:
+    """Set a process up: it leaves Ctrl-C to its parent, and dies when that does."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = Encoder(json, end_of_text)
+
+
+def _work(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    return _encoder(texts)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.n_bytes
+        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,150 @@
+"""Writing a token store: shards, offsets and manifest, each made to last on disk."""
+
+import hashlib
+import io
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from lm.data.store import MANIFEST, Part, content_sha256, shard_path, token_dtype
+from lm.schema import Plain
+
+SHARD_TOKENS = 2**28  # 512 MiB of uint16
+_BLOCK = 2**20  # tokens read at a time
+
+
+class SplitWriter:
+    """Writes one split, document by document, and counts as it goes; memory holds 8 bytes a document.
+
+    With `resume_at`, the first so many tokens of what lies there already are kept: they are read again for their counts
+    and hashes, and what is behind them is cut off, so that the result is that of writing everything in one go.
+
+    Raises:
+        EOFError: fewer than `resume_at` tokens are there.
+    """
+
+    def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int, resume_at: int = 0):
+        self.path, self.end_of_text = folder / name, end_of_text
+        self.dtype, self.shard_tokens = np.dtype(token_dtype(vocab_size)), SHARD_TOKENS
+        self.counts = np.zeros(vocab_size, np.int64)
+        self.starts = array("q")  # where each document begins
+        self.n_tokens = 0
+        self.files: dict[str, Plain] = {}  # of finished shards
+        self.file: BinaryIO | None = None
+        try:
+            while self.n_tokens < resume_at:
+                self._read_again(resume_at)
+            for path in folder.glob(f"{name}-*.bin"):
+                if path.name not in self.files and (self.file is None or path != self._shard()):
+                    path.unlink()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        if self.file:
+            self.file.close()
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append whole documents, each of which begins with the end-of-text token."""
+        while len(tokens):
+            piece, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
+            if self.file is None:
+                self._open("wb")
+            self.file.write(piece)
+            self._count(piece)
+
+    def sync(self) -> None:
+        """Make what was added last on disk."""
+        if self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def finish(self, n_bytes: int, parts: list[Part]) -> tuple[dict[str, Plain], dict[str, Plain]]:
+        """Make the split last on disk; its manifest entry, and those of its files. The tokens of `parts` are counted here."""
+        if self.file:
+            self._finish_shard()
+        offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
+        ends = offsets[np.cumsum([0, *(part.n_documents for part in parts)])]
+        share = self.counts[self.counts > 0] / self.n_tokens
+        facts = {
+            "n_tokens": self.n_tokens,
+            "n_documents": len(self.starts),
+            "n_bytes": n_bytes,
+            "unigram_entropy": float(-(share * np.log(share)).sum()),
+            "longest": int(np.diff(offsets).max()),
+            "parts": [vars(part) | {"n_tokens": int(n_tokens)} for part, n_tokens in zip(parts, np.diff(ends), strict=True)],
+        }
+        return facts, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
+
+    def _shard(self) -> Path:
+        return shard_path(self.path, len(self.files))
+
+    def _open(self, mode: str) -> None:
+        self.file = open(self._shard(), mode, 1 << 20)  # noqa: SIM115 (`close` closes it)
+        self.sha256 = hashlib.sha256()
+
+    def _read_again(self, resume_at: int) -> None:
+        """Count a block of what is there already; the file ends after it."""
+        if self.file is None:
+            self._open("r+b")
+        room = self.shard_tokens - self.n_tokens % self.shard_tokens
+        end = min(room, resume_at - self.n_tokens)
+        wanted = min(_BLOCK, end)
+        piece = np.frombuffer(self.file.read(wanted * self.dtype.itemsize), self.dtype)
+        if len(piece) < wanted:
+            raise EOFError(f"{self._shard()}: ends early")
+        if wanted == end:
+            self.file.seek(self.file.tell())  # from reading to writing
+            self.file.truncate()
+        self._count(piece)
+
+    def _count(self, piece: np.ndarray) -> None:
+        """Take note of tokens that the file now holds, and finish the shard if it is full."""
+        self.sha256.update(piece)
+        self.counts += np.bincount(piece, minlength=len(self.counts))
+        self.starts.extend((np.flatnonzero(piece == self.end_of_text) + self.n_tokens).tolist())
+        self.n_tokens += len(piece)
+        if self.n_tokens % self.shard_tokens == 0:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        self.sync()
+        self.files[self._shard().name] = {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
+        self.file.close()
+        self.file = None
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Plain]:
+    """Write `content` and make it last on disk; the file's manifest entry."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {path.name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` in place of `path`: a process that dies leaves the old or the new, never a part."""
+    temporary = path.with_name(f"{path.name}.new")
+    write_file(temporary, content)
+    os.replace(temporary, path)
+
+
+def npy(values: np.ndarray) -> bytes:
+    """`values` in NumPy's file format (`np.save` to a full disk would lose the reason)."""
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return buffer.getvalue()
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
+    """Write manifest.json, which also holds the sha256 of the rest of itself."""
+    content = {**manifest, "sha256": content_sha256(manifest)}
+    write_file(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

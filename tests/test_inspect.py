@@ -1,0 +1,65 @@
+"""`lm data inspect`: what it says is what is in the store."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, lm
+
+from lm.config import DataConfig
+from lm.data.inspect import counted, described, draw_lengths, sample_documents
+from lm.data.prepare import prepare
+from lm.errors import DataError
+
+
+def test_a_store_is_checked_and_described(data: DataConfig, tmp_path: Path):
+    store = prepare(data)
+    result = lm("data", "inspect", str(store.path), "--out", str(tmp_path / "lengths.svg"), "--samples", "3")
+    assert result.returncode == 0, result.stderr
+    for figure in (store.fingerprint, f"{store.train.n_tokens:,}", f"{store.val.n_documents:,}", "not stated", "left out     blank 0"):
+        assert figure in result.stdout
+    assert result.stdout.count("training document") == 3
+    assert (tmp_path / "lengths.svg").read_text().startswith("<?xml")
+
+
+def test_a_configuration_stands_for_its_store(arguments: list[str]):
+    result = lm("data", "inspect", *arguments)
+    assert result.returncode == 0, result.stderr
+    picture = Path(result.stdout.splitlines()[-1].removeprefix("picture: "))
+    assert picture.name.endswith(".lengths.png")
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_altered_byte_is_found_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
+    from lm.data.inspect import inspect
+
+    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    path = prepare(data).path
+    content = bytearray((path / "train-00000.bin").read_bytes())
+    content[-1] ^= 1
+    (path / "train-00000.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"train-00000\.bin: was altered"):
+        inspect([str(path)], None, 1)
+
+
+def test_the_histogram_counts_every_document_and_token_once():
+    lengths = np.array([2, 3, 4, 7, 8, 100, 1024])
+    edges, documents, tokens = counted(lengths)
+    assert list(edges) == [2**power for power in range(1, 12)]
+    assert list(documents) == [2, 2, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert list(tokens) == [5, 11, 8, 0, 0, 100, 0, 0, 0, 1024]
+
+
+def test_samples_are_spread_over_each_part(data: DataConfig):
+    split = prepare(data).train
+    indices = [index for _, index in sample_documents(split, 4)]
+    assert indices[0] == 0
+    assert len(set(indices)) == 4
+    assert max(indices) >= split.n_documents // 2
+    assert not any("training document" in line for line in described(prepare(data), 0))
+
+
+def test_a_picture_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path):
+    for path in (tmp_path / "nowhere" / "a.png", tmp_path / "a.xyz"):
+        with pytest.raises(DataError, match="can't write the picture"):
+            draw_lengths(prepare(data), path)

@@ -1,0 +1,203 @@
+"""Several sources in one store; copies, short and long documents, and what can't be read."""
+
+import dataclasses
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
+
+from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer, load
+from lm.data.prepare import prepare, summary
+from lm.data.store import Split, Store
+from lm.errors import ConfigError, DataError
+
+LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in range(30)]
+
+
+def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataConfig:
+    """A mixture of folders of texts, equally weighted."""
+    parts = [Part(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))])) for name, texts in folders.items()]
+    return dataclasses.replace(
+        DataConfig(Mixture(parts), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2), **changes
+    )
+
+
+def part_texts(store: Store, split: Split) -> list[list[str]]:
+    """The documents of each part of a split, found by the parts' sizes."""
+    tokenizer, begin, found = store.tokenizer(), 0, []
+    for part in split.parts:
+        texts = [
+            tokenizer.decode(split.document(n)[1:].tolist(), skip_special_tokens=False) for n in range(begin, begin + part.n_documents)
+        ]
+        assert sum(len(text.encode()) for text in texts) == part.n_bytes
+        assert split.offsets[begin + part.n_documents] - split.offsets[begin] == part.n_tokens
+        begin += part.n_documents
+        found.append(texts)
+    assert begin == split.n_documents
+    return found
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_parts_of_a_split_are_the_sources_in_order(tmp_path: Path):
+    store = prepare(mixture(tmp_path, {"novels": TEXTS, "letters": LETTERS}))
+    train, val = part_texts(store, store.train), part_texts(store, store.val)
+    for part, texts in enumerate((TEXTS, LETTERS)):
+        assert sorted(train[part] + val[part]) == sorted(texts)
+        assert sum(len(text.encode()) for text in val[part]) >= 0.2 * sum(len(text.encode()) for text in texts)
+    assert [part.label for part in store.train.parts] == ["novels", "letters"]
+    assert store.path.name.startswith("novels-letters-")
+    assert "not stated" in store.train.parts[0].licence
+
+
+def test_a_single_source_is_one_part(data: DataConfig):
+    store = prepare(data)
+    for split in (store.train, store.val):
+        (part,) = split.parts
+        assert (part.n_tokens, part.n_documents, part.n_bytes) == (split.n_tokens, split.n_documents, split.n_bytes)
+
+
+def test_sources_of_one_name_have_labels_of_their_own(tmp_path: Path):
+    store = prepare(mixture(tmp_path, {"a/texts": TEXTS, "b/texts": LETTERS}))
+    assert [part.label for part in store.train.parts] == ["texts", "texts-2"]
+
+
+def test_other_weights_are_the_same_store(tmp_path: Path):
+    data = mixture(tmp_path, {"novels": TEXTS, "letters": LETTERS})
+    store = prepare(data)
+    data.source.of[0].weight, data.source.of[1].weight = 0.9, 0.1
+    assert prepare(data).path == store.path
+
+
+def test_a_document_held_out_of_one_part_is_trained_on_in_none(tmp_path: Path):
+    folders = {"novels": TEXTS, "both": [*LETTERS, *TEXTS[::2]]}
+    for deduplicate in (True, False):
+        store = prepare(mixture(tmp_path, folders, deduplicate=deduplicate))
+        train, val = (list(chain(*part_texts(store, split))) for split in (store.train, store.val))
+        assert not set(train) & set(val)
+        assert set(train) | set(val) == {*TEXTS, *LETTERS}
+        assert len(train) + len(val) == len(TEXTS) + len(LETTERS) + (0 if deduplicate else len(TEXTS[::2]))
+
+
+def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
+    store = prepare(mixture(tmp_path, {"novel": ["one long story " * 50], "letters": LETTERS}))
+    assert store.val.parts[0].n_documents == 0
+    assert store.train.parts[0].n_documents == 1
+    with pytest.raises(DataError, match="none of which can be held out"):
+        prepare(mixture(tmp_path, {"a": ["one text"], "b": ["another text"]}))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{name: mixture, of: [{weight: 0.5}, {weight: 0.4}]}", r"data\.source\.of = \[0\.5, 0\.4\]: the weights sum to 0\.9, not to 1"),
+        ("{name: mixture, of: [{weight: 1.5}, {weight: -0.5}]}", r"data\.source\.of\[1\]\.weight = -0\.5: must be >= 0"),
+        ("{name: mixture}", r"data\.source\.of = \[\]: no sources given"),
+        ("{name: mixture, of: [{source: {name: mixture}}]}", r"data\.source\.of\[0\]\.source\.name = 'mixture': unknown name"),
+        ("{name: mixture, of: [{source: files}]}", r"data\.source\.of\[0\]\.source\.paths = \[\]: no files given"),
+        ("{name: mixture, of: [{source: {name: package, packages: kjv}}]}", r"of\[0\]\.source\.packages.*did you mean 'package'"),
+    ],
+)
+def test_a_bad_mixture_is_named(source: str, problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        load(["configs/softmax.yaml", f"data.source={source}"])
+
+
+# ---------------------------------------------------------------- copies, short and long documents
+
+
+def test_copies_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture):
+    data = files_config(write_texts(tmp_path / "texts", [*TEXTS, *TEXTS[:7], *TEXTS[:2]]), tmp_path)
+    store = prepare(data)
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+    assert store.manifest["left_out"]["copies"] == 9
+    assert "(9 copies left out)" in summary(store)
+    kept = prepare(dataclasses.replace(data, deduplicate=False))
+    assert len(stored_texts(kept)) == len(TEXTS) + 9
+    assert kept.path != store.path
+
+
+def test_documents_outside_the_bounds_are_left_out_whole_and_counted(tmp_path: Path):
+    texts = ["é" * 10, "x" * 21, " \n", "", *(f"{n:02d}" + "y" * n for n in range(1, 19))]
+    data = files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(258))
+    store = prepare(dataclasses.replace(data, min_document_bytes=5, max_document_bytes=20))
+    assert sorted(stored_texts(store)) == sorted(["é" * 10, *(f"{n:02d}" + "y" * n for n in range(3, 19))])
+    assert store.manifest["left_out"] == {"blank": 2, "short": 2, "long": 1, "copies": 0}
+    assert "(2 empty ones skipped, 2 too short, 1 too long)" in summary(store)
+    with pytest.raises(DataError, match=r"holds no documents \(2 blank, 20 short\)"):
+        prepare(dataclasses.replace(data, min_document_bytes=1000))
+
+
+# ---------------------------------------------------------------- what can't be read
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> DataConfig:
+    """A folder of good files, among them what can't be read: other encodings, a damaged parquet file, bad rows."""
+    folder = write_texts(tmp_path / "texts", TEXTS[:20])
+    write_parquet(folder / "a.parquet", {"text": TEXTS[20:25]})
+    damaged = write_parquet(folder / "b.parquet", {"text": LETTERS}).read_bytes()
+    (folder / "b.parquet").write_bytes(damaged[:200] + b"\xff" * 40 + damaged[240:-20])
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
+    (folder / "utf16.txt").write_bytes("a text".encode("utf-16"))
+    rows = [json.dumps({"text": text}).encode() for text in TEXTS[25:28]]
+    (folder / "rows.jsonl").write_bytes(b"\n".join([rows[0], b"{", rows[1], b'{"text": "caf\xe9"}', b'{"text": 3}', b"[1]", rows[2]]))
+    return files_config(folder, tmp_path)
+
+
+@pytest.mark.parametrize("bad", ["b.parquet", "latin.txt", "utf16.txt", "rows.jsonl"])
+def test_the_first_that_can_not_be_read_is_named(mixed: DataConfig, bad: str):
+    folder = Path(mixed.source.paths[0])
+    for name in {"b.parquet", "latin.txt", "utf16.txt", "rows.jsonl"} - {bad}:
+        (folder / name).unlink()
+    with pytest.raises(DataError, match=bad):
+        prepare(mixed)
+
+
+def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
+    store = prepare(dataclasses.replace(mixed, on_error="skip"))
+    assert sorted(stored_texts(store)) == sorted(TEXTS[:28])
+    unreadable = store.manifest["unreadable"]
+    assert unreadable["count"] == len(unreadable["first"]) == 7
+    for place in (
+        "b.parquet",
+        "latin.txt: not UTF-8",
+        "utf16.txt",
+        "rows.jsonl: line 2",
+        "rows.jsonl: line 4: not UTF-8",
+        "line 5",
+        "line 6",
+    ):
+        assert any(place in line for line in unreadable["first"])
+    assert "7 files or rows unreadable, the first:" in summary(store)
+
+
+def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
+    latin = pyarrow.array([*(text.encode() for text in TEXTS[:9]), b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    (tmp_path / "texts").mkdir()
+    write_parquet(tmp_path / "texts" / "a.parquet", {"text": latin})
+    write_parquet(tmp_path / "texts" / "b.parquet", {"text": [TEXTS[9], None, TEXTS[10]]})
+    store = prepare(files_config(tmp_path / "texts", tmp_path, on_error="skip"))
+    assert sorted(stored_texts(store)) == sorted(TEXTS[:11])
+    assert [line.split(": ", 1)[1][:5] for line in store.manifest["unreadable"]["first"]] == ["row 1", "row 2"]
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: int):
+    drawn = np.random.default_rng(0)
+    words = np.array([f"word{n}" for n in range(500)])
+    text = " ".join(drawn.choice(words, 10_000)) + " "
+    long = text * (megabytes * 1_000_000 // len(text))
+    (tmp_path / "texts").mkdir()
+    with open(tmp_path / "texts" / "rows.jsonl", "w") as file:
+        for row in (long, *LETTERS):
+            file.write(json.dumps({"text": row}) + "\n")
+    store = prepare(files_config(tmp_path / "texts", tmp_path, prepare_workers=1))
+    split = store.train if store.train.longest > store.val.longest else store.val
+    index = int(np.argmax(np.diff(split.offsets)))
+    assert store.tokenizer().decode(split.document(index)[1:].tolist()) == long

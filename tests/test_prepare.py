@@ -1,0 +1,403 @@
+"""What preparation makes of text, and how it ends when it can not go on."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from texts import TEXTS, files_config, start, state, stored_texts, write_texts
+
+from lm.config import Config, DataConfig, Files, Package, TrainedTokenizer
+from lm.data.prepare import check_rows, prepare
+from lm.data.sources import documents
+from lm.data.store import Store
+from lm.data.tokenizer import train_tokenizer
+from lm.errors import ConfigError, DataError
+
+# ---------------------------------------------------------------- the prepared store
+
+
+def test_decoding_the_store_gives_every_document_back_byte_for_byte(data: DataConfig):
+    store = prepare(data)
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+    assert store.train.n_bytes + store.val.n_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_text_that_spells_the_end_of_text_token_stays_text(data: DataConfig):
+    store = prepare(data)
+    tokens = np.concatenate((store.train.tokens, store.val.tokens))
+    assert (tokens == store.end_of_text).sum() == len(TEXTS)
+    assert store.end_of_text == 0
+
+
+def test_split_facts_agree_with_the_tokens(data: DataConfig):
+    store = prepare(data)
+    for split in (store.train, store.val):
+        counts = np.bincount(split.tokens)
+        share = counts[counts > 0] / counts.sum()
+        assert split.n_tokens == len(split.tokens) == split.offsets[-1]
+        assert split.n_documents == len(split.offsets) - 1
+        assert split.longest == np.diff(split.offsets).max()
+        assert split.unigram_entropy == pytest.approx(-(share * np.log(share)).sum())
+        assert store.token_bytes[split.tokens].sum() == split.n_bytes  # exact: the bytes of all tokens are the text's
+        assert split.tokens.dtype == np.uint16
+        with pytest.raises(ValueError, match="read-only"):
+            split.tokens[0] = 1
+    assert store.manifest["token_bytes"] == "exact"
+
+
+def test_sotu_comes_back_whole(tmp_path: Path):
+    store = prepare(DataConfig(root=str(tmp_path)))
+    assert store.vocab_size == 4096
+    originals = set(documents(Package()))
+    sample = stored_texts(store)[::20]
+    assert len(sample) > 10
+    assert originals.issuperset(sample)
+    assert len(originals) == store.train.n_documents + store.val.n_documents
+    assert "public domain" in store.manifest["licence"]
+
+
+def test_a_second_prepare_changes_nothing_and_is_quick(data: DataConfig):
+    first = prepare(data)
+    before = state(Path(data.root))
+    begin = time.perf_counter()
+    second = prepare(data)
+    assert time.perf_counter() - begin < 1
+    assert state(Path(data.root)) == before
+    assert (second.path, second.fingerprint) == (first.path, first.fingerprint)
+
+
+def test_preparing_again_elsewhere_gives_the_same_bytes(data: DataConfig, tmp_path: Path):
+    first, second = prepare(data), prepare(dataclasses.replace(data, root=str(tmp_path / "other")))
+    assert first.fingerprint == second.fingerprint
+    assert first.manifest == second.manifest
+
+
+@pytest.mark.parametrize("change", ["content", "new file", "val_fraction", "vocab_size"])
+def test_a_changed_input_makes_another_store_and_says_so(data: DataConfig, change: str, capfd: pytest.CaptureFixture):
+    first = prepare(data)
+    folder = Path(data.source.paths[0])
+    if change == "content":
+        (folder / "010.txt").write_text("Another text altogether.")
+    elif change == "new file":
+        (folder / "999.txt").write_text("One more text.")
+    elif change == "val_fraction":
+        data = dataclasses.replace(data, val_fraction=0.5)
+    else:
+        data = dataclasses.replace(data, tokenizer=TrainedTokenizer(310))
+    second = prepare(data, progress=True)
+    part = {"content": "source", "new file": "source", "vocab_size": "tokenizer"}.get(change, change)
+    assert f"preparing a new token store ({first.path.name} differs in {part})" in capfd.readouterr().err
+    assert second.path != first.path
+    assert second.fingerprint != first.fingerprint
+    assert Store.open(first.path).fingerprint == first.fingerprint
+
+
+def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.CaptureFixture):
+    Path(data.source.paths[0], "zzz.txt").write_text(" \n")
+    store = prepare(data, progress=True)
+    out = capfd.readouterr().out
+    assert out.count("\n") == 1
+    for figure in ("44 documents", "(1 empty ones skipped)", f"{store.val.n_documents} documents", "bytes a token", "licence"):
+        assert figure in out
+    prepare(data)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------- held-out documents
+
+
+def test_held_out_documents_are_never_trained_on_even_as_copies(tmp_path: Path):
+    texts = [text for n, text in enumerate(TEXTS) for _ in range(1 + n % 3)]
+    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, deduplicate=False))
+    decoded = stored_texts(store)
+    train, val = decoded[: store.train.n_documents], decoded[store.train.n_documents :]
+    assert train
+    assert val
+    assert not set(train) & set(val)
+    assert sorted(decoded) == sorted(texts)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
+def test_the_held_out_share_reaches_val_fraction_and_leaves_a_document(tmp_path: Path, fraction: float):
+    store = prepare(files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path, val_fraction=fraction, tokenizer=TrainedTokenizer(258)))
+    sizes = [len(text.encode()) for text in TEXTS]
+    assert store.train.n_documents >= 1
+    assert store.val.n_documents >= 1
+    assert store.val.n_bytes >= min(fraction * sum(sizes), sum(sizes) - max(sizes))
+    assert store.val.n_bytes <= fraction * sum(sizes) + max(sizes)
+
+
+def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):
+    """Each document repeats a word of its own: only words of training documents become tokens."""
+    words = [hashlib.sha256(str(n).encode()).hexdigest().translate(str.maketrans("0123456789", "ghijklmnop"))[:10] for n in range(20)]
+    store = prepare(
+        files_config(write_texts(tmp_path / "t", [f"{word} " * 50 for word in words]), tmp_path, tokenizer=TrainedTokenizer(390))
+    )
+    vocabulary = set(store.tokenizer().get_vocab())
+    decoded = stored_texts(store)
+    train, val = decoded[: store.train.n_documents], decoded[store.train.n_documents :]
+    assert all(f"Ġ{text.split()[0]}" in vocabulary for text in train)
+    assert not any(f"Ġ{text.split()[0]}" in vocabulary for text in val)
+
+
+@pytest.mark.parametrize("texts", [["one text only"], ["the same text", "the same text"]])
+def test_fewer_than_two_different_documents_is_an_error_with_a_remedy(tmp_path: Path, texts: list[str]):
+    with pytest.raises(DataError, match=r"data\.source\.separator"):
+        prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path))
+    assert not list((tmp_path / "stores").glob("*[!.lock]*/"))
+
+
+def test_documents_that_are_all_empty_are_an_error(tmp_path: Path):
+    with pytest.raises(DataError, match=r"holds no documents \(2 blank\)"):
+        prepare(files_config(write_texts(tmp_path / "texts", [" ", "\n\n"]), tmp_path))
+
+
+def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
+    """The tokenizer's pass comes between scan and encoding: change a file there."""
+    import lm.data.build as module
+
+    def train_and_change(texts, spec):
+        tokenizer = train_tokenizer(texts, spec)
+        Path(data.source.paths[0], "005.txt").write_text("changed")
+        return tokenizer
+
+    monkeypatch.setattr(module, "train_tokenizer", train_and_change)
+    with pytest.raises(DataError, match=r"changed while it was read \(document 6\)"):
+        prepare(data)
+    assert [path.name for path in Path(data.root).iterdir()] == [".lock"]
+
+
+# ---------------------------------------------------------------- processes that die, wait or run out of space
+
+
+KILLED = (
+    "import time, lm.data.build as build, lm.data.encoding, lm.data.writing\n"
+    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 200_000, 100_000, 40_000\n"
+    "note = build._note\n"
+    "build._note = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
+)
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of KILLED, in this process."""
+    monkeypatch.setattr("lm.data.build.JOURNAL_BYTES", 200_000)
+    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 40_000)
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.path.iterdir()}
+
+
+def killed_at_work(large: Path, root: Path, workers: int) -> None:
+    """A preparation, killed with its first entry in the journal; none of its processes lives on."""
+    process = start(f"{KILLED}if __name__ == '__main__':\n    data.prepare_workers = {workers}\n    prepare(data)", large, root)
+    assert process.stdout.readline() == "noted\n", process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
+    large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture, workers: int
+):
+    data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    whole = prepare(data)
+    assert len(whole.train.shards) > 5
+    root = tmp_path / "killed"
+    killed_at_work(large, root, workers)
+    (partial,) = root.glob(".*.partial")
+    assert not (partial / "manifest.json").exists()
+    with open(next(partial.glob("train-*.bin")), "ab") as file:
+        file.write(b"written after the journal's entry")
+    capfd.readouterr()
+    store = prepare(dataclasses.replace(data, root=str(root)), progress=True)
+    told = capfd.readouterr().err
+    assert "going on with a token store" in told
+    assert "of them done before" in told
+    assert "scan" not in told
+    assert contents(store) == contents(whole)
+    assert not list(root.glob(".*.partial"))
+
+
+def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_path: Path, small_steps: None):
+    data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
+    whole = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
+    killed_at_work(large, tmp_path / "killed", 1)
+    for damage in ("no shard", "short shard", "other tokens", "no journal"):
+        root = shutil.copytree(tmp_path / "killed", tmp_path / damage)
+        (partial,) = root.glob(".*.partial")
+        shard = partial / "train-00000.bin"
+        if damage == "no shard":
+            shard.unlink()
+        elif damage == "short shard":
+            os.truncate(shard, 1000)
+        elif damage == "other tokens":
+            shard.write_bytes(b"\0" * shard.stat().st_size)
+        else:
+            (partial / "journal.json").write_text("{")
+        assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(whole)
+
+
+def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 100_000)
+    data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
+    stores = [prepare(dataclasses.replace(data, root=str(tmp_path / str(n)), prepare_workers=n)) for n in (1, 3)]
+    assert contents(stores[0]) == contents(stores[1])
+
+
+def die(texts: list[str]) -> None:
+    os._exit(1)
+
+
+def test_a_process_that_dies_is_one_line_and_what_is_done_stays(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.data.encoding._work", die)
+    data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path), prepare_workers=2)
+    with pytest.raises(DataError, match=r"a process that tokenises died.*data\.prepare_workers"):
+        prepare(data)
+    assert list(tmp_path.glob(".*.partial/scan.npz"))
+
+
+def test_an_unfinished_store_of_another_configuration_is_kept_and_named(data: DataConfig, capfd: pytest.CaptureFixture):
+    other = Path(data.root, ".other-123.partial")
+    other.mkdir(parents=True)
+    prepare(data, progress=True)
+    assert f"note: {other} is an unfinished store" in capfd.readouterr().err
+    assert other.exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(large: Path, tmp_path: Path):
+    script = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: prepare(data)\nexcept DataError as error: print(error)\n"
+    )
+    out, err = start(script, large, tmp_path / "stores").communicate(timeout=60)
+    assert err == ""
+    assert out.count("\n") == 1
+    assert str(tmp_path / "stores") in out
+    assert os.strerror(errno.EFBIG) in out
+    assert [path.name for path in (tmp_path / "stores").iterdir()] == [".lock"]
+
+
+def test_an_interrupted_prepare_keeps_its_place_and_goes_on(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    def interrupted(tokenizer, texts):
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lm.data.encoding.encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data)
+    prepare(data, progress=True)
+    assert "going on" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["file", "/proc/lm-stores", "/dev/null/stores"])
+def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path, where: str):
+    (tmp_path / "file").write_text("")
+    root = str(tmp_path / where)  # an absolute `where` stands for itself
+    with pytest.raises(DataError, match=r"set data\.root") as caught:
+        prepare(dataclasses.replace(data, root=root))
+    assert root in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
+    script = (
+        "import time, lm.data.prepare as module\nbuild = module.build\nmodule.build = lambda *given: (time.sleep(2), build(*given))\n"
+        "print(prepare(data, progress=True).fingerprint)"
+    )
+    processes = [start(script, large, tmp_path) for _ in range(3)]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode == 0 for process in processes), results
+    assert len({out.splitlines()[-1] for out, _ in results}) == 1
+    assert sum("preparing a new token store" in err for _, err in results) == 1
+    assert sum("waiting for another process" in err for _, err in results) >= 1
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+# ---------------------------------------------------------------- rows that fit
+
+
+def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: DataConfig):
+    store = prepare(data)
+    longest = store.val.longest
+
+    def problems(seq_len: int, factor: float) -> str:
+        whole = Config(data=dataclasses.replace(data, seq_len=seq_len))
+        whole.eval.long_context.length_factor = factor
+        try:
+            check_rows(store, whole)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert problems(8, 2.0) == ""
+    assert problems(longest - 1, 1.0) == ""
+    text = problems(longest, 1.0)
+    assert "eval.long_context.length_factor" in text
+    assert f"the longest has {longest:,}" in text
+    assert "set it to 0 to train without" in text
+    assert problems(longest, 0.0) == ""
+    text = problems(8, 1000.0)
+    assert problems(8, float(text.split("set it to ")[1].split()[0])) == ""
+    assert problems(store.val.n_tokens - 1, 0.0) == ""
+    assert f"the held-out text has {store.val.n_tokens:,}" in problems(store.val.n_tokens, 0.0)
+    text = problems(store.train.n_tokens, 0.0)
+    assert f"a row needs {store.train.n_tokens + 1:,} tokens, the held-out text has {store.val.n_tokens:,}" in text
+    assert "data.seq_len" in text
+
+
+# ---------------------------------------------------------------- memory
+
+MEMORY = """
+from pathlib import Path
+import lm.data.encoding
+from lm.config import TokenizerFile
+
+lm.data.encoding.BATCH_BYTES = 100_000  # little beside what would be kept
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def prepared(folder, tokenizer):
+    return prepare(DataConfig(Files([f"{sys.argv[1]}/{folder}"]), tokenizer, root=sys.argv[2], prepare_workers=1))
+
+first = prepared("small", TrainedTokenizer(500))
+before = peak()
+store = prepared("large", TokenizerFile(f"{first.path}/tokenizer.json"))
+print(store.train.n_bytes + store.val.n_bytes, peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path):
+    """8 MB after 2 MB, in a process of its own."""
+    drawn = np.random.default_rng(0)
+    words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(100)], 40_000))
+    for name, count in (("small", 100), ("large", 400)):
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "rows.jsonl", "w") as file:
+            for number in range(count):
+                begin = int(drawn.integers(len(words) - 20_000))
+                file.write(json.dumps({"text": f"{number} {words[begin : begin + 20_000]}"}) + "\n")
+    out, err = start(MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
+    assert out, err
+    n_bytes, growth = map(int, out.split())
+    assert n_bytes > 8_000_000 - 10_000, err
+    assert growth < 5_000, err  # KiB

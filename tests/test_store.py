@@ -1,0 +1,152 @@
+"""Opening a token store: damage, shards, size."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.config import DataConfig
+from lm.data.prepare import prepare
+from lm.data.store import Store, fingerprint
+from lm.data.writing import write_manifest
+from lm.errors import DataError
+
+
+@pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "name",
+    ["train-00000.bin", "val-00000.bin", "train.offsets.npy", "val.offsets.npy", "tokenizer.json", "token_bytes.npy", "manifest.json"],
+)
+def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
+    path = prepare(data).path / name
+    content = bytearray(path.read_bytes())
+    if size == "missing":
+        path.unlink()
+    elif size == "truncated":
+        path.write_bytes(content[:-1] if name != "manifest.json" else content[:-3])
+    else:
+        digits = [index for index, byte in enumerate(content) if chr(byte).isdigit()] if name == "manifest.json" else [len(content) // 2]
+        content[digits[len(digits) // 2]] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        prepare(data)
+    assert str(path) in str(caught.value)
+    assert f"delete the folder {path.parent}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_of_another_format_does_not_open(data: DataConfig):
+    path = prepare(data).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(DataError, match="format 2"):
+        Store.open(path)
+
+
+@pytest.fixture
+def sparse(data: DataConfig) -> Store:
+    """A store whose training tokens are a hole of 4 GiB in two shards: reading them would take seconds, and the hash is wrong."""
+    store = prepare(data)
+    tokens = 2**31
+    shards = {f"train-0000{n}.bin": {"bytes": tokens, "sha256": "0"} for n in range(2)}
+    for name in shards:
+        (store.path / name).touch()
+        os.truncate(store.path / name, tokens)
+    splits = {**store.manifest["splits"], "train": {**store.manifest["splits"]["train"], "n_tokens": tokens}}
+    files = {**store.manifest["files"], **shards}
+    write_manifest(store.path, {**store.manifest, "files": files, "splits": splits, "shard_tokens": tokens // 2})
+    return store
+
+
+def test_a_large_store_opens_without_reading_its_tokens(sparse: Store):
+    script = (
+        "import resource, sys, time\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
+        "begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "store = Store.open(Path(sys.argv[1]))\n"
+        "assert store.train.take(np.array([2**30 - 3, 2**31 - 9]), 8).shape == (2, 8)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(sparse.path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64 * 1024  # KiB
+
+
+def test_the_tokenizer_of_a_large_store_is_checked_all_the_same(sparse: Store):
+    path = sparse.path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"id": 0', '"id": 1', 1))
+    with pytest.raises(DataError, match=r"tokenizer\.json: was altered"):
+        Store.open(sparse.path)
+
+
+def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    path = prepare(data).path
+    Store.open(path).verify()
+    content = bytearray((path / "val-00000.bin").read_bytes())
+    content[100] ^= 1
+    (path / "val-00000.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"val-00000\.bin: was altered"):
+        Store.open(path).verify()
+
+
+# ---------------------------------------------------------------- shards
+
+
+@pytest.fixture
+def sharded(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Store]:
+    """The same text in shards of 100 tokens, and whole."""
+    whole = prepare(data)
+    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 100)
+    return prepare(dataclasses.replace(data, root=str(tmp_path / "sharded"))), whole
+
+
+def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):
+    store, whole = sharded
+    for split, one in ((store.train, whole.train), (store.val, whole.val)):
+        assert len(split.shards) == -(-split.n_tokens // 100) > 1
+        assert all(len(shard) == 100 for shard in split.shards[:-1])
+        np.testing.assert_array_equal(split.tokens, one.tokens)
+        np.testing.assert_array_equal(split.offsets, one.offsets)
+        assert split.unigram_entropy == one.unigram_entropy
+        with pytest.raises(ValueError, match="read-only"):
+            split.tokens[0] = 1
+    assert store.fingerprint != whole.fingerprint
+
+
+def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, Store]):
+    split = sharded[0].train
+    for length in (1, 7, 250):
+        starts = np.arange(0, split.n_tokens - length + 1, 13)[::-1]
+        expected = np.stack([split.tokens[start : start + length] for start in starts])
+        np.testing.assert_array_equal(split.take(starts, length), expected)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take(starts, length), expected)
+    assert split.take(np.array([], np.int64), 5).shape == (0, 5)
+    for index in (0, split.n_documents - 1):
+        np.testing.assert_array_equal(split.document(index), split.tokens[split.offsets[index] : split.offsets[index + 1]])
+
+
+def test_a_split_that_fills_its_last_shard_has_no_empty_one(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    n_tokens = prepare(data).train.n_tokens
+    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", n_tokens)
+    store = prepare(dataclasses.replace(data, root=str(tmp_path / "sharded")))
+    assert len(store.train.shards) == 1
+    assert len(list(store.path.glob("train-*.bin"))) == 1
+
+
+def test_a_deleted_shard_is_named(sharded: tuple[Store, Store]):
+    (sharded[0].path / "train-00003.bin").unlink()
+    with pytest.raises(DataError, match=r"train-00003\.bin: can't be read: No such file.*it is prepared again"):
+        Store.open(sharded[0].path)
+
+
+def test_the_order_of_rows_is_that_of_stores_made_before_there_were_shards():
+    digest = {"bytes": 1, "sha256": "a"}
+    names = ("train-00000.bin", "train.offsets.npy", "val-00000.bin", "val.offsets.npy", "tokenizer.json", "token_bytes.npy")
+    before = "".join(f"{name} a\n" for name in ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", "tokenizer.json"))
+    assert fingerprint(dict.fromkeys(names, digest)) == hashlib.sha256(before.encode()).hexdigest()

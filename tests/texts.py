@@ -1,0 +1,74 @@
+"""Small corpora and what the tests of data do with them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lm.config import DataConfig, Files, Hub, Package, TrainedTokenizer
+from lm.data.sources import documents
+from lm.data.store import Store
+from lm.data.tokenizer import END_OF_TEXT
+from lm.errors import DataError
+
+ODD = [
+    "naïve café, Ωmega, 漢字かな交じり文, العربية, 🤷🏽\u200d♂️ e\u0301 \u00a0\u2028\ufffd\U0010ffff",
+    "tabs\tand\r\nline ends\r and \x00 zeros \x7f",
+    f"a {END_OF_TEXT} in the text {END_OF_TEXT}{END_OF_TEXT}",
+    "   \n  leading and trailing   \n",
+]
+TEXTS = [*ODD, *(f"Document {n}. " + " ".join(f"word{(n * k) % 97}" for k in range(60)) for n in range(40))]
+
+
+def write_texts(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_bytes(text.encode())
+    return folder
+
+
+def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
+    base = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2)
+    return dataclasses.replace(base, **changes)
+
+
+def stored_texts(store: Store) -> list[str]:
+    """Every document of the store, decoded, training ones first."""
+    tokenizer = store.tokenizer()
+    texts = []
+    for split in (store.train, store.val):
+        for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
+            assert split.tokens[begin] == store.end_of_text
+            texts.append(tokenizer.decode(split.tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
+    return texts
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def one_line_error(source: Files | Hub | Package) -> str:
+    with pytest.raises(DataError) as caught:
+        list(documents(source))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
+    """A Python process that runs `script`, which finds the configuration in `data`."""
+    header = (
+        "import sys\nfrom lm.config import DataConfig, Files, Hub, Package, TrainedTokenizer\nfrom lm.data.prepare import prepare\n"
+        "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), root=sys.argv[2])\n"
+    )
+    env = {**os.environ, **environment}
+    return subprocess.Popen([sys.executable, "-c", header + script, str(source), str(root)], stdout=-1, stderr=-1, text=True, env=env)
