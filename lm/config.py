@@ -787,6 +787,8 @@ def check_lengths(config: Config) -> list[Problem]:
     lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
     reasons = []
     if lengths == "documents":
+        if len(config.data.parts) > 1:
+            reasons.append("takes documents as they come, whatever the weights of a mixture: give lengths")
         if seq_len < 16 or seq_len & (seq_len - 1):
             reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
         chosen = []
