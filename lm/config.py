@@ -680,36 +680,46 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     if long.length_factor:
         problems += check_settings(config, "eval.long_context.settings", long.settings)
-    if data.tasks or config.eval.recall.tasks:
-        problems += check_settings(config, "eval.recall.settings", config.eval.recall.settings)
-    needle = config.eval.needle
-    if needle.length_factors:
-        problems += check_settings(config, "eval.needle.settings", needle.settings)
-        problem(data.symbolic, "eval.needle.length_factors", needle.length_factors, "needs a model of text", "set it to []")
-        longest = max(*needle.length_factors, needle.heads_at or 0)
-        problem(
-            isinstance(model.position, Learned) and longest > 1,
-            "eval.needle.length_factors", needle.length_factors, "learned positions end at the training length", "set it to [1]",
-        )  # fmt: skip
-    problem(
-        bool(needle.heads_at) and not needle.length_factors, "eval.needle.heads_at", needle.heads_at, "eval.needle.length_factors is []"
-    )
-    recall_lengths = config.eval.recall.length_factors
-    problem(
-        isinstance(model.position, Learned) and bool(data.tasks or config.eval.recall.tasks) and max(recall_lengths, default=0) > 1,
-        "eval.recall.length_factors", recall_lengths, "learned positions end at the training length", "set it to [1]",
-    )  # fmt: skip
-    for index, task in enumerate(config.eval.recall.tasks):
+    return problems + check_needle(config) + check_recall(config)
+
+
+def check_needle(config: Config) -> list[Problem]:
+    """What is wrong with `eval.needle`."""
+    needle, where = config.eval.needle, "eval.needle.length_factors"
+    if not needle.length_factors:
+        return [Problem("eval.needle.heads_at", needle.heads_at, f"{where} is []", f"set {where}")] if needle.heads_at else []
+    problems = check_settings(config, "eval.needle.settings", needle.settings)
+    if config.data.symbolic:
+        problems.append(Problem(where, needle.length_factors, "needs a model of text", "set it to []"))
+    if isinstance(config.model.position, Learned) and max(*needle.length_factors, needle.heads_at or 0) > 1:
+        problems.append(Problem(where, needle.length_factors, "learned positions end at the training length", "set it to [1]"))
+    return problems
+
+
+def check_recall(config: Config) -> list[Problem]:
+    """What is wrong with `eval.recall`."""
+    recall, data = config.eval.recall, config.data
+    if not recall.length_factors or not (data.tasks or recall.tasks):
+        return []
+    problems = check_settings(config, "eval.recall.settings", recall.settings)
+    for index, task in enumerate(recall.tasks):
+        if not isinstance(task, Task):
+            continue  # it has its problem already
         where = f"eval.recall.tasks[{index}]"
         problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
-        known = task in [share.task for share in data.tasks]
-        problem(
-            bool(task.vocab_size) and not known, where, task.name,
-            "is over symbols that this model was not trained on", "name one of data.tasks, or a task in text",
-        )  # fmt: skip
-        problem(
-            task.vocab_size is None and data.symbolic, where, task.name, "is in text, and this model knows none", "name one of data.tasks"
-        )
+        if task.vocab_size and not data.symbolic:
+            reason = "is over symbols that this model was not trained on"
+            problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
+        elif data.symbolic and not task.vocab_size:
+            problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+        elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
+            problems.append(
+                Problem(where, task.name, f"has {task.vocab_size} symbols, the model {known}", "set its options as in data.tasks")
+            )
+    longest = max(recall.length_factors)
+    if isinstance(config.model.position, Learned) and longest > 1:
+        reason = "learned positions end at the training length"
+        problems.append(Problem("eval.recall.length_factors", longest, reason, "leave longer rows out, or set model.position=rope"))
     return problems
 
 
@@ -777,6 +787,8 @@ def check_lengths(config: Config) -> list[Problem]:
     lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
     reasons = []
     if lengths == "documents":
+        if len(config.data.parts) > 1:
+            reasons.append("takes documents as they come, whatever the weights of a mixture: give lengths")
         if seq_len < 16 or seq_len & (seq_len - 1):
             reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
         chosen = []
@@ -852,7 +864,7 @@ def check_tasks(config: Config) -> list[Problem]:
     long = config.eval.long_context.length_factor
     if data.symbolic and long:
         reason = "there is no text to read beyond the training length"
-        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; tasks are measured by lm.evaluation.recall"))
+        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; eval.recall has longer rows of the tasks"))
     return problems
 
 

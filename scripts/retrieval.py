@@ -13,14 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 
-import lm
 import lm.config
 from lm.data.prepare import prepare
-from lm.evaluation.devices import Device
-from lm.evaluation.recall import measure_cells, recall_cells
-from lm.evaluation.results import evaluation_path, write_evaluation
+from lm.evaluation.results import evaluation_path
 from lm.evaluation.statistics import over_seeds
 from lm.runs import read_json
 
@@ -33,7 +29,7 @@ ARMS = {
     "GAU, relu^2, n = 64": [*GAU, "model.normalizer={name: relu2, n: 'fixed:64'}"],
     "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
 }
-FACTORS, ROWS = (1, 2, 4, 8, 16, 32), 128
+FACTORS = (1, 2, 4, 8, 16, 32)  # as in eval.recall of the configuration
 
 
 def folder_of(arm: str, seed: int, runs: Path) -> Path:
@@ -49,16 +45,9 @@ def train(arm: str, seed: int, runs: Path) -> str:
     return result.stderr if result.returncode else ""
 
 
-def measure(run: Path) -> list[dict[str, object]]:
-    """The recall at each of FACTORS, kept in the run's evaluations/."""
-    loaded = lm.load(run)
-    path = evaluation_path(run, "recall", loaded.facts["step"])
-    if not path.exists():
-        tasks = [share.task for share in loaded.config.data.tasks]
-        cells = recall_cells(tasks, loaded.config.data.seq_len, FACTORS, ROWS)
-        found = measure_cells(loaded.decoder, cells, Device(torch.device("cpu"), bf16=False))
-        write_evaluation(run, {"kind": "recall", "step": loaded.facts["step"], "cells": found})
-    return read_json(path)["cells"]
+def measured(run: Path) -> list[dict[str, object]]:
+    """The run's recall at each of FACTORS, as it was measured when training ended."""
+    return read_json(evaluation_path(run, "recall", lm.config.load([CONFIG]).trainer.max_steps))["cells"]
 
 
 def draw(shares: dict[str, np.ndarray], path: Path) -> None:
@@ -89,7 +78,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--picture", type=Path, default=Path("docs/retrieval.png"))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     prepare(lm.config.load([CONFIG]).data)
     todo = [(arm, seed) for seed in arguments.seeds for arm in ARMS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -101,9 +89,9 @@ def main() -> None:
     print("|---" * (len(FACTORS) + 1) + "|")
     shares, cells = {}, []
     for arm in ARMS:
-        measured = [measure(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds]
-        cells += [cell for run in measured for cell in run]
-        shares[arm] = np.array([[cell["answer"][0] for cell in run] for run in measured])
+        found = [measured(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds]
+        cells += [cell for run in found for cell in run]
+        shares[arm] = np.array([[cell["answer"][0] for cell in run] for run in found])
         intervals = [over_seeds(column) for column in 100 * shares[arm].T]
         print(f"| {arm} | " + " | ".join(f"{one.mean:.1f} ± {one.mean - one.low:.1f}" for one in intervals) + " |", flush=True)
     widest = max(max(cell["answer"][0] - cell["answer"][1], cell["answer"][2] - cell["answer"][0]) for cell in cells)

@@ -144,4 +144,7 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     assert (folder / "needle.step-000008.png").stat().st_size > 5000
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2
-    assert "error: eval.needle.length_factors = 38: tokens: needle: the needles and their questions need rows of at least" in result.stderr
+    assert (
+        "error: eval.needle.length_factors = [0.3]: needle in rows of 38: the needles and their questions need rows of at least"
+        in result.stderr
+    )

@@ -20,9 +20,8 @@ from lm.data.tasks import MQAR, Copy, Task, Text, example
 from lm.errors import ConfigError
 from lm.evaluation.devices import Device
 from lm.evaluation.loss import validation_rows
-from lm.evaluation.recall import Cell, answer_cell, measure_cells, recall_cells
+from lm.evaluation.recall import Cell, Recall, answer_cell
 from lm.evaluation.statistics import wilson
-from lm.loading import load as load_run
 from lm.loss import IGNORED
 from lm.model import Decoder
 from lm.training.run import train
@@ -94,8 +93,6 @@ def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
 class Knowing(torch.nn.Module):
     """A decoder that knows the next token, but for those in `wrong` (row, position of the target)."""
 
-    seq_len = 32
-
     def __init__(self, size: int, wrong: set[tuple[int, int]]):
         super().__init__()
         self.wrong, self.head, self.done = wrong, torch.nn.Linear(size, size, bias=False), 0
@@ -104,32 +101,64 @@ class Knowing(torch.nn.Module):
     def normalizers(self) -> list:
         return []
 
-    def hidden(self, batch: Batch, scaling: object) -> torch.Tensor:
+    def hidden(self, batch: Batch, rope: object) -> torch.Tensor:
         targets = batch.targets.clone()
         for row, position in self.wrong:
             targets[row, position - 1] = (targets[row, position - 1] + 1) % self.head.weight.size(0)
         return F.one_hot(targets, self.head.weight.size(0)).float()
 
 
-def test_a_whole_answer_needs_each_of_its_tokens():
-    task = Copy(symbols=8, filler=8, span=4)
-    ends = 41
-    decoder = Knowing(task.vocab_size, {(0, ends - 1), (3, ends - 4), (3, ends - 2)})
-    result = measure_cells(decoder, [Cell(task, 40, 10)], CPU)[0]
-    assert (result["answer"][0], result["token"][0]) == (0.8, 37 / 40)
-    assert result["by_row"] == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-    assert result["answer"] == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
-    assert (result["questions"], result["length"], result["task"]["name"]) == (10, 40, "copy")
+def test_a_whole_answer_needs_each_of_its_tokens(tiny):
+    task, end = Copy(symbols=8, filler=8, span=4), 33
+    options = "eval.recall={length_factors: [1], rows: 10}"
+    config = tiny("data.tasks=[{task: {name: copy, symbols: 8, filler: 8, span: 4}}]", SYMBOLS[1], options)
+    decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
+    recall = Recall(config, prepare(config.data))
+    (cell,) = recall.measure(decoder, CPU, lambda units: None)["cells"]
+    assert (cell["answer"][0], cell["token"][0]) == (0.8, 37 / 40)
+    assert cell["by_row"] == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    assert cell["answer"] == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
+    assert (cell["questions"], cell["length"], cell["task"]["name"]) == (10, 32, "copy")
 
 
-def test_the_result_is_plain_and_the_same_rows_are_asked_each_time():
-    decoder = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16)
-    cells = recall_cells([MQAR(), MQAR(pairs=4, queries=2)], 32, (1, 2.5), 3)
-    assert [cell.length for cell in cells] == [32, 80, 32, 80]
-    result, again = (measure_cells(decoder, cells, CPU) for _ in range(2))
+def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
+    small = "{name: mqar, keys: 4, values: 8, pairs: 2, queries: 2, filler: 1}"
+    tasks = f"eval.recall.tasks=[{{name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 2}}, {small}]"
+    config = tiny(*SYMBOLS, tasks, "eval.recall.length_factors=[1, 2.5]", "eval.recall.rows=3")
+    store = prepare(config.data)
+    recall = Recall(config, store)
+    decoder = Decoder(config.model, store.vocab_size, 32)
+    result, again = ({**recall.settings, **recall.measure(decoder, CPU, lambda units: None)} for _ in range(2))
     assert json.loads(json.dumps(result)) == again
-    assert [cell["candidates"] for cell in result] == [8, 8, 4, 4]
-    assert answer_cell(decoder, cells[0], CPU, seed=1).sha256 != result[0]["rows_sha256"]
+    assert [cell["length"] for cell in result["cells"]] == [32, 80, 32, 80]
+    assert [cell["candidates"] for cell in result["cells"]] == [4, 4, 2, 2]
+    assert list(recall.scores(result)) == ["recall/mqar-1 32", "recall/mqar-1 80", "recall/mqar-2 32", "recall/mqar-2 80"]
+    assert len(recall.rows(result)) == 8
+    assert recall.work == 12
+
+
+def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
+    tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], rows: 2}"
+    assert train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0")) == 0
+    result = json.loads((tmp_path / "runs" / "a" / "evaluations" / "recall.step-000008.json").read_text())
+    cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
+    assert [(cell["task"]["name"], cell["length"]) for cell in result["cells"]] == cells
+    last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [name for name in last if "recall" in name] == [f"recall/{name} {length}" for name, length in cells]
+
+
+def test_what_recall_can_not_measure_is_refused(tiny):
+    off = "eval.long_context.length_factor=0"
+    assert "eval.recall.tasks[0] = 'copy': is over symbols that this model was not trained on" in refused("eval.recall.tasks=[copy]")
+    assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows none" in refused(RECALL, off, "eval.recall.tasks=[needle]")
+    assert "has 65 symbols, the model 24" in refused(RECALL, off, "eval.recall.tasks=[copy]")
+    assert "unknown name" in refused("eval.recall.tasks=[nedle]")
+    config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", off)
+    store = prepare(config.data)
+    with pytest.raises(
+        ConfigError, match=r"eval.recall.length_factors = \[0.5\]: needle in rows of 64: the needles and their questions need rows of"
+    ):
+        Recall(config, store)
 
 
 # ---------------------------------------------------------------- training
@@ -209,10 +238,9 @@ def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
 
 
 def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path):
-    config = tiny(*SYMBOLS, "name=a")
+    config = tiny(*SYMBOLS, "name=a", "eval.recall={length_factors: [1], rows: 8}")
     assert train(config) == 0
-    loaded = load_run(tmp_path / "runs" / "a")
-    cell = measure_cells(loaded.decoder, [Cell(config.data.tasks[0].task, 32, config.eval.rows)], CPU)[0]
+    (cell,) = json.loads((tmp_path / "runs" / "a" / "evaluations" / "recall.step-000008.json").read_text())["cells"]
     assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(cell["nll"], abs=1e-5)
     assert validation_rows(prepare(config.data), config).sha256 == cell["rows_sha256"]
 
@@ -221,8 +249,7 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     assert lm("train", *arguments, *SYMBOLS, "name=a").returncode == 0
     result = lm("eval", str(tmp_path / "runs" / "a"))
     assert result.returncode == 0, result.stderr
-    assert "validation" in result.stdout
-    assert "mqar, 512 tokens" in result.stdout, "recall to 16 training lengths"
+    assert "mqar 64" in result.stdout
 
 
 def refused(*overrides: str) -> str:

@@ -189,9 +189,9 @@ class NeedleMeasurement(Measurement):
         self.cells = [(length, replace(base, depth=depth)) for length in lengths for depth in self.asked.depths]
         self.cells += [(length, replace(base, absent=True)) for length in lengths]
         for length in lengths:
-            check_room(base, length, "test", self.haystack, "eval.needle.length_factors")
+            check_room(base, length, "test", self.haystack, "eval.needle.length_factors", self.asked.length_factors)
         if self.asked.finetune.steps:
-            check_room(base, config.data.seq_len, "train", self.haystack, "eval.needle.finetune.steps")
+            check_room(base, config.data.seq_len, "train", self.haystack, "eval.needle.finetune.steps", self.asked.finetune.steps)
 
     @property
     def schedule(self) -> Schedule:

@@ -1,6 +1,7 @@
 """Recall: how often a model gives a task's answers, at the training length and far beyond it."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -63,12 +64,12 @@ def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], 
     return [Cell(task, round(factor * seq_len), rows) for task in tasks for factor in factors]
 
 
-def check_room(task: Task, length: int, part: Part, text: Text | None, key: str) -> None:
-    """Raises ConfigError, naming `key`, if a task has no room in rows of `length` tokens, or the text is shorter."""
+def check_room(task: Task, length: int, part: Part, text: Text | None, key: str, factors: Plain) -> None:
+    """Raises ConfigError, naming `key` and its value `factors`, if a task has no room in `length` tokens, or too little text."""
     try:
         example(task, RECALL_SEED, 0, length, part, text)
     except ValueError as error:
-        raise ConfigError([Problem(key, length, f"tokens: {task.name}: {error}")]) from None
+        raise ConfigError([Problem(key, factors, f"{task.name} in rows of {length:,}: {error}", "leave that length out")]) from None
 
 
 def answer_cell(
@@ -151,13 +152,14 @@ class Recall(Measurement):
     kind = "recall"
 
     def __init__(self, config: Config, store: Store):
+        """Raises ConfigError: a task does not fit into one of its rows, or the held-out text is too short for one."""
         super().__init__(config, store)
         asked = config.eval.recall
         tasks = asked.tasks or [share.task for share in config.data.tasks]
         self.cells = recall_cells(tasks, config.data.seq_len, asked.length_factors, asked.rows)
         self.haystack = Text(store) if any(task.vocab_size is None for task in tasks) else None
         for cell in self.cells:
-            check_room(cell.task, cell.length, "test", self.haystack, "eval.recall.length_factors")
+            check_room(cell.task, cell.length, "test", self.haystack, "eval.recall.length_factors", asked.length_factors)
 
     @property
     def schedule(self) -> Schedule:
@@ -183,19 +185,28 @@ class Recall(Measurement):
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         found = []
-        for cell in result["cells"]:
-            where = f"{cell['task']['name']}, {cell['length']:,} tokens"
-            found.append(Row(cell["label"], where, "answers right", *cell["answer"]))
-            found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
+        for name, cell in zip(self._names(result), result["cells"], strict=True):
+            found.append(Row(cell["label"], name, "answers right", *cell["answer"]))
+            found.append(Row(cell["label"], name, "loss of answers", cell["nll"]))
         return found
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:
-        return {f"recall/{cell['task']['name']} {cell['length']} {cell['label']}": cell["answer"][0] for cell in result["cells"]}
+        return {f"recall/{name}": cell["answer"][0] for name, cell in zip(self._names(result), result["cells"], strict=True)}
 
     def text(self, result: dict[str, Plain]) -> str:
-        return "answers right: " + ", ".join(
-            f"{cell['task']['name']} {cell['answer'][0]:.1%} of rows of {cell['length']:,} ({cell['label']})" for cell in result["cells"]
-        )
+        named = zip(self._names(result), result["cells"], strict=True)
+        return "answers right: " + ", ".join(f"{cell['answer'][0]:.1%} ({name})" for name, cell in named)
+
+    def _names(self, result: dict[str, Plain]) -> list[str]:
+        """A name for each cell: task (numbered, if there are several of a name), length, and how the model was used if in several ways."""
+        tasks = list(dict.fromkeys(json.dumps(cell["task"]) for cell in result["cells"]))
+        of_name = [json.loads(task)["name"] for task in tasks]
+        names = []
+        for cell in result["cells"]:
+            name = cell["task"]["name"]
+            number = f"-{1 + tasks.index(json.dumps(cell['task']))}" if of_name.count(name) > 1 else ""
+            names.append(f"{name}{number} {cell['length']}" + (f" {cell['label']}" if len(result["ways"]) > 1 else ""))
+        return names
 
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
