@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-import lm.config
+import lm.configure
 from lm.data.prepare import prepare
 from lm.evaluation.results import evaluation_path
 from lm.evaluation.statistics import over_seeds
@@ -47,7 +47,7 @@ def train(arm: str, seed: int, runs: Path) -> str:
 
 def measured(run: Path) -> list[dict[str, object]]:
     """The run's recall at each of FACTORS, as it was measured when training ended."""
-    return read_json(evaluation_path(run, "recall", lm.config.load([CONFIG]).trainer.max_steps))["cells"]
+    return read_json(evaluation_path(run, "recall", lm.configure.load([CONFIG]).trainer.max_steps))["cells"]
 
 
 def draw(shares: dict[str, np.ndarray], path: Path) -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--picture", type=Path, default=Path("docs/retrieval.png"))
     arguments = parser.parse_args()
-    prepare(lm.config.load([CONFIG]).data)
+    prepare(lm.configure.load([CONFIG]).data)
     todo = [(arm, seed) for seed in arguments.seeds for arm in ARMS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (arm, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):

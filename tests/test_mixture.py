@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
-from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer, load
+from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer
+from lm.configure import load
 from lm.data.batches import TrainRows, train_rows
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
