@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm.data.tasks.rows import HELD_OUT, Draw, Example, Task, require, span
+from lm.data.tasks.rows import Draw, Example, Task, require, span
 from lm.data.tasks.text import Text
 from lm.schema import key
 
@@ -18,9 +18,8 @@ class MQAR(Task):
     row's last 2 `queries` tokens, key and value by turns; keys and values of a row are all different, no key is asked for
     twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: a pair whose key and value sum to a multiple of 8 is in test rows only, any other in training rows only, if
-    there are 8 times as many values as pairs and pairs are two symbols. Else test rows have a stream of their own, and
-    lists of (key, value) of their own, by their hash.
+    Disjoint: lists of (key, value), by their hash; a single pair may be in rows of either kind, as keeping some from training would
+    teach that they are wrong.
     """
 
     name: ClassVar[str] = "mqar"
@@ -35,11 +34,6 @@ class MQAR(Task):
     @property
     def vocab_size(self) -> int:
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
-
-    @property
-    def disjoint(self) -> bool:
-        """Whether training and test rows share no pair."""
-        return not self.joined and self.values >= HELD_OUT * self.pairs
 
     def problems(self) -> list[tuple[str, str]]:
         found = [("queries", f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
@@ -68,18 +62,9 @@ class MQAR(Task):
     def _contents(self, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         """Different keys, and different values for them."""
         for _ in draw.tries():
-            keys, order = draw.order(self.keys, pairs), draw.order(self.values)
-            if self.disjoint:
+            keys, values = draw.order(self.keys, pairs), draw.order(self.values, pairs)
+            if draw.owns(*keys, *values):
                 break
-            if draw.owns(*keys, *order[:pairs]):
-                return keys, order[:pairs]
-        # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
-        free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.part == "test")  # (pairs, values)
-        values = np.empty(pairs, np.int64)
-        for pair in range(pairs):
-            first = int(free[pair].argmax())
-            values[pair] = order[first]
-            free[:, first] = False
         return keys, values
 
 
