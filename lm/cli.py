@@ -45,7 +45,7 @@ Baseline = Annotated[str | None, typer.Option(help="run or arm that others are c
 @app.command()
 def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
     """Print the resolved configuration, or every problem in it."""
-    from lm.config import load, reference_markdown, to_yaml
+    from lm.configure import load, reference_markdown, to_yaml
 
     print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
 
@@ -61,7 +61,7 @@ def normalizers() -> None:
 @app.command()
 def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""
-    from lm.config import load
+    from lm.configure import load
 
     loaded = load(arguments)
     from lm.data.prepare import prepare
@@ -84,7 +84,7 @@ def inspect_data(
 @app.command()
 def train(arguments: Configuration) -> None:
     """Train a model; the run is kept in a folder of its own (runs/NAME)."""
-    from lm.config import load
+    from lm.configure import load
 
     loaded = load(arguments)
     from lm.training.run import train

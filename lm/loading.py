@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from lm.checkpoints import BEST, LAST, bare_weights, load_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config, parse
+from lm.config import Config
+from lm.configure import parse
 from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.files import new_folder, replacing

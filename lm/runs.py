@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from lm.config import Config, parse
+from lm.config import Config
+from lm.configure import parse
 from lm.errors import ConfigError, RunError
 from lm.files import write_text
 from lm.schema import Plain

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
-from lm.config import Config, merge, parse, to_yaml
+from lm.config import Config
+from lm.configure import merge, parse, to_yaml
 from lm.data.batches import Batch, train_rows
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError

@@ -5,6 +5,8 @@ python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT'
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
+python scripts/bench.py documents               step time where documents of 64, 256 and 1,024 tokens don't see each other, over packed rows
+python scripts/bench.py long                    loss by position of one row of 131,072 tokens: seconds, and peak memory over what was there
 python scripts/bench.py data                    start-up, memory and rows a second of a store of 1e9 tokens; its own options: --help
 """
 
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lm.attention import table
@@ -28,6 +31,8 @@ from lm.attention.lengths import Rows
 from lm.attention.normalizers import Shape, make_normalizer
 from lm.config import Learned, ModelConfig
 from lm.data.batches import Batch
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import HeldOut, nll_by_token
 from lm.model import Decoder
 
 Step = Callable[[], None]
@@ -208,6 +213,38 @@ def memory_of(arguments: argparse.Namespace) -> None:
     print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")
 
 
+def document_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Rows packed, and cut into documents of one size that don't see each other; the same tokens."""
+    decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(rows.device)
+    tokens = rows[:, :-1].numel()
+
+    def side(size: int | None) -> Step:
+        place = torch.arange(arguments.seq_len, device=rows.device).expand(len(rows), -1)
+        batch = Batch.of(rows)._replace(positions=None if size is None else place % size)
+        return train_step(decoder, lambda _: decoder.loss(batch) / tokens, rows, arguments.bf16)
+
+    sizes = [size for size in (64, 256, 1024) if size <= arguments.seq_len]
+    return {"packed": side(None), **{f"documents of {size}": side(size) for size in sizes}}, "packed"
+
+
+def measure_long(arguments: argparse.Namespace) -> None:
+    """Seconds, and peak memory over model and row, of the loss by position of one long row."""
+    where = Device(torch.device(arguments.device), arguments.bf16)
+    decoder = Decoder(shape(arguments, normalizer=table.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
+    tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
+    held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32), "")
+    on_gpu = where.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    nll_by_token(decoder, held_out, where)
+    seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"{arguments.normalizer}, {arguments.seq_len:,} tokens, {sum(p.numel() for p in decoder.parameters()) / 1e6:.1f} M parameters, "
+        f"{where.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
+    )
+
+
 def main() -> None:
     """Parse, build the sides, time them, print."""
     if sys.argv[1:2] == ["data"]:
@@ -215,13 +252,14 @@ def main() -> None:
 
         return bench_data.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile", "kernels", "memory", "memory-of"])
+    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile", "kernels", "memory", "memory-of", "long", "documents"])
     parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
+    parser.add_argument("--normalizer", default="softmax", choices=list(table.SINGLE), help="of `long`")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
@@ -230,15 +268,23 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "nanogpt" and not (arguments.path and arguments.path.is_file()):
         parser.error("give the path of nanoGPT's model.py")
-    arguments.seq_len = arguments.seq_len or {"kernels": 2048, "memory": 16384, "memory-of": 16384}.get(arguments.what, 256)
+    arguments.seq_len = arguments.seq_len or {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072, "documents": 1024}.get(
+        arguments.what, 256
+    )
     if arguments.what in ("memory", "memory-of"):
         return print_memory(arguments) if arguments.what == "memory" else memory_of(arguments)
+    if arguments.what == "long":
+        return measure_long(arguments)
     torch.manual_seed(0)
     random.seed(0)
     rows = torch.randint(arguments.vocab_size, (arguments.rows, arguments.seq_len + 1), device=arguments.device)
-    sides, base = {"normalizers": normalizer_sides, "nanogpt": nanogpt_sides, "compile": compile_sides, "kernels": kernel_sides}[
-        arguments.what
-    ](arguments, rows)
+    sides, base = {
+        "normalizers": normalizer_sides,
+        "nanogpt": nanogpt_sides,
+        "compile": compile_sides,
+        "kernels": kernel_sides,
+        "documents": document_sides,
+    }[arguments.what](arguments, rows)
     name = torch.cuda.get_device_name() if rows.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     print_ratios(interleaved(sides, arguments.rounds), base, arguments.rows * arguments.seq_len)

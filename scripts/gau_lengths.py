@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import lm
-import lm.config
+import lm.configure
 from lm.data.batches import validation_starts, windows
 from lm.data.prepare import prepare
 from lm.evaluation.devices import Device
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gau"))
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    prepare(lm.config.load(["configs/gau.yaml"]).data, progress=True)
+    prepare(lm.configure.load(["configs/gau.yaml"]).data, progress=True)
     todo = [(arm, lengths, seed) for seed in arguments.seeds for lengths in TRAINED for arm in ARMS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (arm, lengths, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):

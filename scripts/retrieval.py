@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-import lm.config
+import lm.configure
 from lm.data.prepare import prepare
 from lm.evaluation.results import evaluation_path
 from lm.evaluation.statistics import over_seeds
@@ -54,7 +54,7 @@ def train(pairs: str, arm: str, seed: int, runs: Path) -> str:
 
 def measured(run: Path) -> list[dict[str, object]]:
     """The run's recall at each of FACTORS."""
-    return read_json(evaluation_path(run, "recall", lm.config.load([CONFIG]).trainer.max_steps))["cells"]
+    return read_json(evaluation_path(run, "recall", lm.configure.load([CONFIG]).trainer.max_steps))["cells"]
 
 
 def shares_of(pairs: str, seeds: list[int], runs: Path) -> dict[str, np.ndarray]:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("docs/retrieval.png"))
     arguments = parser.parse_args()
     for changes, _ in PAIRS.values():
-        prepare(lm.config.load([CONFIG, *changes]).data)
+        prepare(lm.configure.load([CONFIG, *changes]).data)
     todo = [(pairs, arm, seed) for seed in arguments.seeds for pairs, (_, arms) in PAIRS.items() for arm in arms]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (pairs, arm, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):

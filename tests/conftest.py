@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, write_texts
 
-from lm.config import Config, DataConfig, load
+from lm.config import Config, DataConfig
+from lm.configure import load
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")

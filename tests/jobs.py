@@ -6,7 +6,7 @@ python tests/jobs.py '[["tests/tiny.yaml", "name=a"], ["tests/tiny.yaml", "name=
 import json
 import sys
 
-from lm.config import load
+from lm.configure import load
 from lm.training.run import train
 
 if __name__ == "__main__":

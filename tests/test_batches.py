@@ -14,7 +14,7 @@ from lm.config import DataConfig, Files, TrainedTokenizer
 from lm.data.batches import Batch, Deck, MicroBatches, TextStream, TrainRows, long_starts, train_loader, validation_starts, windows
 from lm.data.lengths import NaturalRows, NoFullStep
 from lm.data.prepare import prepare
-from lm.data.store import Split, Store
+from lm.data.store import Part, Split, Store
 
 SEQ_LEN, BATCH_ROWS, STEPS = 16, 8, 50
 
@@ -40,7 +40,9 @@ def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
 
 
 def counted_split(sizes: list[int]) -> Split:
-    split = Split(Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes), (), sum(sizes))
+    split = Split(
+        Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes), (Part("all", "", sum(sizes), len(sizes), 0),), sum(sizes)
+    )
     split.__dict__.update(shards=[np.arange(sum(sizes), dtype=np.uint32)], offsets=np.cumsum([0, *sizes]))
     return split
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
-from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer, load
+from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer
+from lm.configure import load
+from lm.data.batches import TrainRows, train_rows
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -200,4 +203,36 @@ def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: i
     store = prepare(files_config(tmp_path / "texts", tmp_path, prepare_workers=1))
     split = store.train if store.train.longest > store.val.longest else store.val
     index = int(np.argmax(np.diff(split.offsets)))
-    assert store.tokenizer().decode(split.document(index)[1:].tolist()) == long
+    document = split.document(index)
+    assert sum(store.token_bytes[part].sum(dtype=np.float64) for part in np.array_split(document, 100)) == len(long)
+    assert long.startswith(store.tokenizer().decode(document[1:1001].tolist()))
+    assert long.endswith(store.tokenizer().decode(document[-1000:].tolist()))
+
+
+def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
+    data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    store = prepare(data)
+    first = store.train.parts[0].n_tokens
+    for weights in ([0.25, 0.75], [1.0, 0.0]):
+        rows = TrainRows(store, 32, 16, seed=1, weights=weights)
+        starts = [stream.starts(np.arange(400)) for stream in rows.streams]
+        spans = [(0, first), (first, store.train.n_tokens)][: len(starts)]
+        for found, (begin, end) in zip(starts, spans, strict=True):
+            assert begin <= found.min()
+            assert found.max() + 32 < end + (end == first)
+        if rows.deck:
+            streams, _ = rows.deck.deal(np.arange(2000))
+            assert (streams == 0).mean() == 0.25
+        assert rows.rows(3).shape == (16, 33)
+
+
+def test_a_run_reads_a_mixture_and_refuses_natural_lengths(tmp_path: Path):
+    data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    config = dataclasses.replace(
+        load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]), data=dataclasses.replace(data, seq_len=32)
+    )
+    assert train_rows(prepare(data), config).batch(0).tokens.shape == (8, 32)
+    with pytest.raises(ConfigError, match="whatever the weights of a mixture"):
+        load(
+            [str(ROOT / "tests" / "tiny.yaml"), "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}", "data.lengths=documents"]
+        )

@@ -12,21 +12,8 @@ from folders import same, weights
 
 from lm.attention import table
 from lm.attention.lengths import Rows
-from lm.config import (
-    NTK,
-    AsTrained,
-    GAUBlock,
-    Interpolation,
-    Learned,
-    ModelConfig,
-    NoPosition,
-    Rope,
-    ThetaFactor,
-    YaRNScaling,
-    load,
-    parse,
-    to_yaml,
-)
+from lm.config import NTK, AsTrained, GAUBlock, Interpolation, Learned, ModelConfig, NoPosition, Rope, ThetaFactor, YaRNScaling
+from lm.configure import load, parse, to_yaml
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.generate import generate, sample

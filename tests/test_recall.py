@@ -13,7 +13,8 @@ from folders import curve, same, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.config import Config, ModelConfig, load, parse, to_yaml
+from lm.config import Config, ModelConfig
+from lm.configure import load, parse, to_yaml
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
 from lm.data.tasks import MQAR, Copy, Task, Text, example

@@ -146,6 +146,8 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     monkeypatch.setattr("lm.data.encoding.PIECE", 10)
     assert sum(len(list(pieces(text))) for text in texts) > 1_000
     assert all("".join(pieces(text)) == text for text in texts)
+    for plain in ("word1 word2. ", "行\n", "A, b\n"):
+        assert max(map(len, pieces(plain * 100))) < 50
     for a, b in zip(encoder(texts), whole, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -9,7 +9,8 @@ from conftest import lm
 from folders import losses, metrics, poison, same, weights
 
 from lm.checkpoints import load_checkpoint, steps_saved
-from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig, parse
+from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig
+from lm.configure import parse
 from lm.errors import ConfigError, RunError
 from lm.model import Decoder
 from lm.training.metrics import cut_back, wandb_mode

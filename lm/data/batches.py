@@ -20,6 +20,7 @@ from lm.data.tasks.rows import fold
 from lm.errors import ConfigError, Problem
 from lm.loss import IGNORED
 
+_PARTS = 2**62  # keeps the draws of a mixture's parts apart from those of epochs
 DECK = 1000  # rows in which the streams have exactly their shares
 
 
@@ -168,6 +169,8 @@ class TrainRows:
             a step are the same whatever the lengths (but for `documents`), and none is padding.
         isolate: documents in a row don't see each other.
         max_steps: steps of the run, of which the lengths that follow each other have their shares.
+        tasks: synthetic tasks that have their share of the rows; text has the rest.
+        weights: of the parts of the store's text; one part: 1.
     """
 
     def __init__(
@@ -180,25 +183,30 @@ class TrainRows:
         isolate: bool = False,
         max_steps: int = 1,
         tasks: list[TaskShare] | None = None,
+        weights: list[float] | None = None,
     ):
         self.store, self.seq_len, self.batch_rows, self.isolate = store, seq_len, batch_rows, isolate
         self.entropy = (int(store.fingerprint, 16), seed)
         self.natural = NaturalRows(store.train, seq_len, seq_len * batch_rows, self.entropy) if lengths == "documents" else None
         self.length: Lengths = self.natural or lengths_of(lengths, seq_len, max_steps, self.entropy)
-        self.weights, self.streams = self._streams(tasks or [], seed)
-        self.deck = Deck(self.weights, self.entropy) if len(self.streams) > 1 else None
+        shares, self.streams = self._streams(tasks or [], weights or [1.0], seed)
+        self.deck = Deck(shares, self.entropy) if len(self.streams) > 1 else None
 
-    def _streams(self, tasks: list[TaskShare], seed: int) -> tuple[list[float], list[Stream]]:
-        """What the rows are drawn from, with weights that sum to 1."""
+    def _streams(self, tasks: list[TaskShare], weights: list[float], seed: int) -> tuple[list[float], list[Stream]]:
+        """What the rows are drawn from, with shares that sum to 1."""
         rest = 1 - sum(share.weight for share in tasks)
-        weights, streams = [share.weight for share in tasks], []
+        shares, streams = [share.weight for share in tasks], []
         text = Text(self.store) if any(share.task.vocab_size is None for share in tasks) else None
         for number, share in enumerate(tasks):
             streams.append(TaskStream(share.task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
-        if rest > 1e-6:
-            weights.append(rest)
-            streams.append(TextStream(self.store.train, 0, self.store.train.n_tokens, self.seq_len, self.entropy))
-        return weights, streams
+        split, first = self.store.train, 0
+        for number, (part, weight) in enumerate(zip(split.parts, weights, strict=True)):
+            if rest * weight > 1e-6:
+                entropy = self.entropy if len(weights) == 1 else (*self.entropy, _PARTS + number)
+                shares.append(rest * weight)
+                streams.append(TextStream(split, first, part.n_tokens, self.seq_len, entropy))
+            first += part.n_tokens
+        return shares, streams
 
     def shares(self, steps: int) -> dict[int, float]:
         """The share of the tokens of the first `steps` steps that is in rows of each length."""
@@ -246,8 +254,8 @@ def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> T
     data = config.data
     rows = batch_rows or config.optim.batch_tokens // data.seq_len
     try:
-        isolate = data.documents == "isolate"
-        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, isolate, config.trainer.max_steps, data.tasks)
+        isolate, weights = data.documents == "isolate", [part.weight for part in data.parts]
+        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, isolate, config.trainer.max_steps, data.tasks, weights)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
     except ValueError as error:

@@ -24,7 +24,7 @@ BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library t
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
 WORTH_BYTES = 32 << 20  # text that pays for starting a process
 _encoder: "Encoder | None" = None  # of a process started by `encode_all`
-_BETWEEN_WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # where GPT-2, cl100k and o200k cut, too
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,10 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added = tokenizer.get_added_tokens_decoder().values()
-    words = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str("ab cd ef")]
-    return words == [(0, 2), (2, 5), (5, 8)] and not any(" " in token.content or token.lstrip or token.rstrip for token in added)
+    text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
+    words = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+    cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
+    return cuts <= words and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added)
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -65,7 +65,7 @@ def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], 
 
 
 def check_room(task: Task, length: int, part: Part, text: Text | None, key: str, factors: Plain) -> None:
-    """Raises ConfigError, naming `key` and its value `factors`, if a task has no room in rows of `length` tokens or the text ends before."""
+    """Raises ConfigError, naming `key` and its value `factors`, if a task has no room in `length` tokens, or too little text."""
     try:
         example(task, RECALL_SEED, 0, length, part, text)
     except ValueError as error:

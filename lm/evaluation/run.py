@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lm.config import Config, merge, parse, read_overrides, read_yaml
+from lm.config import Config
+from lm.configure import merge, parse, read_overrides, read_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.config import merge, parse
+from lm.configure import merge, parse
 from lm.errors import ConfigError, LMError, Problem, RunError
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.evaluation.results import evaluation_path, finite, write_evaluation

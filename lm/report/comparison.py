@@ -14,8 +14,15 @@ from lm.report.runs import LongContext, RunRecord, Setting
 from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
-_BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "trainer.micro_batch", "trainer.devices")
-_BOOKKEEPING += ("trainer.num_nodes", "trainer.threads", "trainer.accelerator", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+_BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "data.prepare_workers", "trainer.devices")
+_BOOKKEEPING += (
+    "trainer.micro_batch",
+    "trainer.num_nodes",
+    "trainer.threads",
+    "trainer.accelerator",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+)
 _NORMALIZER = ("model.normalizer.", "phases")  # what a comparison of normalizers is about
 FEWEST_ROWS = 8  # below, a bootstrap interval says nothing
 

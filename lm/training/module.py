@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lm.checkpoints import FORMAT, bare_weights, is_saved
-from lm.config import Config, to_yaml
+from lm.config import Config
+from lm.configure import to_yaml
 from lm.data.batches import Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError

@@ -8,7 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config import Config, to_yaml
+from lm.config import Config
+from lm.configure import to_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError

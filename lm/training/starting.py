@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from lm.attention import table
-from lm.config import Config, parse
+from lm.config import Config
+from lm.configure import parse
 from lm.data.lengths import Curriculum
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
@@ -19,8 +20,8 @@ from lm.schema import Plain, flatten, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
 # Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
-FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "optim.on_nonfinite")
-FREE_TO_CHANGE += ("phases", "model.normalizer")
+FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "data.prepare_workers")
+FREE_TO_CHANGE += ("optim.on_nonfinite", "phases", "model.normalizer")
 
 # A model that starts from other weights may differ from theirs in these.
 FREE_AT_START = ("normalizer", "dropout", "init_std")

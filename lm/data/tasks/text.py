@@ -57,7 +57,7 @@ class Text:
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
             if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
                 break
-        return np.asarray(split.tokens[start : start + count]).astype(np.int64)
+        return split.take(np.array([start]), count)[0].astype(np.int64)
 
 
 @dataclass

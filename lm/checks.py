@@ -1,0 +1,288 @@
+"""What a configuration's single keys can't say: missing values, contradictory pairs."""
+
+from pathlib import Path
+
+from lm.attention import table
+from lm.config import (
+    ENCODINGS,
+    END_OF_TEXT,
+    TOKENIZER_FILES,
+    WSD,
+    Config,
+    DataConfig,
+    Files,
+    GAUBlock,
+    Hub,
+    Learned,
+    LongSetting,
+    Mixture,
+    Rope,
+    TiktokenTokenizer,
+    TrainedTokenizer,
+    YaRNScaling,
+    rotated_dims,
+)
+from lm.data.tasks import Task
+from lm.errors import Problem
+
+
+def check(config: Config) -> list[Problem]:
+    """What single keys can't say: missing values and contradictory pairs."""
+    problems: list[Problem] = []
+
+    def problem(wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
+        if wrong:
+            problems.append(Problem(path, value, reason, remedy))
+
+    data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
+    long = config.eval.long_context
+    problem(
+        not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
+        "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
+    )  # fmt: skip
+    problems += check_data(data)
+
+    gau = isinstance(model.block, GAUBlock)
+    head_size = model.head_size
+    problem(gau and model.n_head != 1, "model.n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
+    problem(gau and model.n_mlp is not None, "model.n_mlp", model.n_mlp, "a gated attention unit has no MLP", "drop it")
+    problem(
+        model.n_embd % model.n_head != 0,
+        "model.n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}",
+        f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}",
+    )  # fmt: skip
+    if isinstance(model.position, Rope):
+        where, value = ("model.block.key_size", head_size) if gau else ("model.n_embd", model.n_embd)
+        problem(head_size % 2 == 1, where, value, f"gives heads of odd size {head_size}, which RoPE can't rotate")
+        problem(
+            rotated_dims(head_size, model.position.fraction) == 0,
+            "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
+        )  # fmt: skip
+    problems += table.check(model.normalizer, "model.normalizer")
+    problems += check_phases(config)
+
+    problems += check_lengths(config)
+
+    problems += check_tasks(config)
+
+    step_row = data.seq_len * config.world_size
+    below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
+    problem(
+        optim.batch_tokens % step_row != 0,
+        "optim.batch_tokens", optim.batch_tokens,
+        f"is not a multiple of data.seq_len x devices x num_nodes = {step_row}",
+        "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
+    )  # fmt: skip
+    if trainer.micro_batch and optim.batch_tokens % step_row == 0:
+        problem(
+            config.rank_rows % trainer.micro_batch != 0,
+            "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_rows} rows a process has in a step",
+        )  # fmt: skip
+    problem(
+        optim.warmup_steps > trainer.max_steps,
+        "optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {trainer.max_steps}",
+    )  # fmt: skip
+    if isinstance(optim.schedule, WSD):
+        decay = round(optim.schedule.decay_fraction * trainer.max_steps)
+        problem(
+            optim.warmup_steps + decay > trainer.max_steps,
+            "optim.schedule.decay_fraction", optim.schedule.decay_fraction,
+            f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {trainer.max_steps} steps for the warm-up",
+        )  # fmt: skip
+    problem(
+        0 < long.length_factor < 1,
+        "eval.long_context.length_factor", long.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off",
+    )  # fmt: skip
+    problem(
+        isinstance(model.position, Learned) and long.length_factor > 1,
+        "eval.long_context.length_factor", long.length_factor,
+        "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
+    )  # fmt: skip
+    if long.length_factor:
+        problems += check_settings(config, "eval.long_context.settings", long.settings)
+    return problems + check_needle(config) + check_recall(config)
+
+
+def check_needle(config: Config) -> list[Problem]:
+    """What is wrong with `eval.needle`."""
+    needle, where = config.eval.needle, "eval.needle.length_factors"
+    if not needle.length_factors:
+        return [Problem("eval.needle.heads_at", needle.heads_at, f"{where} is []", f"set {where}")] if needle.heads_at else []
+    problems = check_settings(config, "eval.needle.settings", needle.settings)
+    if config.data.symbolic:
+        problems.append(Problem(where, needle.length_factors, "needs a model of text", "set it to []"))
+    if isinstance(config.model.position, Learned) and max(*needle.length_factors, needle.heads_at or 0) > 1:
+        problems.append(Problem(where, needle.length_factors, "learned positions end at the training length", "set it to [1]"))
+    return problems
+
+
+def check_recall(config: Config) -> list[Problem]:
+    """What is wrong with `eval.recall`."""
+    recall, data = config.eval.recall, config.data
+    if not recall.length_factors or not (data.tasks or recall.tasks):
+        return []
+    problems = check_settings(config, "eval.recall.settings", recall.settings)
+    for index, task in enumerate(recall.tasks):
+        if not isinstance(task, Task):
+            continue  # it has its problem already
+        where = f"eval.recall.tasks[{index}]"
+        problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
+        if task.vocab_size and not data.symbolic:
+            reason = "is over symbols that this model was not trained on"
+            problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
+        elif data.symbolic and not task.vocab_size:
+            problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+        elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
+            problems.append(
+                Problem(where, task.name, f"has {task.vocab_size} symbols, the model {known}", "set its options as in data.tasks")
+            )
+    longest = max(recall.length_factors)
+    if isinstance(config.model.position, Learned) and longest > 1:
+        reason = "learned positions end at the training length"
+        problems.append(Problem("eval.recall.length_factors", longest, reason, "leave longer rows out, or set model.position=rope"))
+    return problems
+
+
+def check_settings(config: Config, where: str, settings: list[LongSetting]) -> list[Problem]:
+    """What is wrong with the ways to use a model at `where`."""
+    model, problems = config.model, []
+    if not settings or len(set(settings)) < len(settings):
+        problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
+    normalizers = [phase.normalizer for phase in config.plan]
+    used = {getattr(one, "name", "") for some in normalizers for one in (some.of if isinstance(some, table.Layers) else [some])}
+    for index, setting in enumerate(settings):
+        if setting.rope.name != "as_trained" and not isinstance(model.position, Rope):
+            reason = f"model.position = {model.position.name} has no RoPE to scale"
+            problems.append(Problem(f"{where}[{index}].rope", setting.rope.name, reason, f"set {where}=[{{}}]"))
+        if isinstance(setting.rope, YaRNScaling) and setting.rope.fast <= setting.rope.slow:
+            problems.append(Problem(f"{where}[{index}].rope.fast", setting.rope.fast, f"is not above slow = {setting.rope.slow:g}"))
+        if setting.log_n_clip and "log_n" not in used:
+            problems.append(Problem(f"{where}[{index}].log_n_clip", True, "no normalizer of this model is log_n", "drop it"))
+    return problems
+
+
+def check_data(data: DataConfig) -> list[Problem]:
+    """What is missing or contradictory in sources and tokenizer."""
+    problems = []
+    mixed = isinstance(data.source, Mixture)
+    weights = [part.weight for part in data.parts]
+    if mixed and not weights:
+        problems.append(Problem("data.source.of", [], "no sources given", "list blocks of weight and source"))
+    elif abs(sum(weights) - 1) > 1e-6:
+        problems.append(Problem("data.source.of", weights, f"the weights sum to {sum(weights):g}, not to 1"))
+    for index, part in enumerate(data.parts):
+        where = f"data.source.of[{index}].source" if mixed else "data.source"
+        if isinstance(part.source, Files) and not part.source.paths:
+            problems.append(Problem(f"{where}.paths", [], "no files given", "list files, folders or globs"))
+        if isinstance(part.source, Hub) and not part.source.dataset:
+            problems.append(Problem(f"{where}.dataset", "", "no dataset given", "name a dataset or a folder"))
+    tokenizer = data.tokenizer
+    for name, remedy in TOKENIZER_FILES.get(tokenizer.name, {}).items():
+        if not getattr(tokenizer, name):
+            problems.append(Problem(f"data.tokenizer.{name}", "", "no file given", f"name {remedy}"))
+    if (
+        isinstance(tokenizer, TiktokenTokenizer)
+        and tokenizer.path
+        and not tokenizer.encoding
+        and Path(tokenizer.path).stem not in ENCODINGS
+    ):
+        reason = f"is not named after one of {', '.join(ENCODINGS)}"
+        problems.append(Problem("data.tokenizer.path", tokenizer.path, reason, "set data.tokenizer.encoding"))
+    if isinstance(tokenizer, TrainedTokenizer):
+        special = tokenizer.special_tokens
+        if len({*special, "", END_OF_TEXT}) < len(special) + 2:
+            reason = f"must be different texts, none of them empty or {END_OF_TEXT}"
+            problems.append(Problem("data.tokenizer.special_tokens", special, reason))
+        elif tokenizer.vocab_size < 257 + len(special):
+            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
+            problems.append(Problem("data.tokenizer.vocab_size", tokenizer.vocab_size, reason, f"set it to {257 + len(special)} or more"))
+    if data.max_document_bytes is not None and data.max_document_bytes < data.min_document_bytes:
+        reason = f"is less than data.min_document_bytes = {data.min_document_bytes}"
+        problems.append(Problem("data.max_document_bytes", data.max_document_bytes, reason))
+    return problems
+
+
+def check_lengths(config: Config) -> list[Problem]:
+    """What is wrong with `data.lengths`."""
+    lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
+    reasons = []
+    if lengths == "documents":
+        if len(config.data.parts) > 1:
+            reasons.append("takes documents as they come, whatever the weights of a mixture: give lengths")
+        if seq_len < 16 or seq_len & (seq_len - 1):
+            reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
+        chosen = []
+    elif isinstance(lengths, dict) and 0 in lengths:
+        chosen, shares = list(lengths.values()), list(lengths)
+        firsts = [round(share * steps) for share in sorted(shares)]
+        if not all(0 <= share < 1 for share in shares):
+            reasons.append("a length must begin at a share of the run from 0 on and below 1")
+        elif len(set(firsts)) < len(firsts):
+            reasons.append(f"leaves a length no step of trainer.max_steps = {steps}")
+    elif isinstance(lengths, dict):
+        chosen = list(lengths)
+        if not all(share > 0 for share in lengths.values()) or abs(sum(lengths.values()) - 1) > 1e-6:
+            reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
+        if not chosen:
+            reasons.append("names no length")
+    else:
+        chosen = [] if lengths is None else [lengths]
+    wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
+    if wrong:
+        reasons.append(f"{wrong[0]:g} does not divide data.seq_len = {seq_len} into rows of 2 tokens and more")
+    if isinstance(config.model.position, Learned) and lengths is not None:
+        reasons.append("short rows train the first learned positions only: set model.position=rope")
+    return [Problem("data.lengths", lengths, reason) for reason in reasons]
+
+
+def check_phases(config: Config) -> list[Problem]:
+    """What is wrong with `phases`: their order, their ends, their normalizers."""
+    problems = []
+    phases, ends = config.phases, config.phase_ends
+    for index, phase in enumerate(phases):
+        where = f"phases[{index}]"
+        problems += table.check(phase.normalizer, f"{where}.normalizer")
+        start = ends[index - 1] if index else 0
+        if index and phase.until <= phases[index - 1].until:
+            problems.append(Problem(f"{where}.until", phase.until, f"is not after phases[{index - 1}].until = {phases[index - 1].until}"))
+        elif ends[index] <= start:
+            problems.append(
+                Problem(f"{where}.until", phase.until, f"leaves the phase no step of trainer.max_steps = {config.trainer.max_steps}")
+            )
+        elif phase.warmup_steps > ends[index] - start:
+            reason = f"is more than the {ends[index] - start} steps of the phase"
+            problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason))
+    if not phases:
+        return problems
+    if phases[-1].until != 1:
+        problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1"))
+    if phases[0].warmup_steps:
+        problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, "warms up from no swap", "set optim.warmup_steps"))
+    if config.model.normalizer != phases[0].normalizer:
+        reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
+        problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
+    return problems
+
+
+def check_tasks(config: Config) -> list[Problem]:
+    """What is wrong with `data.tasks`: contradictory options, weights, symbols among text."""
+    data, problems = config.data, []
+    if not data.tasks:
+        return []
+    for index, share in enumerate(data.tasks):
+        path = f"data.tasks[{index}].task"
+        problems += [Problem(f"{path}.{key}", getattr(share.task, key), reason) for key, reason in share.task.problems()]
+    weights = sum(share.weight for share in data.tasks)
+    if weights > 1 + 1e-6:
+        problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))
+    if any(share.task.vocab_size for share in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
+        names = ", ".join(share.task.name for share in data.tasks if share.task.vocab_size)
+        reason = "are over symbols of their own, which text and tasks in text don't share"
+        problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
+    if data.lengths == "documents":
+        problems.append(Problem("data.lengths", data.lengths, "tasks have no documents", "give lengths, or drop data.tasks"))
+    long = config.eval.long_context.length_factor
+    if data.symbolic and long:
+        reason = "there is no text to read beyond the training length"
+        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; eval.recall has longer rows of the tasks"))
+    return problems

@@ -1,0 +1,144 @@
+"""Configurations from YAML files and overrides, and back.
+
+`load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one
+`ConfigError` that holds every problem. Nothing here imports torch.
+"""
+
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lm.checks import check
+from lm.config import Config
+from lm.errors import ConfigError, Problem
+from lm.schema import Plain, build, reference, suggest, to_plain
+
+
+def load(arguments: list[str]) -> Config:
+    """The configuration from YAML files and `key=value` overrides, later ones winning.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    if not arguments:
+        raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
+    merged: dict[str, Plain] = {}
+    overrides = []
+    name = ""
+    for argument in arguments:
+        if "=" in argument:
+            overrides.append(argument)
+        else:
+            merged = merge(merged, read_yaml(Path(argument)))
+            name = name or Path(argument).stem
+    merged = merge(merged, read_overrides(overrides))
+    return parse({**merged, "name": merged.get("name") or name})
+
+
+def parse(plain: dict[str, Plain]) -> Config:
+    """The checked configuration from plain data (interpolations `${...}` are resolved).
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from None
+    problems: list[Problem] = []
+    config = build(Config, plain, "", problems)
+    if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
+        config.model.normalizer = config.phases[0].normalizer
+    failed = {problem.path for problem in problems}
+    problems += [problem for problem in check(config) if problem.path not in failed]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved tree as YAML: `parse` of it gives the same configuration."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
+    """The file's keys merged over those of its `base:` files (paths relative to the file)."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: inherits from itself through `base:`")
+    try:
+        node = OmegaConf.load(path)
+        plain = OmegaConf.to_container(node) if node else {}
+    except FileNotFoundError:
+        near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+        by = f" (a base of {seen[-1].name})" if seen else " (overrides are key=value)" if not path.suffix else ""
+        raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
+    bases = plain.pop("base", [])
+    if not all(isinstance(base, str) for base in (bases if isinstance(bases, list) else [bases])):
+        raise ConfigError([Problem("base", bases, f"must be a file or a list of files (in {path})")])
+    merged: dict[str, Plain] = {}
+    for base in bases if isinstance(bases, list) else [bases]:
+        merged = merge(merged, read_yaml(path.parent / base, (*seen, path.resolve())))
+    return merge(merged, plain)
+
+
+def read_overrides(overrides: list[str]) -> dict[str, Plain]:
+    """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
+    merged: dict[str, Plain] = {}
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override}: not an override; write key=value")
+        try:
+            merged = merge(merged, OmegaConf.to_container(OmegaConf.from_dotlist([override])))
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{override}: not a valid override: {_one_line(error)}") from None
+    return merged
+
+
+def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
+    """`over` laid on `under`. A block whose `name` changes replaces the old block whole,
+    so that options of one normalizer never leak into another."""
+    merged = dict(under)
+    for name, value in over.items():
+        old = merged.get(name)
+        if value is None and isinstance(old, dict):
+            continue  # an empty block changes nothing
+        if isinstance(value, str) and isinstance(old, dict):
+            value = {"name": value}
+        if isinstance(old, str) and isinstance(value, dict):
+            old = {"name": old}
+        if isinstance(old, dict) and isinstance(value, dict):
+            renamed = "name" in old and value.get("name", old["name"]) != old["name"]
+            is_map = not all(isinstance(inner, str) for inner in (*old, *value))  # its keys are values, too
+            merged[name] = value if renamed or is_map else merge(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def reference_markdown() -> str:
+    """docs/config.md: every key with its type, default and description."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated by `lm config --reference`; a test keeps it true. `key[choice]` rows are the options of a block",
+        "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;",
+        "a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.",
+        "",
+        "| key | type | default | what it is |",
+        "|---|---|---|---|",
+    ]
+    for path, kind, default, text in reference(Config):
+        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {text.replace('|', '&#124;')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
