@@ -20,7 +20,8 @@ class MQAR(Task):
 
     Disjoint: a pair whose key and value sum to a multiple of 8 is in test rows only, any other in training rows only, if
     there are 8 times as many values as pairs and pairs are two symbols. Else test rows have a stream of their own, and
-    lists of (key, value) of their own, by their hash.
+    lists of (key, value) of their own, by their hash. A model that has not learned recall may score below chance on pairs
+    held out so: it has learned which pairs never occur.
     """
 
     name: ClassVar[str] = "mqar"
