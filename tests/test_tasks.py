@@ -213,6 +213,18 @@ def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index:
 
 @given(index=INDICES)
 @settings(max_examples=60, deadline=None)
+def test_training_and_test_rows_of_recall_share_no_pair_if_asked(index: int):
+    task = MQAR(held_out="pairs")
+    for part in ("train", "test"):
+        made = example(task, 1, index, 64, part)
+        keys, values = made.tokens[made.needles[:, 0]], made.tokens[made.evidence[:, 0]] - task.keys
+        assert (((keys + values) % 8 == 0) == (part == "test")).all()
+    assert MQAR(held_out="pairs", joined=True).problems()
+    assert MQAR(held_out="pairs", values=63).problems()
+
+
+@given(index=INDICES)
+@settings(max_examples=60, deadline=None)
 def test_training_and_test_rows_of_recall_share_no_list_of_pairs(index: int):
     """Single pairs they share: keeping some from training would teach that they are wrong."""
     task = MQAR(keys=4, values=4, filler=4, pairs=2, queries=2)

@@ -1,11 +1,11 @@
 """Tasks over symbols 0 to V - 1: associative recall, copying, induction, the largest of many, flip-flop."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm.data.tasks.rows import Draw, Example, Task, require, span
+from lm.data.tasks.rows import HELD_OUT, Draw, Example, Task, require, span
 from lm.data.tasks.text import Text
 from lm.schema import key
 
@@ -18,8 +18,9 @@ class MQAR(Task):
     row's last 2 `queries` tokens, key and value by turns; keys and values of a row are all different, no key is asked for
     twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: lists of (key, value), by their hash; a single pair may be in rows of either kind, as keeping some from training would
-    teach that they are wrong.
+    Disjoint: lists of (key, value), by their hash; single pairs may be in rows of either kind. With `held_out: pairs` a pair whose
+    key and value sum to a multiple of 8 is in test rows only, any other in training rows only: a model that knows which pairs
+    training has is then wrong in test rows more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -29,6 +30,7 @@ class MQAR(Task):
     pairs: int = key(8, "pairs in a row", ge=1)
     queries: int = key(8, "keys asked for at the row's end", ge=1)
     joined: bool = key(False, "a pair is one symbol, that of its key and value: one look finds it; else two, and a key must be found first")
+    held_out: Literal["lists", "pairs"] = key("lists", "what test rows have to themselves: lists of pairs, or single pairs")
     varied: bool = key(False, "training rows have 1 to `pairs` pairs, at random, and no more queries; test rows all of them")
 
     @property
@@ -37,6 +39,8 @@ class MQAR(Task):
 
     def problems(self) -> list[tuple[str, str]]:
         found = [("queries", f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
+        if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
+            found.append(("held_out", f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"))
         return found + [
             ("pairs", f"is more than {name} = {n}") for name, n in (("keys", self.keys), ("values", self.values)) if n < self.pairs
         ]
@@ -62,9 +66,18 @@ class MQAR(Task):
     def _contents(self, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         """Different keys, and different values for them."""
         for _ in draw.tries():
-            keys, values = draw.order(self.keys, pairs), draw.order(self.values, pairs)
-            if draw.owns(*keys, *values):
+            keys, order = draw.order(self.keys, pairs), draw.order(self.values)
+            if self.held_out == "pairs":
                 break
+            if draw.owns(*keys, *order[:pairs]):
+                return keys, order[:pairs]
+        # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
+        free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.part == "test")  # (pairs, values)
+        values = np.empty(pairs, np.int64)
+        for pair in range(pairs):
+            first = int(free[pair].argmax())
+            values[pair] = order[first]
+            free[:, first] = False
         return keys, values
 
 
