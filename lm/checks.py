@@ -45,6 +45,10 @@ def check(config: Config) -> list[Problem]:
     gau = isinstance(model.block, GAUBlock)
     head_size = model.head_size
     problem(gau and model.n_head != 1, "model.n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
+    problem(gau and model.mlp != "swiglu", "model.mlp", model.mlp, "a gated attention unit has no MLP", "drop it")
+    problem(
+        data.symbolic and data.documents == "isolate", "data.documents", "isolate", "rows of tasks are documents by themselves", "drop it"
+    )
     problem(gau and model.n_mlp is not None, "model.n_mlp", model.n_mlp, "a gated attention unit has no MLP", "drop it")
     problem(
         model.n_embd % model.n_head != 0,
@@ -63,7 +67,7 @@ def check(config: Config) -> list[Problem]:
 
     problems += check_lengths(config)
 
-    problems += check_tasks(config)
+    problems += check_tasks(config) + check_shares(config)
 
     step_row = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
@@ -262,6 +266,14 @@ def check_phases(config: Config) -> list[Problem]:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
         problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
     return problems
+
+
+def check_shares(config: Config) -> list[Problem]:
+    """Weights below what rows are dealt by: they would never be drawn."""
+    weights = [(f"data.tasks[{index}].weight", share.weight) for index, share in enumerate(config.data.tasks)]
+    if len(config.data.parts) > 1:
+        weights += [(f"data.source.of[{index}].weight", part.weight) for index, part in enumerate(config.data.parts)]
+    return [Problem(path, weight, "is above 0 and below 0.001, the least share there is") for path, weight in weights if 0 < weight < 0.001]
 
 
 def check_tasks(config: Config) -> list[Problem]:

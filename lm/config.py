@@ -297,6 +297,10 @@ class Schedule:
     at: list[float] = key([1.0], "shares of the run at which it is measured", gt=0, le=1)
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """True every so many steps, and at those shares of the run."""
+        return step in {max(1, round(share * max_steps)) for share in self.at} or bool(self.every and step % self.every == 0)
+
 
 @dataclass(frozen=True)
 class AsTrained:

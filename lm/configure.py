@@ -108,19 +108,23 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
     merged = dict(under)
     for name, value in over.items():
         old = merged.get(name)
-        if value is None and isinstance(old, dict):
+        if value is None and _is_block(old):
             continue  # an empty block changes nothing
-        if isinstance(value, str) and isinstance(old, dict):
+        if isinstance(value, str) and _is_block(old):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
             renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            is_map = not all(isinstance(inner, str) for inner in (*old, *value))  # its keys are values, too
-            merged[name] = value if renamed or is_map else merge(old, value)
+            merged[name] = merge(old, value) if _is_block(old) and _is_block(value) and not renamed else value
         else:
             merged[name] = value
     return merged
+
+
+def _is_block(value: Plain) -> bool:
+    """True for a block of keys; False for a map, whose keys are values, too."""
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def reference_markdown() -> str:

@@ -57,16 +57,17 @@ def draw(shares: dict[str, np.ndarray], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.5, 4), layout="constrained")
     for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
-        axes.plot(FACTORS, values.mean(0), color=f"C{number}", marker="os^Dv"[number % 5], label=arm)
+        style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--")[number % 2]}  # lines that lie on each other stay apart
+        axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm, **style)
         axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
     axes.axhline(1 / 8, color="0.6", linestyle=":", label="any of the 8 values")
     axes.set_xscale("log", base=2)
     axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
     axes.set(xlabel="length of the row, in training lengths of 64", ylabel="answers right", ylim=(0, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right center")
     figure.savefig(path, dpi=120)
 
 

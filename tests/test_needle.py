@@ -86,7 +86,7 @@ def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
     for hook in hooks:
         hook.remove()
     expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]) for a in seen], 1)
-    assert torch.allclose(head_scores(decoder, one, LongSetting()), expected, atol=1e-5)
+    assert torch.allclose(head_scores(decoder, one, LENGTH, LongSetting()), expected, atol=1e-5)
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):

@@ -53,6 +53,9 @@ CASES = {
     "linear, exp, decay": table.Linear(features="exp", decay=True),
     "linear, identity, decay": table.Linear(features="identity", decay=True, n="visible"),
     "alibi": table.ALiBi(),
+    "window": table.Window(size=5),
+    "window of 1": table.Window(size=1),
+    "window, longer than the row": table.Window(size=200),
     "scale_invariant": table.ScaleInvariant(),
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())

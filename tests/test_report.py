@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lm import config as configuration
+from lm import configure as configuration
 from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
 from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile

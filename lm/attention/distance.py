@@ -1,12 +1,14 @@
 """Softmax of logits that depend on how far back a key is."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
+from lm.attention.kernels import fused_softmax
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -19,6 +21,49 @@ class ALiBi(Normalizer):
         slopes = (2.0 ** (-8 * heads / self.shape.n_head)).view(-1, 1, 1)
         z = logits(q, k) - (slopes * rows.distance()).to(q.dtype)
         return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+
+
+class Window(Normalizer):
+    """softmax(z) over the latest w keys, the query's own among them: sliding windows, for the local layers of a mixture.
+
+    A row is cut into blocks of w queries, which look at their own block and the one before: O(T w) time and memory on the fused kernel.
+    """
+
+    options: table.Window
+
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        near = rows.visible() & (rows.distance() < self.options.size)
+        return logits(q, k).masked_fill(~near, -math.inf).softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        if not rows.causal:
+            return super().forward(q, k, v, rows)
+        (b, _, t, _), w = q.shape, self.options.size
+        if t <= w:
+            return fused_softmax(q, k, v, rows)
+
+        def blocks(x: Tensor, before: int) -> Tensor:
+            """(B, H, T, X) as blocks of w tokens, each after the `before` blocks before it: (B N, H, (before + 1) w, X)."""
+            cut = F.pad(x, (0, 0, before * w, -t % w)).unflatten(2, (-1, w))
+            count = cut.size(2) - before
+            return torch.cat([cut[:, :, i : i + count] for i in range(before + 1)], 3).transpose(1, 2).flatten(0, 1)
+
+        at, seen = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
+        mask = ((seen > at) & (seen <= at + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
+        mask[0] &= seen >= w  # there is no block before the first
+        out = fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), rows, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
+        return out.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+        """Remembers the latest w - 1 keys and values."""
+        if state is not None:
+            k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
+        out = self(q, k, v, replace(rows, key_positions=rows.key_positions[..., rows.key_positions.size(-1) - k.size(2) :]))
+        first = max(0, k.size(2) - self.options.size + 1)
+        return out, (k[:, :, first:], v[:, :, first:])
+
+    def explain(self) -> str:
+        return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
 class ScaleInvariant(Normalizer):

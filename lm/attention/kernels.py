@@ -124,7 +124,9 @@ def by_documents(normalizer: "Normalizer", q: Tensor, k: Tensor, v: Tensor, rows
     T x T mask, and time grows with the documents' lengths. At most log2(T) calls of the normalizer.
     """
     b, _, t, _ = q.shape
-    places, groups = _document_groups(rows, b)
+    if b not in rows.grouped:  # the same for all layers
+        rows.grouped[b] = _document_groups(rows, b)
+    places, groups = rows.grouped[b]
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
     outs = []
     for index, alone in groups:

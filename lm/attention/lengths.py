@@ -1,6 +1,7 @@
 """What n means: the length of an attention row, from positions alone."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class Rows:
     causal: bool
     documents: Tensor | None = None
     key_documents: Tensor | None = None
+
+    @cached_property
+    def grouped(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "Rows"]]]]:
+        """Documents of like size side by side, by the number of rows: `kernels.by_documents` keeps them here."""
+        return {}
 
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "Rows":

@@ -177,6 +177,14 @@ class ALiBi:
 
 
 @dataclass
+class Window:
+    """softmax over the latest keys alone: a sliding window."""
+
+    name: ClassVar[str] = "window"
+    size: int = key(256, "keys a query sees, its own among them", ge=1)
+
+
+@dataclass
 class ScaleInvariant:
     """softmax(a_t z + m_t), t tokens back, arXiv 2505.17083; the paper adds `model.qk_norm` and p-RoPE."""
 
@@ -325,6 +333,10 @@ _ROWS = (
     Entry(
         ALiBi, "distance:ALiBi", "softmax(z - 2^(-8 h / H) t)", "none", BLOCKS, True, "Press et al. 2021, arXiv 2108.12409",
         "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083",
+    ),
+    Entry(
+        Window, "distance:Window", "softmax(z), t < w", "none", SDPA, True, "Beltagy et al. 2020, arXiv 2004.05150",
+        "for local layers: `[window, window, ssmax]`",
     ),
     Entry(
         ScaleInvariant, "distance:ScaleInvariant", "softmax(a_t z + m_t)", "none", BLOCKS, True, "arXiv 2505.17083",

@@ -16,7 +16,7 @@ from lm.config import Config, TaskShare
 from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
 from lm.data.tasks import Task, Text, example
-from lm.data.tasks.rows import fold
+from lm.data.tasks.rows import NoRoom, fold
 from lm.errors import ConfigError, Problem
 from lm.loss import IGNORED
 
@@ -126,12 +126,12 @@ class TaskStream:
     """Rows of a synthetic task, whose answers alone count; no two slots have a row in common.
 
     Raises:
-        ValueError: the task doesn't fit into rows of `shortest` tokens.
+        NoRoom: the task doesn't fit into rows of `shortest` tokens.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
         self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
-        example(task, seed, 0, shortest, "train", text)
+        example(task, seed, 0, shortest, "train", text)  # raises in time
 
     def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """As `Stream.rows`."""
@@ -216,33 +216,38 @@ class TrainRows:
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
         """The global batch of a step, or of it the `count` slots from `first` on; rows of `length(step)` tokens."""
-        rows, answers = self._rows(step, first, count)
-        return Batch.of(rows, answers, self.store.end_of_text if self.isolate else None)
+        rows, answers, is_text = self._rows(step, first, count)
+        batch = Batch.of(rows, answers, self.store.end_of_text if self.isolate else None)
+        if batch.positions is not None:  # a row of a task is one document, whatever its filler
+            batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
+        return batch
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Likewise, as tokens alone: int64 (slots x seq_len / L, L + 1), L = `length(step)`."""
         return self._rows(step, first, count)[0]
 
-    def _rows(self, step: int, first: int, count: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def _rows(self, step: int, first: int, count: int | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Tokens, which predictions count, and which rows are text."""
         length = self.length(step)
-        last = self.batch_rows if count is None else first + count
+        last, per_slot = self.batch_rows if count is None else first + count, self.seq_len // length
         if self.natural:
-            per_slot = self.seq_len // length
-            return windows(self.store.train, self.natural.row_starts(step)[first * per_slot : last * per_slot], length), None
+            rows = windows(self.store.train, self.natural.row_starts(step)[first * per_slot : last * per_slot], length)
+            return rows, None, np.ones(len(rows), bool)
         slots = step * self.batch_rows + np.arange(first, last)
         if self.deck is None:
-            return self.streams[0].rows(slots, length)
+            rows, answers = self.streams[0].rows(slots, length)
+            return rows, answers, np.full(len(rows), answers is None)
         dealt, own = self.deck.deal(slots)
-        per_slot = self.seq_len // length
         rows = np.empty((len(slots), per_slot, length + 1), np.int64)
         answers = np.ones((len(slots), per_slot, length), bool)
+        is_text = np.ones((len(slots), per_slot), bool)
         for number in np.unique(dealt):
             mine = dealt == number
             tokens, counted = self.streams[number].rows(own[mine], length)
             rows[mine] = tokens.reshape(-1, per_slot, length + 1)
             if counted is not None:
-                answers[mine] = counted.reshape(-1, per_slot, length)
-        return rows.reshape(-1, length + 1), answers.reshape(-1, length)
+                answers[mine], is_text[mine] = counted.reshape(-1, per_slot, length), False
+        return rows.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
 def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> TrainRows:
@@ -258,8 +263,9 @@ def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> T
         return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, isolate, config.trainer.max_steps, data.tasks, weights)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
-    except ValueError as error:
-        raise ConfigError([Problem("data.tasks", "", str(error), "set data.seq_len and data.lengths to more")]) from None
+    except NoRoom as error:
+        names = ", ".join(share.task.name for share in data.tasks)
+        raise ConfigError([Problem("data.tasks", names, str(error), "set data.seq_len and data.lengths to more")]) from None
 
 
 AnyLengths = None | int | str | Mapping[int | float, int | float]

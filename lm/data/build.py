@@ -57,7 +57,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
     """Make the store `target`, or go on where a process that died was.
 
     Raises:
-        DataError: a source can't be read, changed meanwhile or is too small; nothing is left then.
+        DataError: a source is too small or changed meanwhile, and nothing is left; or it can't be read any further, and the next call
+            goes on from there.
     """
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -70,7 +71,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         os.rename(partial, target)
         sync_folder(target.parent)
     except (DataError, OSError):
-        shutil.rmtree(partial, ignore_errors=True)
+        if not (partial / JOURNAL).exists():  # else hours of work, which the reason may leave usable: a network, a full disk
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 

@@ -30,7 +30,7 @@ class Curriculum:
     """Lengths that follow each other: `starts` maps the share of the run at which each begins, 0 first, to the length."""
 
     def __init__(self, starts: Mapping[float, int], max_steps: int):
-        self.starts = dict(sorted((round(share * max_steps), length) for share, length in starts.items()))
+        self.starts = dict(sorted((round(share * max_steps), int(length)) for share, length in starts.items()))
         self.shortest = min(starts.values())
 
     def __call__(self, step: int) -> int:

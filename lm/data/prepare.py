@@ -80,6 +80,10 @@ def check_rows(store: Store, config: Config) -> None:
     if shortest <= seq_len:
         reason = f"a row needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {shortest - 1} or less, or add text")])
+    for index, (asked, part) in enumerate(zip(config.data.parts, store.train.parts, strict=False)):
+        if len(config.data.parts) > 1 and asked.weight and part.n_tokens <= seq_len:
+            reason = f"its weight is {asked.weight:g}, but its training text has {part.n_tokens:,} tokens, and a row needs {seq_len + 1:,}"
+            raise ConfigError([Problem(f"data.source.of[{index}]", part.label, reason, "add text, leave it out, or lower data.seq_len")])
     if config.long_length >= store.val.longest:
         fitting = (store.val.longest - 1) / seq_len
         smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""

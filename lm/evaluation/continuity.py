@@ -99,11 +99,12 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device
 
     def local() -> Tensor:
         total = torch.zeros(old.config.n_layer, dtype=torch.float64)
+        layers = {normalizer: layer for layer, normalizer in enumerate(old.normalizers())}
         for row in rows[where.rank :: where.world]:
-            tokens = torch.from_numpy(row[None, :-1]).to(where.device)
-            seen = [_attention_inputs(model, tokens, where) for model in (old, new)]
-            for layer, (a, b) in enumerate(zip(*seen, strict=True)):
-                total[layer] += _distance(a, b)
+            batch = Batch.of(row[None], end_of_text=held_out.end_of_text).to(where.device)
+            seen = [_attention_inputs(model, batch, where) for model in (old, new)]
+            for a, b in zip(*seen, strict=True):  # of isolated documents, one entry for each of like size
+                total[layers[a[0]]] += _distance(a, b) / held_out.length
         return total.float()
 
     with undisturbed(old, new):
@@ -114,8 +115,8 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device
 _Inputs = tuple[nn.Module, Tensor, Tensor, Rows]  # a normalizer and its queries, keys and rows
 
 
-def _attention_inputs(model: Decoder, tokens: Tensor, where: Device) -> list[_Inputs]:
-    """What each layer's normalizer is given for `tokens` (1, T)."""
+def _attention_inputs(model: Decoder, batch: Batch, where: Device) -> list[_Inputs]:
+    """What each layer's normalizer is given for a batch, call by call."""
     seen: list[_Inputs] = []
 
     def note(normalizer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor, Rows]) -> None:
@@ -125,7 +126,7 @@ def _attention_inputs(model: Decoder, tokens: Tensor, where: Device) -> list[_In
     hooks = [normalizer.register_forward_pre_hook(note) for normalizer in model.normalizers()]
     try:
         with where.autocast():
-            model(tokens)
+            model.hidden(batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,16 +134,18 @@ def _attention_inputs(model: Decoder, tokens: Tensor, where: Device) -> list[_In
 
 
 def _distance(a: _Inputs, b: _Inputs) -> float:
-    """Half the L1 distance of the weights of one layer, a mean over heads and queries."""
+    """Half the L1 distance of the weights of one call, a mean over heads and a sum over queries."""
     n_head, length = a[1].shape[1:3]
     step, total = max(1, DRIFT_WEIGHTS // (n_head * length)), 0.0
+    real = (a[3].positions < a[3].lengths).expand(a[1].size(0), length)  # documents side by side are padded
     for start in range(0, length, step):
         first, second = (
             normalizer.weights(q[:, :, start : start + step], k, rows.part(start, start + step, length))
             for normalizer, q, k, rows in (a, b)
         )
-        total += float((first - second).abs().sum(dtype=torch.float64)) / 2
-    return total / (n_head * length)
+        apart = (first - second).abs().sum(-1, dtype=torch.float64).mean(1)  # (B, T)
+        total += float((apart * real[:, start : start + step]).sum()) / 2
+    return total
 
 
 def print_swap(result: dict[str, Plain]) -> None:

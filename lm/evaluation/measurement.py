@@ -14,7 +14,7 @@ from lm.config import Config, Schedule
 from lm.data.store import Store
 from lm.evaluation.devices import Device
 from lm.model import Decoder
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
 Progress = Callable[[int], None]  # hears of units of work done
 
@@ -39,6 +39,7 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]
+    version: ClassVar[int] = 1  # raise it when the numbers of the same settings change
 
     def __init__(self, config: Config, store: Store):
         self.config, self.store = config, store
@@ -74,9 +75,14 @@ class Measurement(ABC):
     def text(self, result: dict[str, Plain]) -> str:
         """One line."""
 
+    def precision(self, where: Device) -> str:
+        """What it computes in, as recorded."""
+        return where.precision
+
     def key(self, weights: str, where: Device) -> str:
-        """Names what decides a result: kind, settings, data, precision and `weights` (their sha256)."""
-        facts = [self.kind, self.settings, self.store.fingerprint, where.precision, weights]
+        """Names what decides a result: kind, version, settings, model, data, precision and `weights` (their sha256)."""
+        model = to_plain(self.config.model)
+        facts = [self.kind, self.version, self.settings, model, self.store.fingerprint, self.precision(where), weights]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -154,8 +154,8 @@ def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: C
     return -(log_p * real).sum(1), bool(hits.all())
 
 
-def head_scores(decoder: Decoder, one: Trial, way: LongSetting) -> Tensor:
-    """Attention from the prompt's last token to the number in its needle, and to the needle's sentence: (2, layers, H) fp32.
+def head_scores(decoder: Decoder, one: Trial, length: int, way: LongSetting) -> Tensor:
+    """Attention from the prompt's last token, in a row of `length`, to the number in its needle and to its sentence: (2, layers, H) fp32.
 
     Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
     """
@@ -169,7 +169,8 @@ def head_scores(decoder: Decoder, one: Trial, way: LongSetting) -> Tensor:
 
     hooks = [normalizer.register_forward_pre_hook(note) for normalizer in decoder.normalizers()]
     try:
-        decoder(torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device), way.rope)
+        device = decoder.head.weight.device
+        decoder(torch.from_numpy(one.prompt[None]).to(device), way.rope, Rows.next(0, len(one.prompt), length, device))
     finally:
         for hook in hooks:
             hook.remove()
@@ -190,12 +191,21 @@ class NeedleMeasurement(Measurement):
         self.cells += [(length, replace(base, absent=True)) for length in lengths]
         for length in lengths:
             check_room(base, length, "test", self.haystack, "eval.needle.length_factors", self.asked.length_factors)
+        if self.asked.heads_at:
+            check_room(base, self._heads_length, "test", self.haystack, "eval.needle.heads_at", self.asked.heads_at)
         if self.asked.finetune.steps:
             check_room(base, config.data.seq_len, "train", self.haystack, "eval.needle.finetune.steps", self.asked.finetune.steps)
 
     @property
+    def _heads_length(self) -> int:
+        return round(self.asked.heads_at * self.config.data.seq_len)
+
+    @property
     def schedule(self) -> Schedule:
         return self.asked
+
+    def precision(self, where: Device) -> str:
+        return "32"  # answers are judged in fp32 whatever the model was trained in
 
     @property
     def settings(self) -> dict[str, Plain]:
@@ -210,10 +220,24 @@ class NeedleMeasurement(Measurement):
         with undisturbed(decoder):
             model = decoder
             if self.asked.finetune.steps:
-                model = finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where)
+                model = self._taught(decoder, where)
             cells = [self._cell(model, length, task, way, where, progress) for way in self.asked.settings for length, task in self.cells]
             heads = [self._heads(model, way, where) for way in self.asked.settings] if self.asked.heads_at else []
         return {"cells": cells, "heads": heads}
+
+    def _taught(self, decoder: Decoder, where: Device) -> Decoder:
+        """The copy that fine-tuning gives on rank 0, on all ranks: theirs might drift apart."""
+        copies: list[Decoder] = []
+
+        def local() -> Tensor:
+            copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where))
+            return torch.zeros(1)
+
+        over_ranks(where, local)
+        if where.world > 1:
+            for value in copies[0].state_dict().values():
+                torch.distributed.broadcast(value, 0)
+        return copies[0]
 
     def _cell(self, decoder: Decoder, length: int, task: Needle, way: LongSetting, where: Device, progress: Progress) -> dict[str, Plain]:
         asked = trials(task, length, self.asked.trials, self.haystack)
@@ -253,7 +277,7 @@ class NeedleMeasurement(Measurement):
 
     def _heads(self, decoder: Decoder, way: LongSetting, where: Device) -> dict[str, Plain]:
         """Attention of every head to needles at `HEADS_DEPTH`, and whether the trial was answered."""
-        length = round(self.asked.heads_at * self.config.data.seq_len)
+        length = self._heads_length
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
         asked = trials(task, length, self.asked.trials, self.haystack)
         shape = 2, len(decoder.normalizers()), decoder.normalizers()[0].shape.n_head
@@ -264,7 +288,7 @@ class NeedleMeasurement(Measurement):
                 where.check_time()
                 with torch.autocast(where.device.type, enabled=False), used_as(decoder, way):
                     scores = score(decoder, [asked[index]], length, way, self.haystack)[0]
-                    result[index] = torch.cat((scores[[2, 3]], head_scores(decoder, asked[index], way).flatten()))
+                    result[index] = torch.cat((scores[[2, 3]], head_scores(decoder, asked[index], length, way).flatten()))
             return result
 
         found = over_ranks(where, local).numpy()

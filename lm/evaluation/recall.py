@@ -165,6 +165,9 @@ class Recall(Measurement):
     def schedule(self) -> Schedule:
         return self.config.eval.recall
 
+    def precision(self, where: Device) -> str:
+        return "32"  # answers are judged in fp32 whatever the model was trained in
+
     @property
     def settings(self) -> dict[str, Plain]:
         return {

@@ -20,11 +20,11 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Row, weights_sha256
 from lm.evaluation.results import finite, write_evaluation
-from lm.evaluation.suite import SUITES, measurements
+from lm.evaluation.suite import SUITES, keep, kept_at, measured, measurements
 from lm.evaluation.suite import suite as suite_of
 from lm.files import write_text
 from lm.loading import Loaded, find_checkpoint, load
-from lm.runs import ENVIRONMENT, EVALUATIONS, read_config, read_json, write_json
+from lm.runs import ENVIRONMENT, read_config, read_json, write_json
 from lm.schema import Plain, to_plain
 from lm.training.device import resolve_device, resolve_precision
 
@@ -93,8 +93,8 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     return plain
 
 
-def evaluate(config: Config, folder: Path, path: Path) -> list[Evaluated]:
-    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says; else as `evaluate_runs`."""
+def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[Evaluated]:
+    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or these `kinds` alone; else as `evaluate_runs`."""
     loaded = load(path)
     decoder, facts = loaded.decoder, loaded.facts
     if _identity(loaded.config) != _identity(config):
@@ -102,30 +102,23 @@ def evaluate(config: Config, folder: Path, path: Path) -> list[Evaluated]:
     store = open_store(config, loaded)
     check_rows(store, config)
     where = open_device(config, read_json(folder / ENVIRONMENT))
+    asked = [one for one in measurements(config, store) if kinds is None or one.kind in kinds]
     weights = weights_sha256(decoder)
     decoder.to(where.device)
-    stamp = {
-        "step": facts["step"],
-        "tokens_seen": facts["tokens"],
-        "data_fingerprint": store.fingerprint,
-        "precision": where.precision,
-        "checkpoint": path.name,
-        "weights_sha256": weights,
-    }
-    asked, found = measurements(config, store), []
+    stamp = {"step": facts["step"], "tokens_seen": facts["tokens"], "data_fingerprint": store.fingerprint, "checkpoint": path.name}
+    found = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         for measurement in asked:
-            cache = folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
-            cached = cache.is_file()
+            kept = kept_at(folder, measurement, weights, where)
+            cached = kept.is_file()
             if cached:
-                result = read_json(cache)
+                result = read_json(kept)
             else:
                 task = bars.add_task(f"{folder.name}: {measurement.kind}", total=measurement.work)
-                numbers = measurement.measure(decoder, where, lambda units, task=task: bars.advance(task, units))
-                result = {"kind": measurement.kind, **measurement.settings, **numbers, **stamp}
-                cache.parent.mkdir(exist_ok=True, parents=True)
-                write_json(cache, finite(result))
+                result = measured(measurement, decoder, where, lambda units, task=task: bars.advance(task, units))
+                keep(folder, measurement, result, where)
+            result |= stamp
             write_evaluation(folder, result)
             found.append(Evaluated(folder, measurement.kind, facts["step"], result, measurement.rows(result), cached))
     return found

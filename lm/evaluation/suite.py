@@ -1,11 +1,17 @@
 """Which measurements a configuration asks for, and the named suites of `lm eval`."""
 
+from pathlib import Path
+
 from lm.config import Config, Learned, Rope
 from lm.data.store import Store
-from lm.evaluation.measurement import Measurement
+from lm.evaluation.devices import Device
+from lm.evaluation.measurement import Measurement, Progress, weights_sha256
 from lm.evaluation.needle import NeedleMeasurement
 from lm.evaluation.recall import Recall
+from lm.evaluation.results import finite
 from lm.evaluation.text import LongContext, Validation
+from lm.model import Decoder
+from lm.runs import EVALUATIONS, write_json
 from lm.schema import Plain
 
 SUITES = ("quick", "full")
@@ -38,3 +44,29 @@ def measurements(config: Config, store: Store) -> list[Measurement]:
     if config.eval.needle.length_factors:
         wanted.append(NeedleMeasurement)
     return [one(config, store) for one in wanted]
+
+
+def measured(measurement: Measurement, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
+    """A measurement's result: its settings and numbers, and what was measured. Collective."""
+    weights = weights_sha256(decoder)
+    numbers = measurement.measure(decoder, where, progress)
+    return {
+        "kind": measurement.kind,
+        **measurement.settings,
+        **numbers,
+        "precision": measurement.precision(where),
+        "weights_sha256": weights,
+    }
+
+
+def kept_at(folder: Path, measurement: Measurement, weights: str, where: Device) -> Path:
+    """Where a run folder keeps the result of a measurement of `weights` (their sha256), however often it is measured otherwise."""
+    return folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
+
+
+def keep(folder: Path, measurement: Measurement, result: dict[str, Plain], where: Device) -> None:
+    """Keep a result, unless some of its numbers are not finite (JSON has none of those)."""
+    if finite(result) == result:
+        path = kept_at(folder, measurement, result["weights_sha256"], where)
+        path.parent.mkdir(exist_ok=True, parents=True)
+        write_json(path, result)

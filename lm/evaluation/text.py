@@ -23,7 +23,7 @@ class Validation(Measurement):
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(every=self.config.eval.every or max(1, self.config.trainer.max_steps // 20))
+        return Schedule(every=self.config.eval.every or max(1, self.config.trainer.max_steps // 20), at=[1.0])
 
     @property
     def settings(self) -> dict[str, Plain]:

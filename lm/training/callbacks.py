@@ -11,12 +11,12 @@ import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lm.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config, Schedule
+from lm.config import Config
 from lm.evaluation.continuity import evaluate_swap, swap_rows
 from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import evaluation_path, write_evaluation
-from lm.evaluation.suite import measurements
+from lm.evaluation.suite import keep, measured
 from lm.model import Decoder
 from lm.schema import Plain
 from lm.training.metrics import MetricLog
@@ -184,19 +184,19 @@ class Evaluations(StepCallback):
     unless `eval.on_error` says stop.
     """
 
-    def __init__(self, config: Config, folder: Path, record: MetricLog, progress: ProgressLine, clock: Clock, bf16: bool):
+    def __init__(
+        self,
+        config: Config,
+        measurements: list[Measurement],
+        folder: Path,
+        record: MetricLog,
+        progress: ProgressLine,
+        clock: Clock,
+        bf16: bool,
+    ):
         self.config, self.folder, self.record, self.progress, self.clock, self.bf16 = config, folder, record, progress, clock, bf16
-        self._asked_for: list[Measurement] = []
-
-    def asked_for(self, module: TrainModule) -> list[Measurement]:
-        """All measurements of the configuration, the validation first."""
-        self._asked_for = self._asked_for or measurements(self.config, module.store)
-        return self._asked_for
-
-    def is_due(self, schedule: Schedule, step: int) -> bool:
-        """True every so many steps, and at those shares of the run."""
-        shares = {max(1, round(share * self.config.trainer.max_steps)) for share in schedule.at}
-        return step in shares or bool(schedule.every and step % schedule.every == 0)
+        self.validation, *self.others = measurements
+        self.max_steps = config.trainer.max_steps
 
     def take(
         self, trainer: L.Trainer, module: TrainModule, kind: str, max_seconds: float | None, measure: Callable[[Device], Measured]
@@ -207,6 +207,12 @@ class Evaluations(StepCallback):
         tokens = step * module.step_tokens
         try:
             result, scores, text = measure(where)
+            if trainer.is_global_zero:
+                stamp = {"precision": where.precision, "step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint}
+                path = write_evaluation(self.folder, {**stamp, **result})
+                self.record.write({"step": step, "tokens": tokens, **scores})
+                self.record.picture(kind, path.with_suffix(".png"), step)
+                self.progress.note(f"step {step}: {text}")
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 raise
@@ -217,20 +223,15 @@ class Evaluations(StepCallback):
             return None
         finally:
             self.clock.paused(started)
-        if trainer.is_global_zero:
-            stamp = {"step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint, "precision": where.precision}
-            path = write_evaluation(self.folder, {**result, **stamp})
-            self.record.write({"step": step, "tokens": tokens, **scores})
-            self.record.picture(kind, path.with_suffix(".png"), step)
-            self.progress.note(f"step {step}: {text}")
         return result
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> dict[str, Plain] | None:
         """One measurement of `decoder`, as `take`."""
 
         def measure(where: Device) -> Measured:
-            numbers = measurement.measure(decoder.to(where.device), where, lambda units: None)
-            result = {"kind": measurement.kind, **measurement.settings, **numbers}
+            result = measured(measurement, decoder.to(where.device), where, lambda units: None)
+            if trainer.is_global_zero:
+                keep(self.folder, measurement, result, where)
             return result, measurement.scores(result), measurement.text(result)
 
         return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure)
@@ -241,10 +242,9 @@ class Validate(Evaluations):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure if it is time, and remember the best."""
-        validation = self.asked_for(module)[0]
-        if not self.is_due(validation.schedule, step):
+        if not self.validation.schedule.is_due(step, self.max_steps):
             return
-        result = self.run(trainer, module, validation, module.decoder)
+        result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
             return
         fresh = not module.best or module.best["rows_sha256"] != result["rows_sha256"]
@@ -256,22 +256,22 @@ class Evaluate(Evaluations):
     """All other measurements, at their own intervals. Comes after `Checkpoints`:
     they take long, and a kill meanwhile loses no step; what it lost is made up for when the run is resumed."""
 
-    def due(self, module: TrainModule, step: int) -> list[Measurement]:
+    def due(self, step: int) -> list[Measurement]:
         """What is to be measured at a step."""
-        return [one for one in self.asked_for(module)[1:] if self.is_due(one.schedule, step)]
+        return [one for one in self.others if one.schedule.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make up for what is missing at the step that training goes on from."""
         step = trainer.global_step
         decoder = (module.before_swap or [module.decoder])[0]  # at a phase's start: as the one before ended
-        for measurement in self.due(module, step) if step else []:
+        for measurement in self.due(step) if step else []:
             missing = not evaluation_path(self.folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
                 self.run(trainer, module, measurement, decoder)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure what is due."""
-        for measurement in self.due(module, step):
+        for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
 
 

@@ -35,6 +35,9 @@ class TrainModule(L.LightningModule):
         self._freeze(decoder)
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
         self.loss_sum = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss  # a graph for each row length
+        if compiled:
+            lengths = len(train_rows(store, config).shares(config.trainer.max_steps))
+            torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_rows // config.micro_batch
         self.step_nll: Tensor | None = None
         self.has_ignored = bool(config.data.tasks)  # tokens that are no target

@@ -22,6 +22,7 @@ from lm.training.starting import check_resume, check_train_only, claim, find_che
 if TYPE_CHECKING:
     import lightning as L
 
+    from lm.evaluation.measurement import Measurement
     from lm.training.module import TrainModule
 
 
@@ -35,6 +36,8 @@ def train(config: Config) -> int:
     folder = config.run_folder
     check_launcher(config)
     checkpoint = find_checkpoint(config)
+    from lm.evaluation.suite import measurements
+
     created = main and not folder.exists()
     if main and not checkpoint:
         claim(folder, resume=bool(config.resume))
@@ -42,14 +45,14 @@ def train(config: Config) -> int:
         with hold(folder) if main else contextlib.nullcontext():
             store = prepare(config.data, progress=main)
             check_rows(store, config)
-            return _fit(config, store, checkpoint, main)
+            return _fit(config, store, measurements(config, store), checkpoint, main)
     except BaseException:
         if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
+def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
     import torch
 
     from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path
@@ -75,7 +78,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
         first_step, notes = check_resume(config, store, saved, checkpoint)
         best = saved["lm"]["best"]
         if first_step >= max_steps:
-            return _complete(config, store, checkpoint, first_step, main)
+            return _complete(config, asked, checkpoint, first_step, main)
     phase = config.phase_at(first_step)
     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
     if config.train_only:
@@ -100,7 +103,7 @@ def _fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> i
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
-    evaluation = config, folder, log, progress, clock, precision.value != "32"
+    evaluation = config, asked, folder, log, progress, clock, precision.value != "32"
     step = first_step
     progress.start(first_step)
     try:
@@ -164,16 +167,16 @@ def make_trainer(
     )
 
 
-def _complete(config: Config, store: Store, checkpoint: Path, step: int, main: bool) -> int:
+def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step: int, main: bool) -> int:
     """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
     from lm.evaluation.run import evaluate, print_results
-    from lm.evaluation.suite import measurements
 
     folder = config.run_folder
     if main:
-        wanted = [one.kind for one in measurements(config, store)]
-        if not all(evaluation_path(folder, kind, step).exists() for kind in wanted):
-            print_results(evaluate(config, folder, checkpoint))
+        due = [one.kind for one in asked if one.schedule.is_due(step, step)]
+        lost = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+        if lost:
+            print_results(evaluate(config, folder, checkpoint, lost))
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
 

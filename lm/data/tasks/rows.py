@@ -15,6 +15,7 @@ Part = Literal["train", "test"]
 PARTS = ("train", "test")
 HELD_OUT = 8  # one in so many contents is in test rows only
 MOST_INDICES = 2**63
+MOST_CONTENTS = 50  # that are tried for one that fits into the row
 MOST_TRIES = 1000  # contents that are drawn for one of the row's part
 
 
@@ -51,7 +52,7 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, draw: "Draw", length: int, text: "Text | None" = None) -> Example:
-        """A row of exactly `length` + 1 tokens. Raises ValueError: it doesn't fit."""
+        """A row of exactly `length` + 1 tokens. Raises NoRoom: it doesn't fit."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -72,9 +73,16 @@ def example(task: Task, seed: int, index: int, length: int, part: Part = "train"
         text: tokenizer and filler of the tasks in text.
 
     Raises:
-        ValueError: the task doesn't fit into the row.
+        NoRoom: the task doesn't fit into the row.
     """
-    made = task.make(Draw(seed, part, index), length, text)
+    draw = Draw(seed, part, index)
+    for last in reversed(range(MOST_CONTENTS)):
+        try:
+            made = task.make(draw, length, text)
+            break
+        except NoRoom:  # names and numbers differ in tokens: others may fit
+            if not last:
+                raise
     assert len(made.tokens) == length + 1
     return made
 
@@ -125,10 +133,14 @@ def fold(contents: tuple[int, ...] | np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 
 
+class NoRoom(ValueError):
+    """A task that doesn't fit into a row."""
+
+
 def require(room: int, what: str, length: int) -> None:
-    """Raise ValueError if `room`, the positions left for filler, is negative."""
+    """Raise NoRoom if `room`, the positions left for filler, is negative."""
     if room < 0:
-        raise ValueError(f"{what} need rows of at least {length - room} tokens, not {length}")
+        raise NoRoom(f"{what} need rows of at least {length - room} tokens, not {length}")
 
 
 def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Tasks over symbols 0 to V - 1: associative recall, copying, induction, the largest of many, flip-flop."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -18,9 +18,9 @@ class MQAR(Task):
     row's last 2 `queries` tokens, key and value by turns; keys and values of a row are all different, no key is asked for
     twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: a pair whose key and value sum to a multiple of 8 is in test rows only, any other in training rows only, if
-    there are 8 times as many values as pairs and pairs are two symbols. Else test rows have a stream of their own, and
-    lists of (key, value) of their own, by their hash.
+    Disjoint: lists of (key, value), by their hash; single pairs may be in rows of either kind. With `held_out: pairs` a pair whose
+    key and value sum to a multiple of 8 is in test rows only, any other in training rows only: a model that knows which pairs
+    training has is then wrong in test rows more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -30,19 +30,17 @@ class MQAR(Task):
     pairs: int = key(8, "pairs in a row", ge=1)
     queries: int = key(8, "keys asked for at the row's end", ge=1)
     joined: bool = key(False, "a pair is one symbol, that of its key and value: one look finds it; else two, and a key must be found first")
+    held_out: Literal["lists", "pairs"] = key("lists", "what test rows have to themselves: lists of pairs, or single pairs")
     varied: bool = key(False, "training rows have 1 to `pairs` pairs, at random, and no more queries; test rows all of them")
 
     @property
     def vocab_size(self) -> int:
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 
-    @property
-    def disjoint(self) -> bool:
-        """Whether training and test rows share no pair."""
-        return not self.joined and self.values >= HELD_OUT * self.pairs
-
     def problems(self) -> list[tuple[str, str]]:
         found = [("queries", f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
+        if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
+            found.append(("held_out", f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"))
         return found + [
             ("pairs", f"is more than {name} = {n}") for name, n in (("keys", self.keys), ("values", self.values)) if n < self.pairs
         ]
@@ -69,7 +67,7 @@ class MQAR(Task):
         """Different keys, and different values for them."""
         for _ in draw.tries():
             keys, order = draw.order(self.keys, pairs), draw.order(self.values)
-            if self.disjoint:
+            if self.held_out == "pairs":
                 break
             if draw.owns(*keys, *order[:pairs]):
                 return keys, order[:pairs]
