@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
@@ -17,6 +18,9 @@ from lm.data.batches import TrainRows, train_rows
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
+from lm.evaluation.devices import Device
+from lm.evaluation.text import Validation
+from lm.model import Decoder
 
 LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in range(30)]
 
@@ -236,3 +240,18 @@ def test_a_run_reads_a_mixture_and_refuses_natural_lengths(tmp_path: Path):
         load(
             [str(ROOT / "tests" / "tiny.yaml"), "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}", "data.lengths=documents"]
         )
+
+
+def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
+    data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
+    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, rows=1000))
+    store = prepare(data)
+    decoder = Decoder(config.model, store.vocab_size, 32)
+    result = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda rows: None)
+    found = {one["source"]: (one["rows"], one["loss"]) for one in result["sources"]}
+    assert set(found) == {"letters", "texts"}
+    rows = result["nll_by_row"]
+    first = found["letters"][0]
+    assert found["letters"][1] == pytest.approx(np.mean(rows[:first]), abs=1e-5)
+    assert found["texts"] == (len(rows) - first, pytest.approx(np.mean(rows[first:]), abs=1e-5))

@@ -30,6 +30,7 @@ class HeldOut:
 
     Attributes:
         end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
+        sources: of which of the store's parts each row's first token is, (R,).
         answers: (R, length) bool, which predictions count; None: all.
     """
 
@@ -38,6 +39,7 @@ class HeldOut:
     sha256: str
     end_of_text: int | None = None
     answers: np.ndarray | None = None
+    sources: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -54,7 +56,9 @@ class HeldOut:
         """The rows of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
         rows = windows(store.val, starts, length)
         digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-        return cls(rows, store.token_bytes, digest, store.end_of_text if isolate else None)
+        ends = np.cumsum([part.n_tokens for part in store.val.parts])
+        sources = np.searchsorted(ends, starts, "right")
+        return cls(rows, store.token_bytes, digest, store.end_of_text if isolate else None, sources=sources)
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:

@@ -41,14 +41,25 @@ class Validation(Measurement):
             "bits_per_byte": bits_per_byte(nll, self.held_out),
             "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
             "unigram_entropy": self.store.val.unigram_entropy,
+            "sources": self._by_source(nll),
         }
+
+    def _by_source(self, nll: np.ndarray) -> list[dict[str, Plain]]:
+        """Rows and loss of each source of a mixture; empty for one source."""
+        parts, held_out = self.store.val.parts, self.held_out
+        if len(parts) < 2 or held_out.sources is None:
+            return []
+        of = [(part.label, nll[held_out.sources == number]) for number, part in enumerate(parts)]
+        return [{"source": label, "rows": len(rows), "loss": float(rows.mean(dtype=np.float64))} for label, rows in of if len(rows)]
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         where = f"0-{result['seq_len']:,}"
-        return [Row("", where, "loss", result["loss"]), Row("", where, "bits per byte", result["bits_per_byte"])]
+        found = [Row("", where, "loss", result["loss"]), Row("", where, "bits per byte", result["bits_per_byte"])]
+        return found + [Row("", f"{where}, {one['source']}", "loss", one["loss"]) for one in result["sources"]]
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:
-        return {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"]}
+        by_source = {f"val/loss {one['source']}": one["loss"] for one in result["sources"]}
+        return {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"], **by_source}
 
     def text(self, result: dict[str, Plain]) -> str:
         return f"validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
