@@ -98,7 +98,8 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     runs = tmp_path / "runs" / "failing"
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
-    command = [sys.executable, "-m", "lm", "train", *arguments, "name=failing", "trainer.devices=2", "resume=auto"]
+    options = ["name=failing", "trainer.devices=2", "resume=auto", "eval.on_error=stop"]
+    command = [sys.executable, "-m", "lm", "train", *arguments, *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     _, stderr = process.communicate(timeout=90)
     assert process.returncode == 1

@@ -218,6 +218,7 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
 
 @pytest.mark.parametrize("tasks", [SYMBOLS, [NEEDLE, "data.seq_len=256", "optim.batch_tokens=2048", "eval.long_context.length_factor=0"]])
 def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: list[str]):
+    tasks = [*tasks, "eval.recall.length_factors=[]"]
     for name, options in (("whole", []), ("split", ["trainer.micro_batch=2"]), ("stopped", ["trainer.max_steps=8"])):
         assert train(tiny(*tasks, f"name={name}", *options)) == 0
     runs = tmp_path / "runs"

@@ -13,6 +13,7 @@ import lm
 from lm.attention import table
 from lm.attention.normalizers import Shape, make_normalizer
 from lm.checkpoints import load_checkpoint
+from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.continuity import attention_drift, evaluate_swap
@@ -249,14 +250,18 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert same(weights(trained), weights(tmp_path / "back"))
 
 
-def test_a_swap_that_makes_no_sense_is_one_line(trained: Path, tmp_path: Path):
+def test_a_swap_that_makes_no_sense_is_one_line(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def refused(*arguments: str) -> str:
-        result = command("swap", str(trained), "-o", str(tmp_path / "out"), *arguments)
-        assert result.returncode in (1, 2)
-        assert result.stderr.count("error") == 1
-        assert "Traceback" not in result.stderr
+        monkeypatch.setattr("sys.argv", ["lm", "swap", str(trained), "-o", str(tmp_path / "out"), *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code in (1, 2)
+        errors = capsys.readouterr().err
+        assert errors.count("error") == 1
         assert not (tmp_path / "out").exists()
-        return result.stderr
+        return errors
 
     assert "--to = 'ssmx': unknown normalizer; did you mean 'ssmax'?" in refused("--to", "ssmx")
     assert "--init = 'fit': ssmax (scale=none) has no parameters to fit" in refused(

@@ -62,7 +62,7 @@ class Window(Normalizer):
         first = max(0, k.size(2) - self.options.size + 1)
         return out, (k[:, :, first:], v[:, :, first:])
 
-    def explain(self) -> str:
+    def explain(self, device: str = "cpu") -> str:
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
