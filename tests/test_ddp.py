@@ -108,6 +108,16 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     assert not alive(process.pid)
 
 
+def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list[str], tmp_path: Path):
+    runs = tmp_path / "runs" / "unwritten"
+    (runs / "checkpoints").mkdir(parents=True)
+    (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
+    result = lm("train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
+    assert result.returncode == 0, result.stderr
+    assert "validation/failed" in (runs / "metrics.jsonl").read_text()
+    assert (runs / "checkpoints" / "best.ckpt").exists()
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
     """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
     poisoned = """

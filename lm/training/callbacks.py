@@ -199,17 +199,25 @@ class Evaluations(StepCallback):
         self.max_steps = config.trainer.max_steps
 
     def take(
-        self, trainer: L.Trainer, module: TrainModule, kind: str, max_seconds: float | None, measure: Callable[[Device], Measured]
+        self,
+        trainer: L.Trainer,
+        module: TrainModule,
+        kind: str,
+        max_seconds: float | None,
+        measure: Callable[[Device], Measured],
+        measurement: Measurement | None = None,
     ) -> dict[str, Plain] | None:
-        """Measure now; None if that failed. Collective."""
+        """Measure now; None if that failed. The result of a `measurement` is kept for `lm eval`, too. Collective."""
         started, step = time.perf_counter(), trainer.global_step
         where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).within(max_seconds)
-        tokens = step * module.step_tokens
+        tokens, result = step * module.step_tokens, None
         try:
             result, scores, text = measure(where)
             if trainer.is_global_zero:
                 stamp = {"precision": where.precision, "step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint}
                 path = write_evaluation(self.folder, {**stamp, **result})
+                if measurement:
+                    keep(self.folder, measurement, result, where)
                 self.record.write({"step": step, "tokens": tokens, **scores})
                 self.record.picture(kind, path.with_suffix(".png"), step)
                 self.progress.note(f"step {step}: {text}")
@@ -219,22 +227,19 @@ class Evaluations(StepCallback):
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if trainer.is_global_zero:
                 self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
-                self.progress.note(f"step {step}: {kind}: not measured: {reason}")
-            return None
+                self.progress.note(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             self.clock.paused(started)
-        return result
+        return result  # the same on all ranks: where only writing it failed, on the first, there is one
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> dict[str, Plain] | None:
         """One measurement of `decoder`, as `take`."""
 
         def measure(where: Device) -> Measured:
             result = measured(measurement, decoder.to(where.device), where, lambda units: None)
-            if trainer.is_global_zero:
-                keep(self.folder, measurement, result, where)
             return result, measurement.scores(result), measurement.text(result)
 
-        return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure)
+        return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure, measurement)
 
 
 class Validate(Evaluations):
