@@ -265,10 +265,10 @@ class NeedleMeasurement(Measurement):
             "absent": task.absent,
             "trials": len(asked),
             "nll": float(nll.mean(dtype=np.float64)),
-            "exact": _wilson(whole),
-            "exact_teacher_forced": _wilson(hits),
-            "first_digit": _wilson(digit),
-            "rank_first": _wilson(better == 0),
+            "exact": wilson(int(whole.sum()), len(whole)).listed(),
+            "exact_teacher_forced": wilson(int(hits.sum()), len(hits)).listed(),
+            "first_digit": wilson(int(digit.sum()), len(digit)).listed(),
+            "rank_first": wilson(int((better == 0).sum()), len(better)).listed(),
             "candidates": float(np.mean([1 + len(one.others) for one in asked])),
             "rank": float(1 + better.mean(dtype=np.float64)),
             "margin": float(margin.mean(dtype=np.float64)),
@@ -338,8 +338,3 @@ class NeedleMeasurement(Measurement):
         return "needles found: " + ", ".join(
             f"{value:.0%} ({name.removeprefix('needle/exact ')})" for name, value in self.scores(result).items() if "exact" in name
         )
-
-
-def _wilson(hits: np.ndarray) -> list[float]:
-    one = wilson(int(hits.sum()), len(hits))
-    return [one.mean, one.low, one.high]

@@ -18,8 +18,8 @@ from lm.errors import ConfigError, Problem
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.evaluation.statistics import Interval, wilson
-from lm.loss import chunk_rows
+from lm.evaluation.statistics import wilson
+from lm.loss import likeliest, token_nll
 from lm.model import Decoder
 from lm.schema import Plain, to_plain
 
@@ -109,22 +109,14 @@ def answer_cell(
             place = torch.from_numpy(np.stack((np.searchsorted(rows, at[taken, 0]), at[taken, 1]))).to(where.device)
             with torch.autocast(where.device.type, enabled=False):
                 hidden = decoder.hidden(tokens, setting.rope)[place[0], place[1]]
-                result[:, taken] = judge(hidden, decoder.head.weight, tokens.targets[place[0], place[1]]).cpu()
+                targets, head = tokens.targets[place[0], place[1]], decoder.head.weight
+                result[:, taken] = torch.stack((token_nll(hidden, head, targets), (likeliest(hidden, head) == targets).float())).cpu()
             progress(len(rows))
         return result
 
     with undisturbed(decoder), used_as(decoder, setting):
         nll, right = over_ranks(where, local).numpy()
     return Answers(nll, right > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
-
-
-def judge(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """-log p of each target, and 1.0 where no token is more likely: (2, N) fp32, from hidden (N, C) and the head (V, C)."""
-    head, judged = weight.float().t(), []
-    for h, y in zip(hidden.split(chunk_rows(weight)), targets.split(chunk_rows(weight)), strict=True):
-        logits = h.float() @ head
-        judged.append(torch.stack((torch.nn.functional.cross_entropy(logits, y, reduction="none"), (logits.argmax(-1) == y).float())))
-    return torch.cat(judged, 1)
 
 
 def measure_cells(
@@ -222,15 +214,11 @@ def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
         "rows_sha256": answers.sha256,
         "candidates": answers.candidates,
         "questions": len(whole),
-        "answer": _listed(wilson(int(whole.sum()), len(whole))),
-        "token": _listed(wilson(int(answers.right.sum()), len(answers.right))),
+        "answer": wilson(int(whole.sum()), len(whole)).listed(),
+        "token": wilson(int(answers.right.sum()), len(answers.right)).listed(),
         "nll": float(answers.nll.mean(dtype=np.float64)),
         "by_row": [round(float(share), 6) for share in by_row],
     }
-
-
-def _listed(interval: Interval) -> list[float]:
-    return [interval.mean, interval.low, interval.high]
 
 
 def _places(made: list[Example]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,10 @@ class Interval:
     low: float
     high: float
 
+    def listed(self) -> list[float]:
+        """As results keep it: [mean, low, high]."""
+        return [self.mean, self.low, self.high]
+
 
 def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0, resamples: int = 10_000) -> Interval:
     """Mean of a - b over rows, with the 95 % percentile bootstrap interval over the choice of rows.
