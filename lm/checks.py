@@ -63,6 +63,12 @@ def check(config: Config) -> list[Problem]:
             "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
         )  # fmt: skip
     problems += table.check(model.normalizer, "model.normalizer")
+    listed = len(model.normalizer.of) if isinstance(model.normalizer, table.Layers) else 0
+    problem(
+        listed > model.n_layer,
+        "model.normalizer", [one.name for one in model.normalizer.of] if listed else "",
+        f"lists more normalizers than the {model.n_layer} layers of model.n_layer", "shorten the list: it is repeated over the layers",
+    )  # fmt: skip
     problems += check_phases(config)
 
     problems += check_lengths(config)
@@ -223,6 +229,9 @@ def check_lengths(config: Config) -> list[Problem]:
             reasons.append("a length must begin at a share of the run from 0 on and below 1")
         elif len(set(firsts)) < len(firsts):
             reasons.append(f"leaves a length no step of trainer.max_steps = {steps}")
+    elif isinstance(lengths, dict) and any(0 < name < 1 for name in lengths):
+        chosen = []
+        reasons.append("lengths that follow each other begin at 0.0, e.g. {0.0: 32, 0.5: 64}")
     elif isinstance(lengths, dict):
         chosen = list(lengths)
         if not all(share > 0 for share in lengths.values()) or abs(sum(lengths.values()) - 1) > 1e-6:

@@ -139,7 +139,8 @@ def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overri
     """The configuration of the new run folder."""
     changes = only(("model.normalizer", *OVERRIDABLE), overrides, "a swap")
     if to not in table.OPTIONS:
-        raise ConfigError([Problem("--to", to, "unknown normalizer", suggest(to, table.OPTIONS))])
+        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, table.OPTIONS)
+        raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)])
     set_by_hand = changes.get("model", {}).get("normalizer", {})
     if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
         raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])

@@ -227,7 +227,9 @@ class Layers:
     """Another normalizer in each layer: the list, over and over, from the first layer to the last. A bare list stands for it."""
 
     name: ClassVar[str] = "layers"
-    of: list[object] = variants(SINGLE, "the layers' normalizers, e.g. [softmax, softmax, {name: ssmax, bias: true}]")
+    of: list[object] = variants(
+        SINGLE, "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]"
+    )
 
 
 @dataclass(frozen=True)

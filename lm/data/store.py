@@ -181,6 +181,8 @@ def content_sha256(manifest: Mapping[str, Plain]) -> str:
 
 def _read_manifest(folder: Path) -> dict[str, Plain]:
     path = folder / MANIFEST
+    if not path.exists() and not any(folder.glob("train*.bin")):
+        raise DataError(f"{folder}: not a token store (it has no {MANIFEST})")
     try:
         manifest = json.loads(path.read_bytes())
     except OSError as error:

@@ -317,6 +317,7 @@ class NeedleMeasurement(Measurement):
         for cell in result["cells"]:
             place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
             where = f"{cell['length']:,} tokens, {place}"
+            where += f", fine-tuned {result['finetune']['steps']} steps" if result["finetune"]["steps"] else ""
             found.append(Row(cell["label"], where, "exact", *cell["exact"]))
             found.append(Row(cell["label"], where, "first digit", *cell["first_digit"]))
             found.append(Row(cell["label"], where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))

@@ -21,6 +21,17 @@ def draw(result: dict[str, Plain], path: Path) -> bool:
     return True
 
 
+def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
+    """A name for each task; those of one name are told apart by the options in which they differ."""
+    names = []
+    for task in tasks:
+        alike = [other for other in tasks if other["name"] == task["name"]]
+        told = [key for key in task if any(other[key] != task[key] for other in alike)]
+        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
+        names.append(f"{task['name']} ({options})" if options else task["name"])
+    return names
+
+
 def _needle(result: dict[str, Plain]) -> object:
     """Share of exact answers by context length and depth, one map a way to use the model; then its heads, highest first."""
     import matplotlib.pyplot as plt
@@ -29,6 +40,8 @@ def _needle(result: dict[str, Plain]) -> object:
     lengths = list(dict.fromkeys(cell["length"] for cell in result["cells"]))
     depths = [*dict.fromkeys(cell["depth"] for cell in result["cells"] if not cell["absent"]), None]
     heads = {one["label"]: one for one in result["heads"]}
+    steps, trials = result["finetune"]["steps"], result["trials"]
+    taught = f", after {steps} steps of fine-tuning" if steps else ", without fine-tuning"
     width = 2.2 + 0.75 * len(lengths)
     size = ((width + (4.2 if heads else 0)), (1.2 + 0.45 * len(depths)) * len(labels) + 0.4)
     figure, grid = plt.subplots(
@@ -45,7 +58,7 @@ def _needle(result: dict[str, Plain]) -> object:
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), ["no needle" if depth is None else f"{depth:.0%}" for depth in depths])
         axes.axhline(len(depths) - 1.5, color="white", linewidth=2)
-        axes.set(xlabel="context, tokens", ylabel="depth", title=f"needle answered exactly, {label}")
+        axes.set(xlabel="context, tokens", ylabel="depth", title=f"numbers written exactly, RoPE {label}{taught}\n{trials} trials a cell")
         figure.colorbar(image, ax=axes)
         if label in heads:
             _heads(grid[row][1], heads[label])
@@ -67,14 +80,19 @@ def _recall(result: dict[str, Plain]) -> object:
 
     figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
     lines: dict[str, list[dict[str, Plain]]] = {}
-    for cell in result["cells"]:
-        lines.setdefault(f"{cell['task']['name']}, {cell['label']}", []).append(cell)
+    for task, cell in zip(task_names([cell["task"] for cell in result["cells"]]), result["cells"], strict=True):
+        lines.setdefault(f"{task}, {cell['label']}", []).append(cell)
     for name, cells in lines.items():
         x, shares = [cell["length"] for cell in cells], np.array([cell["answer"] for cell in cells])
         axes.errorbar(x, shares[:, 0], yerr=np.abs(shares[:, 1:].T - shares[:, 0]), marker="o", capsize=3, label=name)
+    lengths = sorted({cell["length"] for cell in result["cells"]})
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="length of the row, tokens", ylabel="answers right", ylim=(-0.02, 1.02))
-    axes.axvline(result["seq_len"], color="0.6", linewidth=1)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set(xlabel="length of the row, tokens", ylabel="answers right [95 %]", ylim=(-0.02, 1.02), title="recall by length")
+    axes.axvline(result["seq_len"], color="0.6", linewidth=1, label="training length")
+    candidates = {cell["candidates"] for cell in result["cells"]}
+    if len(candidates) == 1:
+        axes.axhline(1 / candidates.pop(), color="0.6", linestyle=":", label="any of the answers shown")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure

@@ -1,7 +1,6 @@
 """Recall: how often a model gives a task's answers, at the training length and far beyond it."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from lm.errors import ConfigError, Problem
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
+from lm.evaluation.pictures import task_names
 from lm.evaluation.statistics import wilson
 from lm.loss import likeliest, token_nll
 from lm.model import Decoder
@@ -193,15 +193,12 @@ class Recall(Measurement):
         return "answers right: " + ", ".join(f"{cell['answer'][0]:.1%} ({name})" for name, cell in named)
 
     def _names(self, result: dict[str, Plain]) -> list[str]:
-        """A name for each cell: task (numbered, if there are several of a name), length, and how the model was used if in several ways."""
-        tasks = list(dict.fromkeys(json.dumps(cell["task"]) for cell in result["cells"]))
-        of_name = [json.loads(task)["name"] for task in tasks]
-        names = []
-        for cell in result["cells"]:
-            name = cell["task"]["name"]
-            number = f"-{1 + tasks.index(json.dumps(cell['task']))}" if of_name.count(name) > 1 else ""
-            names.append(f"{name}{number} {cell['length']}" + (f" {cell['label']}" if len(result["ways"]) > 1 else ""))
-        return names
+        """A name for each cell: task, length, and how the model was used if in several ways."""
+        tasks = task_names([cell["task"] for cell in result["cells"]])
+        several = len(result["ways"]) > 1
+        return [
+            f"{task} {cell['length']}" + (f" {cell['label']}" if several else "") for task, cell in zip(tasks, result["cells"], strict=True)
+        ]
 
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:

@@ -21,7 +21,9 @@ SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "inter
 def suite(name: str, config: Config) -> dict[str, Plain]:
     """Changes to `eval` that a suite makes, as far as the model can do what it asks for."""
     if name == "quick":
-        return {"rows": 32, "long_context": {"rows": 4}, "recall": {"rows": 16}}
+        ours = config.eval
+        few = {"long_context": {"rows": min(4, ours.long_context.rows)}, "recall": {"rows": min(16, ours.recall.rows)}}
+        return {"rows": min(32, ours.rows), **few, "needle": {"trials": min(10, ours.needle.trials)}}
     changes: dict[str, Plain] = {}
     if isinstance(config.model.position, Rope):
         changes["long_context"] = {"settings": [{"rope": scaling} for scaling in SCALINGS]}

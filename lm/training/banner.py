@@ -54,8 +54,7 @@ def banner(
         **({"phases": _phases(config, phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}"
-        + ("" if data.tasks else f" ({tokens / store.train.n_tokens:.2f} epochs)"),
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
         **({"tasks": ", ".join(f"{share.task.name} {share.weight:.0%}" for share in data.tasks)} if data.tasks else {}),
         "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         **({"rows of": _lengths(store, config)} if data.lengths else {}),
@@ -79,6 +78,20 @@ def _normalizer(decoder: Decoder) -> str:
     return "  |  ".join(
         f"layers {', '.join(str(i) for i, one in enumerate(found) if one == text)}: {text}" for text in dict.fromkeys(found)
     )
+
+
+def _epochs(store: Store, config: Config, tokens: int) -> str:
+    """How often the run reads the text, by source."""
+    share = 1 - sum(one.weight for one in config.data.tasks)
+    if share < 1e-6:
+        return ""
+    parts = [
+        (part.label, tokens * share * asked.weight / part.n_tokens)
+        for asked, part in zip(config.data.parts, store.train.parts, strict=True)
+    ]
+    if len(parts) == 1:
+        return f" ({parts[0][1]:.2f} epochs)"
+    return f" ({', '.join(f'{label} {epochs:.2f}' for label, epochs in parts)} epochs)"
 
 
 def _lengths(store: Store, config: Config) -> str:
@@ -154,6 +167,6 @@ def git_state() -> tuple[str | None, bool | None]:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return None, None

@@ -12,8 +12,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lm.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.config import Config
+from lm.errors import RunError
 from lm.evaluation.continuity import evaluate_swap, swap_rows
-from lm.evaluation.devices import Device
+from lm.evaluation.devices import Device, OutOfTime
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import evaluation_path, write_evaluation
 from lm.evaluation.suite import keep, measured
@@ -223,6 +224,8 @@ class Evaluations(StepCallback):
                 self.progress.note(f"step {step}: {text}")
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
+                if isinstance(error, OutOfTime):
+                    raise RunError(f"eval.{kind}.max_seconds = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
                 raise
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if trainer.is_global_zero:
