@@ -3,12 +3,15 @@
 import csv
 import json
 import math
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lm
+from conftest import ROOT, lm
 
 from lm.attention import table
 from lm.config import LongSetting, ModelConfig, ThetaFactor
@@ -221,3 +224,17 @@ def test_a_checkpoint_gives_its_model_back(tiny):
     assert (facts["step"], facts["tokens"]) == (8, 8 * 256)
     assert not decoder.training
     assert {"s", "b"} == {name for name, _ in decoder.blocks[0].attention.normalizer.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_row_of_131072_tokens_takes_memory_that_grows_with_its_length():
+    """A model of one narrow layer, so that time is minutes; T x T weights in bf16 alone would be 32 GiB."""
+
+    def peak_mib(length: int) -> float:
+        shape = ["--n-layer", "1", "--n-head", "1", "--n-embd", "64", "--seq-len", str(length)]
+        result = subprocess.run([sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True)
+        return float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", ""))
+
+    half, whole = peak_mib(65536), peak_mib(131072)
+    assert whole < 1024
+    assert whole < 2.5 * half
