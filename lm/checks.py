@@ -65,9 +65,8 @@ def check(config: Config) -> list[Problem]:
     problems += table.check(model.normalizer, "model.normalizer")
     listed = len(model.normalizer.of) if isinstance(model.normalizer, table.Layers) else 0
     problem(
-        listed > model.n_layer,
-        "model.normalizer", [one.name for one in model.normalizer.of] if listed else "",
-        f"lists more normalizers than the {model.n_layer} layers of model.n_layer", "shorten the list: it is repeated over the layers",
+        listed > model.n_layer, "model.normalizer", f"{listed} normalizers",
+        f"lists more than the {model.n_layer} layers of model.n_layer", "shorten the list: it is repeated over the layers",
     )  # fmt: skip
     problems += check_phases(config)
 

@@ -345,6 +345,8 @@ def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
         tiny("model.normalizer=[{name: ssmax, n: wide}]")
     with pytest.raises(ConfigError, match="no normalizers given"):
         tiny("model.normalizer=[]")
+    with pytest.raises(ConfigError, match="3 normalizers': lists more than the 2 layers"):
+        tiny("model.normalizer=[softmax, softmax, ssmax]")
 
 
 def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
