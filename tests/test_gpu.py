@@ -28,13 +28,12 @@ def test_bf16_on_the_gpu_is_as_near_the_definition_as_the_definition_in_bf16(opt
     assert (fast - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2**-8
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
 def test_the_triton_kernel_is_the_definition_forward_and_backward(f: Pointwise, dtype: torch.dtype, length: int, size: int, width: int):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("needs compute capability 8.0")
     assert why_tiles(torch.device("cuda"), dtype, size) == ""
     given = pointwise_inputs(length, size, width, dtype, rows=3)
     exact = results(dense, f, *(x.double() for x in given))
