@@ -22,7 +22,12 @@ def test_a_store_is_checked_and_described(data: DataConfig, tmp_path: Path):
     assert (tmp_path / "lengths.svg").read_text().startswith("<?xml")
 
 
-def test_a_configuration_stands_for_its_store(arguments: list[str]):
+def test_a_configuration_stands_for_its_store(arguments: list[str], tmp_path: Path):
+    result = lm("data", "inspect", *arguments, f"data.root={tmp_path}")
+    assert result.returncode == 1
+    assert "there is no token store of this configuration yet" in result.stderr
+    assert not list(tmp_path.iterdir())
+    assert lm("prepare", *arguments).returncode == 0
     result = lm("data", "inspect", *arguments)
     assert result.returncode == 0, result.stderr
     picture = Path(result.stdout.splitlines()[-1].removeprefix("picture: "))

@@ -15,8 +15,9 @@ from rich.console import Console
 from lm import configure as configuration
 from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
-from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile
+from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile, wilson
 from lm.report import compare, paired_difference, print_table, read_run, write_report
+from lm.report.comparison import asked, share_right
 
 SEQ_LEN = 64
 
@@ -46,6 +47,7 @@ def build_run(
     steps: int = 200,
     noise: float = 0.02,
     align: bool = True,
+    asked: dict[int, float] | None = None,
     **overrides,
 ) -> Path:
     """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the training length."""
@@ -108,7 +110,27 @@ def build_run(
             folder, "long_context", steps,
             common | {"kind": "long_context", "length": length, "rows": rows, "bucket_edges": edges.tolist(), "settings": settings},
         )  # fmt: skip
+    if asked:
+        write_answers(folder, common, asked)
     return folder
+
+
+def write_answers(folder: Path, common: dict, asked: dict[int, float]) -> None:
+    """Recall of `asked`, the share of answers right by length, and needles, of which a tenth fewer are found."""
+    cells, needles = [], []
+    for length, share in asked.items():
+        by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
+        answer = wilson(round(by_row.sum() * 8), 128).listed()
+        cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8}, "length": length, "rows": 16,
+                      "rows_sha256": f"m{length}", "answer": answer, "by_row": by_row})  # fmt: skip
+        for depth, absent in ((0.0, False), (1.0, False), (None, True)):
+            right = 0 if absent else round(9 * share)
+            needles.append(
+                {"label": "as trained", "length": length, "depth": depth, "absent": absent, "by_trial": [1] * right + [0] * (10 - right)}
+            )
+    write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
+    settings = {"seed": 0, "trials": 10, "needles": 1, "distractors": 0, "depths": [0.0, 1.0], "finetune": {"steps": 0}}
+    write_evaluation(folder, "needle", common["step"], common | {"kind": "needle", "cells": needles} | settings)
 
 
 def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
@@ -361,6 +383,57 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     assert difference.interval
 
 
+# ---------------------------------------------------------------- answers
+
+
+def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
+    comparison = compare([read_run(folder) for folder in folders])
+    of = ("mqar", "as trained")
+    assert asked(comparison.arms) == [of, ("needle", "as trained"), ("needle, control without it", "as trained")]
+    assert share_right(comparison.arms[0], of, 512).listed() == pytest.approx(wilson(38, 128).listed())
+    assert share_right(comparison.arms[1], ("needle", "as trained"), 512).listed() == pytest.approx(wilson(14, 20).listed())
+    assert share_right(comparison.arms[1], ("needle, control without it", "as trained"), 64).mean == 0
+    found = {difference.of: difference for difference in comparison.differences}
+    assert found[of].interval.mean == pytest.approx(0.5)
+    assert "answers right, mqar in rows of 512" in found[of].what
+    assert found[of].note.startswith("paired bootstrap over 16 rows")
+    files = write_report(folders, tmp_path / "out")
+    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
+    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.\d{3} \[.*\] \| 0\.797 \[.*\] \| \+0\.5000 \[.*\] \|", line)
+    assert b"Answers right" in files.html.read_bytes()
+
+
+def test_answers_of_several_seeds_have_an_interval_over_seeds_within_0_and_1(tmp_path):
+    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, asked={64: share}) for seed, share in ((1, 0.6875), (2, 0.8125), (3, 0.75))]
+    share = share_right(compare([read_run(folder) for folder in folders]).arms[0], ("mqar", "as trained"), 64)
+    assert share.mean == pytest.approx(0.75)
+    assert share.high == pytest.approx(0.75 + 4.302653 * 0.0625 / 3**0.5)
+    certain = [build_run(tmp_path, f"all{seed}", "ssmax", seed=seed, asked={64: one}) for seed, one in ((1, 0.8), (2, 0.8), (3, 0.2))]
+    assert share_right(compare([read_run(folder) for folder in certain]).arms[0], ("mqar", "as trained"), 64).high == 1
+
+
+def test_answers_to_other_questions_are_not_subtracted(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
+    path = next(folders[1].glob("evaluations/recall.*"))
+    path.write_text(path.read_text().replace('"m64"', '"m65"'))
+    comparison = compare([read_run(folder) for folder in folders])
+    found = {difference.of: difference for difference in comparison.differences}
+    assert found["mqar", "as trained"].interval is None
+    assert "not measured on the same tokens" in found["mqar", "as trained"].note
+    assert found["needle", "as trained"].interval is not None
+    assert [check.ok for check in comparison.checks if "questions" in check.what] == [False]
+
+
+def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
+    long = {"eval": {"long_context": {"length_factor": 0}}}
+    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **long)
+    path = next(folder.glob("evaluations/validation.*"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bits_per_byte": None}))
+    assert read_run(folder).missing == ()
+    assert "bits per byte" not in write_report([folder], tmp_path / "out").markdown.read_text()
+
+
 # ---------------------------------------------------------------- output
 
 
@@ -381,15 +454,12 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
 
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     rows = list(csv.DictReader(write_report(pair, tmp_path / "out").csv.open()))
-    assert [(row["arm"], row["RoPE"]) for row in rows] == [
-        ("softmax", "as trained"),
-        ("softmax", "theta x 50"),
-        ("ssmax", "as trained"),
-        ("ssmax", "theta x 50"),
-    ]
-    assert None not in rows[0]
-    assert float(rows[2]["difference to softmax (nats/token, 95% interval) low"]) < -0.04
-    assert "loss 4x-8x (nats/token)" in rows[0]
+    assert not any(None in row for row in rows)
+    by_label = {(row["arm"], row["RoPE"], row["quantity"]): row for row in rows}
+    assert len(by_label) == len(rows)
+    difference = by_label["ssmax", "as trained", "difference to softmax, 4x-8x"]
+    assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
+    assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
 
 
 def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.configure import load
-from lm.data.prepare import prepare
+from lm.data.prepare import prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.errors import DataError
 
@@ -17,11 +17,11 @@ def inspect(arguments: list[str], out: Path | None, samples: int) -> None:
     """Check every byte of the store that `arguments` name (its folder, or a configuration), print what it holds, draw the lengths.
 
     Raises:
-        DataError: the store is damaged, or the picture can't be written.
+        DataError: there is no such store, it is damaged, or the picture can't be written.
     """
     folder = Path(arguments[0])
     is_store = len(arguments) == 1 and (folder.is_dir() or folder.name == MANIFEST)
-    store = Store.open(folder.parent if folder.name == MANIFEST else folder) if is_store else prepare(load(arguments).data)
+    store = Store.open(folder.parent if folder.name == MANIFEST else folder) if is_store else prepared(load(arguments).data)
     store.verify()
     for line in described(store, samples):
         print(line)

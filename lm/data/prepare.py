@@ -29,16 +29,14 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     Raises:
         DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    root = Path(data.root)
     shown = Progress(progress)
     spec = _spec(data)
-    name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
-    target = root / f"{name[:60]}-{_sha256(spec)[:12]}"
+    target = _folder(data, spec)
     try:
         if not target.exists():
-            with _locked(root, shown.say):
+            with _locked(target.parent, shown.say):
                 if not target.exists():  # another process may have made it meanwhile
-                    _announce(root, target, spec, shown)
+                    _announce(target, spec, shown)
                     build(data, spec, target, shown)
     except OSError as error:  # those of reading the source are DataErrors already
         reason = error.strerror or one_line(error)
@@ -51,6 +49,14 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     if progress:
         print(summary(store), flush=True)
     return store
+
+
+def prepared(data: DataConfig) -> Store:
+    """The token store of a configuration. Raises DataError if it was not prepared."""
+    folder = _folder(data, _spec(data))
+    if not folder.exists():
+        raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
+    return Store.open(folder)
 
 
 def summary(store: Store) -> str:
@@ -113,8 +119,15 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
     }
 
 
-def _announce(root: Path, target: Path, spec: dict[str, Plain], shown: Progress) -> None:
+def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
+    """Where the store is, or would be."""
+    name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
+    return Path(data.root) / f"{name[:60]}-{_sha256(spec)[:12]}"
+
+
+def _announce(target: Path, spec: dict[str, Plain], shown: Progress) -> None:
     """Say what is going to be made and why, and what was left unfinished."""
+    root = target.parent
     own = root / f".{target.name}.partial"
     shown.say(
         f"{target}: " + ("going on with a token store" if own.exists() else f"preparing a new token store ({_why(root, target, spec)})")

@@ -29,17 +29,17 @@ class HeldOut:
     """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for.
 
     Attributes:
-        end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
-        sources: of which of the store's parts each row's first token is, (R,).
+        sources: of which of the store's parts each row's first token is, or of which task; (R,). None: not known.
         answers: (R, length) bool, which predictions count; None: all.
+        end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
     """
 
     rows: np.ndarray
     token_bytes: np.ndarray
     sha256: str
-    end_of_text: int | None = None
-    answers: np.ndarray | None = None
     sources: np.ndarray | None = None
+    answers: np.ndarray | None = None
+    end_of_text: int | None = None
 
     @property
     def length(self) -> int:
@@ -58,7 +58,7 @@ class HeldOut:
         digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
         ends = np.cumsum([part.n_tokens for part in store.val.parts])
         sources = np.searchsorted(ends, starts, "right")
-        return cls(rows, store.token_bytes, digest, store.end_of_text if isolate else None, sources=sources)
+        return cls(rows, store.token_bytes, digest, sources, end_of_text=store.end_of_text if isolate else None)
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
@@ -70,12 +70,17 @@ def validation_rows(store: Store, config: Config) -> HeldOut:
 
 
 def task_rows(store: Store, config: Config) -> HeldOut:
-    """`eval.rows` test rows, tasks by turns; the same for each run of the same tasks."""
-    tasks, length = [share.task for share in config.data.tasks], config.data.seq_len
-    made = [example(tasks[i % len(tasks)], STORE_SEED, i // len(tasks), length, "test") for i in range(config.eval.rows)]
+    """`eval.rows` test rows, shared among the tasks by their weights; the same for each run of the same tasks."""
+    shares = config.data.tasks
+    ends = np.rint(np.cumsum([share.weight for share in shares]) * config.eval.rows).astype(int)
+    sources = np.searchsorted(ends, np.arange(config.eval.rows), "right")
+    firsts = np.concatenate(([0], ends))
+    made = [
+        example(shares[task].task, STORE_SEED, int(index - firsts[task]), config.data.seq_len, "test") for index, task in enumerate(sources)
+    ]
     rows = np.stack([one.tokens for one in made])
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-    return HeldOut(rows, store.token_bytes, digest, answers=np.stack([one.answers for one in made]))
+    return HeldOut(rows, store.token_bytes, digest, sources, np.stack([one.answers for one in made]))
 
 
 def long_rows(store: Store, config: Config) -> HeldOut | None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lm.data.tasks import task_names
 from lm.schema import Plain
 
 
@@ -19,17 +20,6 @@ def draw(result: dict[str, Plain], path: Path) -> bool:
     figure.savefig(path, dpi=110)
     matplotlib.pyplot.close(figure)
     return True
-
-
-def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each task; those of one name are told apart by the options in which they differ."""
-    names = []
-    for task in tasks:
-        alike = [other for other in tasks if other["name"] == task["name"]]
-        told = [key for key in task if any(other[key] != task[key] for other in alike)]
-        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
-        names.append(f"{task['name']} ({options})" if options else task["name"])
-    return names
 
 
 def _needle(result: dict[str, Plain]) -> object:

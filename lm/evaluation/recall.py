@@ -11,13 +11,12 @@ from torch import Tensor
 from lm.config import Config, LongSetting, Schedule
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Example, Task, Text, example
+from lm.data.tasks import Example, Task, Text, example, task_names
 from lm.data.tasks.rows import Part
 from lm.errors import ConfigError, Problem
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.evaluation.pictures import task_names
 from lm.evaluation.statistics import wilson
 from lm.loss import likeliest, token_nll
 from lm.model import Decoder

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from lm.config import Schedule
+from lm.data.tasks import task_names
 from lm.evaluation.devices import Device
 from lm.evaluation.loss import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
 from lm.evaluation.measurement import Measurement, Progress, Row
@@ -16,6 +17,7 @@ class Validation(Measurement):
     """Loss at the training length: nats per token, bits per byte, and each row's mean for paired comparison."""
 
     kind = "validation"
+    version = 2
 
     def __init__(self, config, store):
         super().__init__(config, store)
@@ -38,31 +40,37 @@ class Validation(Measurement):
         return {
             "rows": len(nll),
             "loss": float(nll.mean(dtype=np.float64, where=self.held_out.counts)),
-            "bits_per_byte": bits_per_byte(nll, self.held_out),
+            "bits_per_byte": None if self.config.data.symbolic else bits_per_byte(nll, self.held_out),
             "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
             "unigram_entropy": self.store.val.unigram_entropy,
             "sources": self._by_source(nll),
         }
 
     def _by_source(self, nll: np.ndarray) -> list[dict[str, Plain]]:
-        """Rows and loss of each source of a mixture; empty for one source."""
-        parts, held_out = self.store.val.parts, self.held_out
-        if len(parts) < 2 or held_out.sources is None:
-            return []
-        of = [(part.label, nll[held_out.sources == number]) for number, part in enumerate(parts)]
-        return [{"source": label, "rows": len(rows), "loss": float(rows.mean(dtype=np.float64))} for label, rows in of if len(rows)]
+        """Rows and loss of each source of a mixture, or of each task over symbols; empty for one alone."""
+        data, held_out = self.config.data, self.held_out
+        labels = task_names([to_plain(share.task) for share in data.tasks]) if data.symbolic else [p.label for p in self.store.val.parts]
+        of = [(label, held_out.sources == number) for number, label in enumerate(labels)] if len(labels) > 1 else []
+        return [
+            {"source": label, "rows": int(mine.sum()), "loss": float(nll[mine].mean(dtype=np.float64, where=held_out.counts[mine]))}
+            for label, mine in of
+            if mine.any()
+        ]
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         where = f"0-{result['seq_len']:,}"
-        found = [Row("", where, "loss", result["loss"]), Row("", where, "bits per byte", result["bits_per_byte"])]
+        found = [Row("", where, "loss", result["loss"])]
+        found += [] if result["bits_per_byte"] is None else [Row("", where, "bits per byte", result["bits_per_byte"])]
         return found + [Row("", f"{where}, {one['source']}", "loss", one["loss"]) for one in result["sources"]]
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:
         by_source = {f"val/loss {one['source']}": one["loss"] for one in result["sources"]}
-        return {"val/loss": result["loss"], "val/bits_per_byte": result["bits_per_byte"], **by_source}
+        bits = {} if result["bits_per_byte"] is None else {"val/bits_per_byte": result["bits_per_byte"]}
+        return {"val/loss": result["loss"], **bits, **by_source}
 
     def text(self, result: dict[str, Plain]) -> str:
-        return f"validation loss {result['loss']:.4f}, {result['bits_per_byte']:.4f} bits per byte"
+        bits = "" if result["bits_per_byte"] is None else f", {result['bits_per_byte']:.4f} bits per byte"
+        return f"validation loss {result['loss']:.4f}{bits}"
 
 
 class LongContext(Measurement):

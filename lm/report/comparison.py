@@ -1,5 +1,6 @@
 """Arms, their labels, whether comparing them is fair, and their paired differences."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 from lm.attention import table
 from lm.errors import RunError
 from lm.evaluation.statistics import Interval, over_seeds, paired_difference
-from lm.report.runs import LongContext, RunRecord, Setting
+from lm.report.runs import Answers, LongContext, RunRecord, Setting
 from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
@@ -46,13 +47,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """Arm minus baseline, nats per token: an interval and how it was made, or why there is none."""
+    """Arm minus baseline: an interval and how it was made, or why there is none."""
 
     arm: str
     what: str
-    interval: Interval | None
+    of: tuple[str, ...]  # (): validation loss; (way,): of long rows, the model used so; (task, way): share of answers right
+    interval: Interval | None  # nats per token, or of the share
     note: str
-    way: str | None = None  # the model was used in; None: validation
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
         same("data fingerprint", lambda run: run.measured("data_fingerprint")),
         same("validation rows (sha256)", lambda run: run.validation and run.validation.identity[1]),
         same("long-context rows (sha256)", lambda run: run.long_context and run.long_context.identity[1]),
+        *([same("rows with questions (sha256)", _questions)] if asked(comparison.arms) else []),
         same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         same("steps", lambda run: run.flat.get("trainer.max_steps")),
         Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(map(str, seeds[0]))),
@@ -227,6 +229,12 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
         same("device", lambda run: run.measured("device")),
         Check("code", None if same_code and "uncommitted" in code else same_code, code),
     )
+
+
+def _questions(run: RunRecord) -> str | None:
+    """One hash of all rows that the run was asked in."""
+    rows = ", ".join(sorted({one.identity[1] for one in run.answers}))
+    return hashlib.sha256(rows.encode()).hexdigest() if rows else None
 
 
 def _parameters_outside(run: RunRecord) -> int | None:
@@ -266,13 +274,37 @@ def ways_used(arms: tuple[Arm, ...] | list[Arm]) -> list[str]:
     return list(dict.fromkeys(setting.label for evaluation in long for setting in evaluation.settings))
 
 
+def asked(arms: tuple[Arm, ...] | list[Arm]) -> list[tuple[str, str]]:
+    """Every (task, way) that some run was asked for answers of, in the order of their files."""
+    return list(dict.fromkeys((one.task, one.way) for arm in arms for run in arm.runs for one in run.answers))
+
+
+def lengths_asked(arms: tuple[Arm, ...] | list[Arm], of: tuple[str, str] | None = None) -> list[int]:
+    """The lengths of rows, ascending, in which some run was asked; `of` one (task, way), or of any."""
+    return sorted({one.length for arm in arms for run in arm.runs for one in run.answers if of in (None, (one.task, one.way))})
+
+
+def answers_of(run: RunRecord, of: tuple[str, str], length: int) -> Answers | None:
+    """The run's answers of a (task, way) in rows of one length."""
+    return next((one for one in run.answers if (one.task, one.way, one.length) == (*of, length)), None)
+
+
+def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
+    """Share of answers right: over several seeds with a Student t interval, within 0 and 1; of one seed with Wilson's, over questions."""
+    found = [one.share for run in arm.runs if (one := answers_of(run, of, length))]
+    if len(found) < 2:
+        return found[0] if found else None
+    interval = over_seeds(np.array([one.mean for one in found]))
+    return Interval(interval.mean, max(0.0, interval.low), min(1.0, interval.high))
+
+
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """One loss a row, and what must be equal for rows to be pairs."""
+    """One number a row, and what must be equal for rows to be pairs."""
 
     identity: tuple[str, str]
     where: tuple[int, ...]  # positions
-    rows: np.ndarray  # (rows,) nats per token
+    rows: np.ndarray  # (rows,) nats per token, or share of answers right
 
 
 def _validation_rows(run: RunRecord) -> _Sample | None:
@@ -297,17 +329,27 @@ def _farthest_rows(run: RunRecord, way: str) -> _Sample | None:
     return _Sample(run.long_context.identity, (start, stop), rows)
 
 
+def _rows_of_answers(run: RunRecord, of: tuple[str, str], length: int) -> _Sample | None:
+    found = answers_of(run, of, length)
+    return found and _Sample(found.identity, (0, length), found.by_row)
+
+
 def _differences(arms: list[Arm]) -> list[Difference]:
     base, found = arms[0], []
     for arm in arms[1:]:
         interval, note = _difference(arm, base, _validation_rows)
-        found.append(Difference(arm.label, "validation loss", interval, note))
+        found.append(Difference(arm.label, "validation loss", (), interval, note))
         for way in ways_used([base, arm]):
             interval, note = _difference(arm, base, lambda run, way=way: _farthest_rows(run, way))
             long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, way))
             start, stop = farthest(long)
             what = f"loss at positions {start:,}-{stop:,}, {way}"
-            found.append(Difference(arm.label, what, interval, note, way))
+            found.append(Difference(arm.label, what, (way,), interval, note))
+        for of in asked([base, arm]):
+            length = lengths_asked([base, arm], of)[-1]
+            interval, note = _difference(arm, base, lambda run, of=of, length=length: _rows_of_answers(run, of, length))
+            what = f"answers right, {of[0]} in rows of {length:,}, {of[1]}"
+            found.append(Difference(arm.label, what, of, interval, note))
     return found
 
 
@@ -322,7 +364,7 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
     if len({(one.identity, one.where, one.rows.shape) for one in every}) > 1:
         return None, "not measured on the same tokens: the evaluation rows or positions differ"
     if not all(np.isfinite(one.rows).all() for one in every):
-        return None, "the loss is not finite on some rows"
+        return None, "not finite on some rows"
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) >= 2:
         values = np.array([np.mean(ours[seed].rows - theirs[seed].rows) for seed in shared])

@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from lm.attention import table
 from lm.files import replacing
-from lm.report.comparison import Comparison, commit, compare, printable, show, ways_used
+from lm.report.comparison import Comparison, asked, commit, compare, lengths_asked, printable, show, ways_used
 from lm.report.plots import Overview, overview
 from lm.report.runs import RunRecord, flatten, read_run
-from lm.report.tables import cell_text, comparison_tables, notes, to_csv, to_latex, to_markdown
+from lm.report.tables import DIFFERENCE, comparison_tables, notes, to_csv, to_latex, to_markdown
 from lm.schema import Plain
 
 
@@ -74,7 +74,7 @@ def render(comparison: Comparison, picture: Overview) -> str:
         picture=Markup(re.sub(r"^.*?(?=<svg )", "", picture.svg, flags=re.DOTALL)),  # without the XML head
         caption=picture.caption,
         tables=comparison_tables(comparison),
-        cell_text=cell_text,
+        signed=DIFFERENCE,
         measured=_how_measured(comparison),
         methods=methods(comparison),
         runs=runs,
@@ -87,6 +87,7 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
     def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
         return what, comparison.across(value)[1]
 
+    ways = [*ways_used(comparison.arms), *(way for _, way in asked(comparison.arms))]
     return [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
         line("training length (tokens)", lambda run: run.seq_len),
@@ -94,7 +95,8 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("validation rows, sha256", lambda run: run.validation and run.validation.identity[1]),
         line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
         line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
-        ("used at evaluation", ", ".join(ways_used(comparison.arms)) or "none"),
+        *([line("questions", _questions)] if asked(comparison.arms) else []),
+        ("used at evaluation", ", ".join(dict.fromkeys(ways)) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
         line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
@@ -108,6 +110,11 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("commit", commit),
         line("versions", lambda run: _pairs(run.environment.get("versions"))),
     ]
+
+
+def _questions(run: RunRecord) -> str | None:
+    tasks = dict.fromkeys((one.task, len(one.by_row)) for one in run.answers)
+    return "; ".join(f"{task}: {rows:,} rows a length" for task, rows in tasks) or None
 
 
 def _long(text: str) -> Callable[[RunRecord], str | None]:
@@ -182,6 +189,14 @@ def methods(comparison: Comparison) -> str:
         text += (
             f"Loss beyond the training length is measured on {say(_long('{e.rows:,} held-out rows of {e.length:,} tokens'))}, "
             f"by position, without further training, with RoPE: {ways}. "
+        )
+    if asked(comparison.arms):
+        lengths = lengths_asked(comparison.arms)
+        rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
+        names = "; ".join(f"{task}, RoPE {way}" for task, way in asked(comparison.arms))
+        text += (
+            f"Answers are right as wholes, under greedy decoding, in held-out {rows} ({names}), with 95% intervals: "
+            "Wilson's over questions for one seed, Student t over seeds for several. "
         )
     if any(difference.interval for difference in comparison.differences):
         seeds = any("Student" in difference.note for difference in comparison.differences)

@@ -1,4 +1,4 @@
-"""The overview picture: loss while training, and loss by position beyond the training length."""
+"""The overview picture: loss while training, loss by position beyond the training length, and answers right by length."""
 
 import io
 import textwrap
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lm.evaluation.statistics import bootstrap_mean
-from lm.report.comparison import Arm, Comparison, setting_of, ways_used
+from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
 from lm.report.runs import Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
@@ -41,7 +41,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Overview:
-    """The picture, 1200 px wide (PNG at twice that), and its caption."""
+    """The picture, 600 px a panel (PNG at twice that), and its caption."""
 
     svg: str
     png: bytes
@@ -49,22 +49,29 @@ class Overview:
 
 
 def overview(comparison: Comparison) -> Overview:
-    """Left: training and validation loss by tokens. Right: loss by position, one line an arm and way to use it."""
+    """Training and validation loss by tokens; loss by position, a line an arm and way to use it; if any was asked, answers right.
+
+    Rows of one length alone, of runs that were asked for answers, leave the second panel out.
+    """
+    panels = [_training]
+    panels += [_by_position] if ways_used(comparison.arms) or not asked(comparison.arms) else []
+    panels += [_answered] if asked(comparison.arms) else []
+    width = 6 * len(panels)
     with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=(12, 5), dpi=100)
+        figure = Figure(figsize=(width, 5), dpi=100)
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2)
-        captions, cuts = zip(_training(left, comparison), _by_position(right, comparison), strict=True)
+        drawn = [draw(axes, comparison) for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True)]
+        captions, cuts = zip(*drawn, strict=True)
         handles = [
             Line2D([], [], color=_COLOURS[i % 7], marker=_MARKERS[i % 7], linewidth=2.4, label=arm.label)
             for i, arm in enumerate(comparison.arms)
         ]
-        footer = textwrap.wrap(" ".join(filter(None, cuts)), 165)
+        footer = textwrap.wrap(" ".join(filter(None, cuts)), 82 * len(panels))
         columns = min(len(handles), 4 if max(len(arm.label) for arm in comparison.arms) < 25 else 2)
         rows = -(-len(handles) // columns)
         height = 5.0 + 0.25 * (rows - 1) + 0.16 * len(footer)
         bottom, top = (0.05 + 0.16 * len(footer)) / height, (0.1 + 0.27 * rows) / height
-        figure.set_size_inches(12, height)
+        figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom - top), w_pad=0.12)
         figure.legend(handles=handles, loc="upper center", ncols=columns, fontsize=12)
         figure.text(0.012, 0.012, "\n".join(footer), fontsize=9, color=_GREY)
@@ -222,7 +229,39 @@ def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
     return x[keep], values[0], *bootstrap_mean(setting_of(runs[0], way).nll_by_row[:, keep])
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- answers
+
+
+def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
+    axes.set_title("Answers right, by length of the row")
+    each, lengths = asked(comparison.arms), lengths_asked(comparison.arms)
+    for index, arm in enumerate(comparison.arms):
+        for number, of in enumerate(each):
+            points = [(length, share) for length in lengths if (share := share_right(arm, of, length))]
+            if not points:
+                continue
+            x, (mean, low, high) = [length for length, _ in points], np.array([share.listed() for _, share in points]).T
+            axes.fill_between(x, low, high, color=_COLOURS[index % 7], alpha=0.13, linewidth=0)
+            style = {"color": _COLOURS[index % 7], "marker": _MARKERS[index % 7], "linestyle": _STYLES[number % 4]}
+            axes.plot(x, mean, markersize=4, linewidth=1.8, **style)
+    for length in sorted({run.seq_len for arm in comparison.arms for run in arm.runs}):
+        axes.axvline(length, color=_GREY, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" if length < 10_000 else f"{length // 1024}k" for length in lengths])
+    axes.minorticks_off()
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("length of the row (tokens)")
+    axes.set_ylabel("share of answers right")
+    names = [f"{task}, {way}" for task, way in each]
+    if len(each) > 1:
+        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
+        axes.legend(handles=handles, loc="best", fontsize=10)
+    several = any(len(arm.runs) > 1 for arm in comparison.arms)
+    band = "Student t over seeds" if several else "Wilson, over questions"
+    return f"Answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
+
+
+# ---------------------------------------------------------------- all
 
 
 def _entropy(comparison: Comparison) -> float | None:

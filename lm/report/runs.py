@@ -1,7 +1,9 @@
 """Reading a run folder: configuration, environment, logged metrics and the last evaluations."""
 
+import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from lm.data.tasks import task_names
 from lm.errors import RunError
+from lm.evaluation.statistics import Interval, wilson
 from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
@@ -33,7 +37,7 @@ class Validation:
     tokens_seen: int
     seq_len: int
     loss: float  # nats per token
-    bits_per_byte: float
+    bits_per_byte: float | None  # None: symbols, which are no bytes
     unigram_entropy: float  # nats per token
     nll_by_row: np.ndarray  # (rows,) nats per token
 
@@ -62,6 +66,19 @@ class LongContext:
 
 
 @dataclass(frozen=True, eq=False)
+class Answers:
+    """How often a task's answers were right in rows of one length, with the model used in one way."""
+
+    identity: tuple[str, str]  # data fingerprint, hash of what decides the rows
+    step: int
+    task: str
+    way: str
+    length: int  # tokens in a row
+    share: Interval  # of the answers, with its Wilson interval
+    by_row: np.ndarray  # (rows,) share in each row
+
+
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     """What a run folder holds. `missing` says in words what it lacks."""
 
@@ -73,6 +90,7 @@ class RunRecord:
     validations: Curve
     validation: Validation | None
     long_context: LongContext | None
+    answers: tuple[Answers, ...]  # of recall, then of needles
     missing: tuple[str, ...]
 
     @cached_property
@@ -137,14 +155,21 @@ def read_run(folder: Path) -> RunRecord:
     environment = _read_json(folder / "environment.json")
     missing: list[str] = []
     lines = _read_metrics(folder / "metrics.jsonl", missing)
-    validation, long_context = (_read_evaluation(folder, kind, missing) for kind in ("validation", "long_context"))
+    validation, long_context, recall, needle = (_read_evaluation(folder, kind, reader) for kind, reader in _READERS.items())
+    wanted = [("validation", validation)]
+    wanted += [("long-context", long_context)] if flatten(config).get("eval.long_context.length_factor", 1) else []
+    missing += [f"no {name} evaluation" for name, there in wanted if there is None]
+    answers = (*(recall or ()), *(needle or ()))
     training, validations = _curve(lines, "train/loss"), _curve(lines, "val/loss", "val/bits_per_byte")
     if validation is None and len(validations.tokens):
         missing.append("its validation loss is the last one logged while training, without an interval")
-    if validation and long_context and validation.step != long_context.step:
-        missing.append(f"the validation is of step {validation.step:,}, the long-context evaluation of step {long_context.step:,}")
+    others = [("long-context evaluation", long_context.step)] if long_context else []
+    others += dict.fromkeys((f"evaluation of {one.task}", one.step) for one in answers)
+    for name, step in others:
+        if validation and step != validation.step:
+            missing.append(f"the validation is of step {validation.step:,}, the {name} of step {step:,}")
     return RunRecord(
-        folder, folder.resolve().name, config, environment, training, validations, validation, long_context, tuple(missing)
+        folder, folder.resolve().name, config, environment, training, validations, validation, long_context, answers, tuple(missing)
     )  # fmt: skip
 
 
@@ -202,19 +227,19 @@ def _curve(lines: list[dict[str, Plain]], loss: str, bits: str = "") -> Curve:
     return Curve(*(np.array(column, dtype=float) for column in columns))
 
 
-def _read_evaluation(folder: Path, kind: str, missing: list[str]) -> Validation | LongContext | None:
+def _read_evaluation(folder: Path, kind: str, read: "_Reader") -> "Validation | LongContext | tuple[Answers, ...] | None":
+    """The run's last evaluation of a kind."""
     steps = {}
     for path in (folder / "evaluations").glob(f"{kind}.step-*.json"):
         match = re.fullmatch(rf"{kind}\.step-(\d+)\.json", path.name)
         if match:
             steps[int(match[1])] = path
     if not steps:
-        missing.append(f"no {kind.replace('_', '-')} evaluation (evaluations/{kind}.step-*.json)")
         return None
     path = steps[max(steps)]
     content = _read_json(path)
     try:
-        return (_validation if kind == "validation" else _long_context)(content)
+        return read(content)
     except KeyError as error:
         raise RunError(f"{path}: no {error.args[0]}") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -227,10 +252,11 @@ def _identity(content: dict[str, Plain]) -> tuple[str, str]:
 
 def _validation(content: dict[str, Plain]) -> Validation:
     identity = _identity(content)
-    single = (_array(content, key, ()).item() for key in ("loss", "bits_per_byte", "unigram_entropy"))
+    loss, entropy = (_array(content, key, ()).item() for key in ("loss", "unigram_entropy"))
+    bits = None if content["bits_per_byte"] is None and np.isfinite(loss) else _array(content, "bits_per_byte", ()).item()
     nll_by_row = _array(content, "nll_by_row", (content["rows"],))
     counts = (int(content[key]) for key in ("step", "tokens_seen", "seq_len"))
-    return Validation(identity, *counts, *single, nll_by_row)
+    return Validation(identity, *counts, loss, bits, entropy, nll_by_row)
 
 
 def _long_context(content: dict[str, Plain]) -> LongContext:
@@ -248,6 +274,41 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
         for setting in content["settings"]
     )
     return LongContext(identity, step, tokens_seen, seq_len, length, rows, edges, settings)
+
+
+def _recall(content: dict[str, Plain]) -> tuple[Answers, ...]:
+    cells, of = content["cells"], (str(content["data_fingerprint"]), int(content["step"]))
+    return tuple(
+        _answers(of, cell["rows_sha256"], name, cell, cell["answer"], cell["by_row"])
+        for name, cell in zip(task_names([cell["task"] for cell in cells]), cells, strict=True)
+    )
+
+
+def _needle(content: dict[str, Plain]) -> tuple[Answers, ...]:
+    """All depths of a length together; the control, without a needle, apart."""
+    of = str(content["data_fingerprint"]), int(content["step"])
+    taught = f", fine-tuned {content['finetune']['steps']} steps" if content["finetune"]["steps"] else ""
+    decides = [content[key] for key in ("seq_len", "seed", "trials", "needles", "distractors", "depths", "finetune")]
+    groups: dict[tuple[str, str, int], list[dict[str, Plain]]] = {}
+    for cell in content["cells"]:
+        name = "needle" + (", control without it" if cell["absent"] else "") + taught
+        groups.setdefault((name, cell["label"], cell["length"]), []).append(cell)
+    found = []
+    for (name, _, length), cells in groups.items():
+        right = [one for cell in cells for one in cell["by_trial"]]
+        rows = hashlib.sha256(json.dumps([*decides, name, length]).encode()).hexdigest()
+        found.append(_answers(of, rows, name, cells[0], wilson(sum(right), len(right)).listed(), right))
+    return tuple(found)
+
+
+def _answers(of: tuple[str, int], rows: str, name: str, cell: dict[str, Plain], share: list[float], by_row: list[float]) -> Answers:
+    fingerprint, step = of
+    values = np.array(by_row, dtype=float)
+    return Answers((fingerprint, rows), step, name, str(cell["label"]), int(cell["length"]), Interval(*share), values)
+
+
+_Reader = Callable[[dict[str, Plain]], Validation | LongContext | tuple[Answers, ...]]
+_READERS: dict[str, _Reader] = {"validation": _validation, "long_context": _long_context, "recall": _recall, "needle": _needle}
 
 
 def _array(content: dict[str, Plain], key: str, shape: tuple[int, ...]) -> np.ndarray:

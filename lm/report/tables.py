@@ -2,9 +2,10 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich import box
@@ -13,32 +14,51 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from lm.evaluation.statistics import Interval
-from lm.report.comparison import Arm, Comparison, Difference, compare, ranges, setting_of, ways_used
+from lm.report.comparison import Arm, Comparison, Difference, asked, compare, lengths_asked, ranges, setting_of, share_right, ways_used
 from lm.report.runs import RunRecord, read_run
 
+LOSSES, SHARES = "losses in nats/token", "share, 95% interval"
 Cell = str | Interval | None  # None: not measured
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and its unit; `interval` columns hold a mean and its ends."""
+    """A heading and its unit, and what the cells are: text; numbers as text; shares or differences, which are intervals."""
 
     name: str
     unit: str = ""
-    interval: bool = False
+    kind: Literal["label", "number", "share", "difference"] = "number"
 
     @property
     def heading(self) -> str:
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
+    def text(self, value: float) -> str:
+        """One number of an interval: a difference has its sign."""
+        return signed(value) if self.kind == "difference" else f"{value:.3f}"
+
+    def shown(self, cell: Cell) -> str:
+        """The cell as text; an interval as `mean [low, high]`."""
+        if isinstance(cell, Interval):
+            return f"{self.text(cell.mean)} [{self.text(cell.low)}, {self.text(cell.high)}]"
+        return "-" if cell is None else cell
+
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows of cells; the first column is the arm."""
+    """Columns, labels first, of which the arm is the first; and rows of cells."""
 
     title: str
+    unit: str  # of most columns
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
+
+    def cells(self, row: tuple[Cell, ...]) -> Iterator[tuple[Column, Cell]]:
+        """Each cell of a row with its column."""
+        return zip(self.columns, row, strict=True)
+
+
+DIFFERENCE = Column("difference", kind="difference")
 
 
 def number(value: float | None) -> str | None:
@@ -56,16 +76,9 @@ def signed(value: float) -> str:
     return "0.0000" if float(text) == 0 else text
 
 
-def cell_text(cell: Cell, absent: str = "-") -> str:
-    """The cell as shown; an interval as `mean [low, high]`."""
-    if isinstance(cell, Interval):
-        return f"{signed(cell.mean)} [{signed(cell.low)}, {signed(cell.high)}]"
-    return absent if cell is None else cell
-
-
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """One table at the training length; if any run was evaluated on longer rows, one beyond it."""
-    tables = (_at_training_length(comparison), _beyond(comparison))
+    """At the training length; beyond it, if any run was evaluated on longer rows; of answers, if any was asked for some."""
+    tables = (_at_training_length(comparison), _beyond(comparison), _answered(comparison))
     return tuple(table for table in tables if table.rows)
 
 
@@ -75,9 +88,11 @@ def _at_training_length(comparison: Comparison) -> Table:
 
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
     nats = "nats/token"
-    columns = [Column("arm"), Column("seeds"), Column("params", "M"), Column("tokens", "M"), Column("val loss", nats)]
+    columns = [Column("arm", kind="label"), Column("seeds"), Column("params", "M"), Column("tokens", "M"), Column("val loss", nats)]
     columns += [Column("sd over seeds", nats)] if several else []
-    columns += [Column("bits per byte"), Column("unigram entropy", nats)]
+    in_bytes = any(arm.values(bits) for arm in comparison.arms)
+    columns += [Column("bits per byte")] if in_bytes else []
+    columns += [Column("unigram entropy", nats)]
     columns += [_difference_column(comparison)] if len(comparison.arms) > 1 else []
     rows = []
     for arm in comparison.arms:
@@ -86,10 +101,11 @@ def _at_training_length(comparison: Comparison) -> Table:
         row = [arm.label, str(len(arm.runs)), *(None if size is None else f"{size:.4g}" for size in sizes), number(arm.mean(loss))]
         losses = arm.values(loss)
         row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 else None] if several else []
-        row += [number(arm.mean(bits)), number(arm.mean(lambda run: run.unigram_entropy))]
-        row += [_difference_cell(comparison, arm, None)] if len(comparison.arms) > 1 else []
+        row += [number(arm.mean(bits))] if in_bytes else []
+        row += [number(arm.mean(lambda run: run.unigram_entropy))]
+        row += [_difference_cell(comparison, arm)] if len(comparison.arms) > 1 else []
         rows.append(tuple(row))
-    return Table("Validation, rows of the training length", tuple(columns), tuple(rows))
+    return Table("Validation, rows of the training length", LOSSES, tuple(columns), tuple(rows))
 
 
 def loss(run: RunRecord) -> float | None:
@@ -109,14 +125,14 @@ def _last(values: np.ndarray) -> float | None:
 def _beyond(comparison: Comparison) -> Table:
     found = [ranges(run.long_context) for arm in comparison.arms for run in arm.runs if run.long_context]
     labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
-    columns = [Column("arm"), Column("RoPE"), *(Column(f"loss {label}", "nats/token") for label in labels)]
+    columns = [Column("arm", kind="label"), Column("RoPE", kind="label"), *(Column(f"loss {label}", "nats/token") for label in labels)]
     columns += [_difference_column(comparison, labels[-1])] if len(comparison.arms) > 1 and labels else []
     rows = []
     for arm in comparison.arms:
         for way in ways_used([arm]):
             row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a))) for label in labels)]
             rows.append(tuple(row + ([_difference_cell(comparison, arm, way)] if len(comparison.arms) > 1 else [])))
-    return Table("Long rows, by position in training lengths", tuple(columns), tuple(rows))
+    return Table("Long rows, by position in training lengths", LOSSES, tuple(columns), tuple(rows))
 
 
 def _range_loss(run: RunRecord, way: str, label: str) -> float | None:
@@ -127,13 +143,30 @@ def _range_loss(run: RunRecord, way: str, label: str) -> float | None:
     return next((float(setting.nll_by_position[a:b].mean()) for name, a, b in ranges(run.long_context) if name == label), None)
 
 
+def _answered(comparison: Comparison) -> Table:
+    lengths = lengths_asked(comparison.arms)
+    trained = {run.seq_len for arm in comparison.arms for run in arm.runs}
+    times = {length: f", {length / min(trained):g}x" if len(trained) == 1 else "" for length in lengths}
+    columns = [Column(name, kind="label") for name in ("arm", "task", "used")]
+    columns += [Column(f"{length:,}{times[length]}", SHARES, "share") for length in lengths]
+    several = len(comparison.arms) > 1 and lengths
+    columns += [Column(f"difference to {comparison.arms[0].label}, longest", SHARES, "difference")] if several else []
+    rows = []
+    for of in asked(comparison.arms):
+        for arm in comparison.arms:
+            shares = [share_right(arm, of, length) for length in lengths]
+            if any(shares):
+                rows.append((arm.label, *of, *shares, *([_difference_cell(comparison, arm, *of)] if several else [])))
+    return Table("Answers right, by tokens in the row", SHARES, tuple(columns), tuple(rows))
+
+
 def _difference_column(comparison: Comparison, where: str = "") -> Column:
-    return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", True)
+    return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", "difference")
 
 
-def _difference_cell(comparison: Comparison, arm: Arm, way: str | None) -> Cell:
+def _difference_cell(comparison: Comparison, arm: Arm, *of: str) -> Cell:
     def matches(difference: Difference) -> bool:
-        return difference.arm == arm.label and difference.way == way
+        return difference.arm == arm.label and difference.of == of
 
     found = next(filter(matches, comparison.differences), None)
     return found and found.interval
@@ -147,7 +180,7 @@ def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
-        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([cell_text(cell) for cell in row] for row in table.rows)]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in table.cells(row)] for row in table.rows)]
         blocks.append(
             f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
@@ -157,28 +190,19 @@ def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """One table: the columns of all, one row an arm and way to use it; an interval is three columns."""
-    first, *more = tables
-    second = more[0] if more else Table("", first.columns[:1], ())
+    """One number a line, of all tables: what it is of, its value, and the ends of its interval if it has one."""
+    labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    columns = [*first.columns, *second.columns[1:]]
-    heads = [
-        (column.heading, f"{column.heading} low", f"{column.heading} high") if column.interval else (column.heading,) for column in columns
-    ]
-    writer.writerow([name for group in heads for name in group])
-    for row in first.rows:
-        long_rows = [long for long in second.rows if long[0] == row[0]] or [(None,) * len(second.columns)]
-        for long in long_rows:
-            cells = zip(columns, [*row, *long[1:]], strict=True)
-            writer.writerow([text for column, cell in cells for text in _csv_cells(column, cell)])
+    writer.writerow(["table", *labels, "quantity", "unit", "value", "low", "high"])
+    for table in tables:
+        for row in table.rows:
+            of = {column.name: cell for column, cell in table.cells(row) if column.kind == "label"}
+            for column, cell in table.cells(row):
+                if column.kind != "label" and cell is not None:
+                    values = [column.text(value) for value in cell.listed()] if isinstance(cell, Interval) else [cell, "", ""]
+                    writer.writerow([table.title, *(of.get(label, "") for label in labels), column.name, column.unit, *values])
     return out.getvalue()
-
-
-def _csv_cells(column: Column, cell: Cell) -> list[str]:
-    if isinstance(cell, Interval):
-        return [signed(cell.mean), signed(cell.low), signed(cell.high)]
-    return [cell_text(cell, "")] * (3 if column.interval else 1)
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
@@ -190,7 +214,7 @@ def to_latex(tables: tuple[Table, ...]) -> str:
         )
         lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
-        lines += [" & ".join(_tex_cell(cell) for cell in row) + " \\\\" for row in table.rows]
+        lines += [" & ".join(_tex_cell(*each) for each in table.cells(row)) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
     return "\n\n".join(blocks) + "\n"
 
@@ -203,10 +227,11 @@ def _tex(text: str) -> str:
     return "".join(_TEX.get(letter, letter) for letter in text)
 
 
-def _tex_cell(cell: Cell) -> str:
+def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval):
-        return f"${signed(cell.mean)}$ [${signed(cell.low)}$, ${signed(cell.high)}$]"
-    return _tex(cell_text(cell))
+        mean, low, high = (f"${column.text(value)}$" for value in cell.listed())
+        return f"{mean} [{low}, {high}]"
+    return _tex(column.shown(cell))
 
 
 def print_table(folders: list[Path], baseline: str | None = None, console: Console | None = None) -> None:
@@ -217,22 +242,23 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
     """
     comparison, console = compare([read_run(folder) for folder in folders], baseline), console or Console()
     for table in comparison_tables(comparison):
-        kept = [index for index, column in enumerate(table.columns) if not column.interval]  # intervals get a table of their own
-        grid = _grid(f"{table.title} (losses in nats/token)")
+        kept = [index for index, column in enumerate(table.columns) if column.kind != "difference"]  # they get a table of their own
+        grid = _grid(f"{table.title} ({table.unit})")
         for index in kept:
             column = table.columns[index]
-            heading = column.name if column.unit.startswith("nats") else column.heading
+            heading = column.name if column.unit in table.unit else column.heading
             grid.add_column(escape(heading.replace(" ", "\n")), justify="right" if index else "left", no_wrap=index > 0)
         for row in table.rows:
-            grid.add_row(*(escape(cell_text(row[index])) for index in kept))
+            cells = (column.text(cell.mean) if isinstance(cell, Interval) else column.shown(cell) for column, cell in table.cells(row))
+            grid.add_row(*(escape(text) for index, text in enumerate(cells) if index in kept))
         console.print(grid)
     if comparison.differences:
-        grid = _grid(f"Differences to {comparison.arms[0].label} (nats/token)")
+        grid = _grid(f"Differences to {comparison.arms[0].label} (losses in nats/token, answers right as a share)")
         grid.add_column("arm")
         grid.add_column("of")
         grid.add_column("mean [95% interval]", no_wrap=True)
         for difference in comparison.differences:
-            grid.add_row(escape(difference.arm), difference.what, escape(cell_text(difference.interval)))
+            grid.add_row(escape(difference.arm), difference.what, escape(DIFFERENCE.shown(difference.interval)))
         console.print(grid)
     for text in ([comparison.warning] if comparison.warning else []) + notes(comparison):
         console.print(escape(text), highlight=False)

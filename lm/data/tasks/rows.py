@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from lm.schema import Plain
+
 if TYPE_CHECKING:
     from lm.data.tasks.text import Text
 
@@ -126,6 +128,17 @@ class Draw:
     def owns(self, *contents: int) -> bool:
         """True if a row of this part may have these contents: one in `HELD_OUT` is in test rows only, the others in training rows only."""
         return (fold(contents) % HELD_OUT == 0) == (self.part == "test")
+
+
+def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
+    """A name for each task, given as plain data; those of one name are told apart by the options in which they differ."""
+    names = []
+    for task in tasks:
+        alike = [other for other in tasks if other["name"] == task["name"]]
+        told = [key for key in task if any(other[key] != task[key] for other in alike)]
+        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
+        names.append(f"{task['name']} ({options})" if options else task["name"])
+    return names
 
 
 def fold(contents: tuple[int, ...] | np.ndarray) -> int:
