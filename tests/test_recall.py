@@ -23,6 +23,7 @@ from lm.evaluation.devices import Device
 from lm.evaluation.loss import validation_rows
 from lm.evaluation.recall import Cell, Recall, answer_cell
 from lm.evaluation.statistics import wilson
+from lm.evaluation.text import Validation
 from lm.loss import IGNORED
 from lm.model import Decoder
 from lm.training.run import train
@@ -246,6 +247,27 @@ def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path
     (cell,) = json.loads((tmp_path / "runs" / "a" / "evaluations" / "recall.step-000008.json").read_text())["cells"]
     assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(cell["nll"], abs=1e-5)
     assert validation_rows(prepare(config.data), config).sha256 == cell["rows_sha256"]
+
+
+def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
+    shares = (
+        "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"
+    )
+    config = tiny(shares, SYMBOLS[1], "eval.rows=40")
+    validation = Validation(config, store := prepare(config.data))
+    decoder = Decoder(config.model, store.vocab_size, 32)
+    result = validation.measure(decoder, CPU, lambda rows: None)
+    assert [(one["source"], one["rows"]) for one in result["sources"]] == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)]
+    assert result["bits_per_byte"] is None
+    made = example(Copy(span=5), 0, 7, 32, "test")
+    held_out = validation.held_out
+    assert (held_out.rows[37] == made.tokens).all()
+    assert (held_out.counts[37] == made.answers).all()
+    counts = held_out.counts.sum(1)
+    assert np.average(result["nll_by_row"], weights=counts) == pytest.approx(result["loss"], abs=1e-5)
+    assert np.average([one["loss"] for one in result["sources"]], weights=[counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]) == (
+        pytest.approx(result["loss"], abs=1e-5)
+    )
 
 
 def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):

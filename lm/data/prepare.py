@@ -60,8 +60,10 @@ def prepared(data: DataConfig) -> Store:
 
 
 def summary(store: Store) -> str:
-    """One line: size, what was left out, compression, held-out share and licence."""
+    """One line: size, what was left out, compression, held-out share and licence; of tasks over symbols, how many they are."""
     train, val, manifest = store.train, store.val, store.manifest
+    if manifest["token_bytes"] == "one a symbol":
+        return f"{store.path}: rows made up for {', '.join(part.label for part in train.parts)}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
     words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
     counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]

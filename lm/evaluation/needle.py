@@ -324,7 +324,8 @@ class NeedleMeasurement(Measurement):
             found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
         for heads in result["heads"]:
             layer, head, value = heads["top"][0]
-            found.append(Row(heads["label"], f"{heads['length']:,} tokens", f"most on the number: layer {layer}, head {head}", value))
+            where = f"{heads['length']:,} tokens, depth {heads['depth']:.0%}, layer {layer}, head {head}"
+            found.append(Row(heads["label"], where, "most attention on the number", value))
         return found
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:

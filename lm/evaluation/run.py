@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,11 @@ def evaluate_runs(
     trained = [read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [find_checkpoint(folder, checkpoint) for folder in folders]
-    found = [one for config, folder, path in zip(configs, folders, paths, strict=True) for one in evaluate(config, folder, path)]
+    try:
+        found = [one for config, folder, path in zip(configs, folders, paths, strict=True) for one in evaluate(config, folder, path)]
+    except KeyboardInterrupt:
+        print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
+        raise
     print_results(found)
     if out:
         write_table(found, out)
@@ -125,26 +130,29 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def print_results(found: list[Evaluated]) -> None:
-    """A table of all numbers; runs measured on other data are not comparable, which their fingerprints say."""
-    several = len({one.folder for one in found}) > 1
-    title = None if several else f"{found[0].folder.name}, step {found[0].step}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    if several:
-        table.add_column("run, step")
-    for name in ("measured", "used", "where", "metric"):
-        table.add_column(name)
-    table.add_column("value [95 %]", justify="right")
-    for one in found:
-        for number, row in enumerate(one.rows):
-            first = number == 0
-            interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
-            cells = [one.kind + (" (cached)" if one.cached else "") if first else "", row.setting, row.where, row.metric]
-            name = [f"{one.folder.name}, {one.step}" if first else ""] if several else []
-            table.add_row(*name, *cells, _digits(row.value) + interval)
+    """A table a kind of evaluation, all runs in it; runs measured on other data are not comparable, which their fingerprints say."""
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    console.print(table)
+    several = len({one.folder for one in found}) > 1
+    for kind in dict.fromkeys(one.kind for one in found):
+        same = [one for one in found if one.kind == kind]
+        metrics = list(dict.fromkeys(row.metric for one in same for row in one.rows))
+        title = f"{kind}, {same[0].folder.name}, step {same[0].step}" if not several else kind
+        table = Table(title=title + (" (cached)" if all(one.cached for one in same) else ""), title_justify="left", box=box.SIMPLE_HEAD)
+        for name in [*["run, step"] * several, "used", "where"]:
+            table.add_column(name)
+        for metric in metrics:
+            table.add_column(metric, justify="right")
+        for one in same:
+            lines: dict[tuple[str, str], dict[str, str]] = {}
+            for row in one.rows:
+                interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
+                lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
+            for number, (of, values) in enumerate(lines.items()):
+                name = [f"{one.folder.name}, {one.step}" if number == 0 else ""] if several else []
+                table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
+        console.print(table)
 
 
 def _digits(value: float | None) -> str:

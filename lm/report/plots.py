@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lm.evaluation.statistics import bootstrap_mean
-from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
+from lm.report.comparison import FEWEST_ROWS, Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
 from lm.report.runs import Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
@@ -61,12 +61,15 @@ def overview(comparison: Comparison) -> Overview:
         figure = Figure(figsize=(width, 5), dpi=100)
         FigureCanvasAgg(figure)
         drawn = [draw(axes, comparison) for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True)]
-        captions, cuts = zip(*drawn, strict=True)
+        sides = ("Left", "Middle", "Right") if len(panels) > 2 else ("Left", "Right")
+        captions, cuts = (
+            [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
+        )
         handles = [
             Line2D([], [], color=_COLOURS[i % 7], marker=_MARKERS[i % 7], linewidth=2.4, label=arm.label)
             for i, arm in enumerate(comparison.arms)
         ]
-        footer = textwrap.wrap(" ".join(filter(None, cuts)), 82 * len(panels))
+        footer = textwrap.wrap(" ".join(cuts), 82 * len(panels))
         columns = min(len(handles), 4 if max(len(arm.label) for arm in comparison.arms) < 25 else 2)
         rows = -(-len(handles) // columns)
         height = 5.0 + 0.25 * (rows - 1) + 0.16 * len(footer)
@@ -116,7 +119,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     low, high = _finite(lows, min), _finite(highs, max)
     if low is None:
         _empty(axes, "no training metrics")
-        return "Left: no training metrics.", ""
+        return "no training metrics.", ""
     shown = _limit(axes, low, high, max(1.08 * entropy, 1.3 * low) if entropy else 2 * low)
     smoothed = f"centred mean of {window} logged points" if window > 1 else "as logged"
     ends = f" Validation loss: markers. Thin lines: training loss, {smoothed}.{swaps}"
@@ -134,8 +137,8 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     key.append(Line2D([], [], color=_GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
     axes.legend(handles=key, loc="upper right", fontsize=10)
     top = _finite(lows, max)
-    cut = f"Left: losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
-    return f"Left: loss against tokens seen.{ends}", cut
+    cut = f"losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
+    return f"loss against tokens seen.{ends}", cut
 
 
 def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +172,7 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     ]
     if not curves:
         _empty(axes, "no long-context evaluation")
-        return "Right: no long-context evaluation.", ""
+        return "no long-context evaluation.", ""
     inside, lost = [], []
     trained = sorted({run.long_context.seq_len for arm in comparison.arms for run in arm.runs if run.long_context})
     for index, way, arm, x, mean, low, high in curves:
@@ -186,7 +189,7 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         highest = _finite([c[6] for c in curves], max)
         shown = _limit(axes, low, min(highest, limit), limit)
         above = [f"{c[2].label}, {c[1]} (highest: {_finite([c[4]], max):.4g})" for c in curves if (_finite([c[4]], max) or 0) > shown]
-        cut = f"Right: leaving the picture: {'; '.join(above)}." if above else ""
+        cut = f"leaving the picture: {'; '.join(above)}." if above else ""
     if lost:
         ends += f" Not finite at some positions: {'; '.join(lost)}."
     for length in trained:
@@ -210,8 +213,10 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
         axes.legend(handles=handles, loc="best", fontsize=10)
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    band = " Band: 95% bootstrap interval over rows" + (" (one seed) or lowest to highest seed (several)." if several else ".")
-    return f"Right: loss by position, mean over rows, from position {_FIRST_POSITION}.{band}{ends}", cut
+    band = f" Band: 95% bootstrap interval over rows, if there are {FEWEST_ROWS}" + (
+        " (one seed) or lowest to highest seed (several)." if several else "."
+    )
+    return f"loss by position, mean over rows, from position {_FIRST_POSITION}.{band}{ends}", cut
 
 
 def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
@@ -226,7 +231,8 @@ def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
     values = np.array([setting_of(run, way).nll_by_row.mean(axis=0) for run in runs])[:, keep]  # (seeds, buckets)
     if len(runs) > 1:
         return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0)
-    return x[keep], values[0], *bootstrap_mean(setting_of(runs[0], way).nll_by_row[:, keep])
+    rows = setting_of(runs[0], way).nll_by_row[:, keep]
+    return x[keep], values[0], *(bootstrap_mean(rows) if len(rows) >= FEWEST_ROWS else (values[0], values[0]))
 
 
 # ---------------------------------------------------------------- answers
@@ -258,7 +264,7 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         axes.legend(handles=handles, loc="best", fontsize=10)
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
     band = "Student t over seeds" if several else "Wilson, over questions"
-    return f"Answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
+    return f"answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
 
 
 # ---------------------------------------------------------------- all
