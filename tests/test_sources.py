@@ -151,6 +151,14 @@ def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
     assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
 
 
+def test_a_compressed_dataset_can_be_streamed(hub: Hub):
+    folder = Path(hub.dataset)
+    (folder / "train.parquet").unlink()
+    with pyarrow.output_stream(str(folder / "train.jsonl.zst"), compression="zstd") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
+    assert list(documents(dataclasses.replace(hub, streaming=True))) == TEXTS
+
+
 def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
     data = DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"))
     first = prepare(data)
