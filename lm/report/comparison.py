@@ -209,16 +209,17 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
     def config(*prefixes: str) -> Callable[[RunRecord], str]:
         return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
+    long = ways_used(comparison.arms)
     same_code, code = comparison.across(commit)  # equal commits with uncommitted changes say nothing
     seeds = [tuple(run.seed for run in arm.runs) for arm in comparison.arms]
     by_arm = "; ".join(f"{arm.label}: {', '.join(map(str, s))}" for arm, s in zip(comparison.arms, seeds, strict=True))
     return (
         same("tokens seen", lambda run: run.tokens_seen),
         same("tokens in the weights started from", lambda run: run.tokens_before),
-        same("tokens seen, long-context evaluation", lambda run: run.long_context and run.long_context.tokens_seen),
+        *([same("tokens seen, long-context evaluation", lambda run: run.long_context and run.long_context.tokens_seen)] if long else []),
         same("data fingerprint", lambda run: run.measured("data_fingerprint")),
         same("validation rows (sha256)", lambda run: run.validation and run.validation.identity[1]),
-        same("long-context rows (sha256)", lambda run: run.long_context and run.long_context.identity[1]),
+        *([same("long-context rows (sha256)", lambda run: run.long_context and run.long_context.identity[1])] if long else []),
         *([same("rows with questions (sha256)", _questions)] if asked(comparison.arms) else []),
         same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         same("steps", lambda run: run.flat.get("trainer.max_steps")),

@@ -87,14 +87,17 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
     def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
         return what, comparison.across(value)[1]
 
+    long = [
+        line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
+        line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
+    ]
     ways = [*ways_used(comparison.arms), *(way for _, way in asked(comparison.arms))]
     return [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
         line("training length (tokens)", lambda run: run.seq_len),
         line("validation rows", lambda run: run.validation and f"{len(run.validation.nll_by_row):,} of {run.validation.seq_len:,} tokens"),
         line("validation rows, sha256", lambda run: run.validation and run.validation.identity[1]),
-        line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
-        line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
+        *(long if ways_used(comparison.arms) else []),
         *([line("questions", _questions)] if asked(comparison.arms) else []),
         ("used at evaluation", ", ".join(dict.fromkeys(ways)) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),

@@ -135,7 +135,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         ends += f" The unigram entropy, {entropy:.2f}, is outside the picture."
     key = [Line2D([], [], color=_GREY, linewidth=1.1, alpha=0.7, label="training")]
     key.append(Line2D([], [], color=_GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
-    axes.legend(handles=key, loc="upper right", fontsize=10)
+    axes.legend(handles=key, loc="best", fontsize=10)
     top = _finite(lows, max)
     cut = f"losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
     return f"loss against tokens seen.{ends}", cut

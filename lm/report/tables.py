@@ -40,8 +40,12 @@ class Column:
     def shown(self, cell: Cell) -> str:
         """The cell as text; an interval as `mean [low, high]`."""
         if isinstance(cell, Interval):
-            return f"{self.text(cell.mean)} [{self.text(cell.low)}, {self.text(cell.high)}]"
+            return f"{self.text(cell.mean)} {self.ends(cell)}"
         return "-" if cell is None else cell
+
+    def ends(self, cell: Interval) -> str:
+        """The interval alone, as `[low, high]`."""
+        return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
 
 @dataclass(frozen=True)
