@@ -77,8 +77,9 @@ def expected(store: Store) -> list[str]:
     return digests(np.stack([rows.rows(step) for step in range(STEPS)]))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 @pytest.mark.parametrize("first_step", [0, 17])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 4])
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2)])
 def test_global_batches_do_not_depend_on_how_they_are_read(
     store: Store, expected: list[str], world: int, micro_batch: int, workers: int, first_step: int
