@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from lm import configure as configuration
 from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
 from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile, wilson
-from lm.report import compare, paired_difference, print_table, read_run, write_report
-from lm.report.comparison import asked, share_right
+from lm.report import Comparison, Interval, compare, paired_difference, print_table, read_run, write_report
+from lm.report.comparison import Difference, asked, share_right
 
 SEQ_LEN = 64
 
@@ -115,21 +116,19 @@ def build_run(
     return folder
 
 
-def write_answers(folder: Path, common: dict, asked: dict[int, float]) -> None:
+def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: int) -> None:
     """Recall of `asked`, the share of answers right by length, and needles, of which a tenth fewer are found."""
     cells, needles = [], []
     for length, share in asked.items():
         by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
-        answer = wilson(round(by_row.sum() * 8), 128).listed()
-        cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8}, "length": length, "rows": 16,
-                      "rows_sha256": f"m{length}", "answer": answer, "by_row": by_row})  # fmt: skip
-        for depth, absent in ((0.0, False), (1.0, False), (None, True)):
-            right = 0 if absent else round(9 * share)
-            needles.append(
-                {"label": "as trained", "length": length, "depth": depth, "absent": absent, "by_trial": [1] * right + [0] * (10 - right)}
-            )
+        cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8} | task, "length": length,
+                      "rows_sha256": f"m{length}", "by_row": by_row, "questions_by_row": [8] * 16})  # fmt: skip
+        for depth in (0.0, 1.0, None):
+            right = 0 if depth is None else round(9 * share)
+            needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",
+                            "by_trial": [1] * right + [0] * (10 - right)})  # fmt: skip
     write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
-    settings = {"seed": 0, "trials": 10, "needles": 1, "distractors": 0, "depths": [0.0, 1.0], "finetune": {"steps": 0}}
+    settings = {"needles": 1, "distractors": 0, "finetune": {"steps": 0}}
     write_evaluation(folder, "needle", common["step"], common | {"kind": "needle", "cells": needles} | settings)
 
 
@@ -385,53 +384,130 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
 
 # ---------------------------------------------------------------- answers
 
+RECALL, NEEDLE, CONTROL = (("mqar", "as trained"), ("needle", "as trained"), ("needle, control without it", "as trained"))
+
+
+def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
+    """The comparison, and the last arm's differences by what they are of."""
+    comparison = compare([read_run(folder) for folder in folders])
+    return comparison, {difference.of: difference for difference in comparison.differences}
+
+
+def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
+    path = next(folder.glob(f"evaluations/{kind}.*"))
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
-    comparison = compare([read_run(folder) for folder in folders])
-    of = ("mqar", "as trained")
-    assert asked(comparison.arms) == [of, ("needle", "as trained"), ("needle, control without it", "as trained")]
-    assert share_right(comparison.arms[0], of, 512).listed() == pytest.approx(wilson(38, 128).listed())
-    assert share_right(comparison.arms[1], ("needle", "as trained"), 512).listed() == pytest.approx(wilson(14, 20).listed())
-    assert share_right(comparison.arms[1], ("needle, control without it", "as trained"), 64).mean == 0
-    found = {difference.of: difference for difference in comparison.differences}
-    assert found[of].interval.mean == pytest.approx(0.5)
-    assert "answers right, mqar in rows of 512" in found[of].what
-    assert found[of].note.startswith("paired bootstrap over 16 rows")
+    comparison, found = compared(*folders)
+    assert asked(comparison.arms) == [RECALL, NEEDLE, CONTROL]
+    assert share_right(comparison.arms[0], RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
+    assert share_right(comparison.arms[1], NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), (
+        "not 14 of 20: depths ask the same"
+    )
+    assert share_right(comparison.arms[1], CONTROL, 64).mean == 0
+    assert found[RECALL].interval is None, "all rows differ by the same"
+    edit(folders[1], "recall", lambda result: result["cells"][1]["by_row"].reverse())
+    found = compared(*folders)[1]
+    assert found[RECALL].interval.mean == pytest.approx(0.5)
+    assert found[RECALL].interval.low < 0.49
+    assert "answers right, mqar in rows of 512" in found[RECALL].what
+    assert found[RECALL].note.startswith("paired bootstrap over 16 rows")
+    assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
     files = write_report(folders, tmp_path / "out")
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
-    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.\d{3} \[.*\] \| 0\.797 \[.*\] \| \+0\.5000 \[.*\] \|", line)
+    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
     assert b"Answers right" in files.html.read_bytes()
 
 
-def test_answers_of_several_seeds_have_an_interval_over_seeds_within_0_and_1(tmp_path):
-    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, asked={64: share}) for seed, share in ((1, 0.6875), (2, 0.8125), (3, 0.75))]
-    share = share_right(compare([read_run(folder) for folder in folders]).arms[0], ("mqar", "as trained"), 64)
-    assert share.mean == pytest.approx(0.75)
-    assert share.high == pytest.approx(0.75 + 4.302653 * 0.0625 / 3**0.5)
-    certain = [build_run(tmp_path, f"all{seed}", "ssmax", seed=seed, asked={64: one}) for seed, one in ((1, 0.8), (2, 0.8), (3, 0.2))]
-    assert share_right(compare([read_run(folder) for folder in certain]).arms[0], ("mqar", "as trained"), 64).high == 1
+def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
+    def arm(name: str, *shares: float) -> Interval:
+        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: share}) for seed, share in enumerate(shares)]
+        return share_right(compared(*folders)[0].arms[0], RECALL, 64)
+
+    spread = arm("spread", 0.6875, 0.8125, 0.75)
+    assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
+    assert arm("wide", 0.8, 0.8, 0.2).high == 1
+    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(wilson(96, 128).listed()), "seeds that agree are no certainty"
+
+
+def test_rows_with_more_answers_weigh_more(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
+    for folder, first in zip(folders, (0.5, 0.9), strict=True):
+        edit(folder, "recall", lambda result, first=first: result["cells"][0].update(
+            by_row=[first] * 8 + [0.5] * 8, questions_by_row=[15] * 8 + [1] * 8))  # fmt: skip
+        edit(folder, "validation", lambda result, first=first: result.update(
+            nll_by_row=[first] * 64 + [0.5] * 64, targets_by_row=[3] * 64 + [1] * 64))  # fmt: skip
+    comparison, found = compared(*folders)
+    assert share_right(comparison.arms[1], RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
+    assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
+    assert found[()].interval.mean == pytest.approx(0.4 * 3 / 4)
+    assert found[()].interval.low < 0.3 < found[()].interval.high
 
 
 def test_answers_to_other_questions_are_not_subtracted(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    path = next(folders[1].glob("evaluations/recall.*"))
-    path.write_text(path.read_text().replace('"m64"', '"m65"'))
-    comparison = compare([read_run(folder) for folder in folders])
-    found = {difference.of: difference for difference in comparison.differences}
-    assert found["mqar", "as trained"].interval is None
-    assert "not measured on the same tokens" in found["mqar", "as trained"].note
-    assert found["needle", "as trained"].interval is not None
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
+    edit(folders[1], "recall", lambda result: result["cells"][0].update(rows_sha256="others"))
+    comparison, found = compared(*folders)
+    assert found[RECALL].interval is None
+    assert "not measured on the same tokens" in found[RECALL].note
+    assert found[NEEDLE].interval is not None
     assert [check.ok for check in comparison.checks if "questions" in check.what] == [False]
 
 
+def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
+    edit(folders[1], "recall", lambda result: result["cells"][0]["by_row"].reverse())
+    difference = compared(*folders)[1][RECALL]
+    assert difference.interval.mean == pytest.approx(-0.4)
+    assert "in rows of 64" in difference.what
+    table = write_report(folders, tmp_path / "out").markdown.read_text()
+    assert "difference to softmax, 512" in table
+    assert re.search(r"\| ssmax \| mqar .*\| - \|\n", table), "the column is of other rows than the difference"
+
+
+def test_tasks_are_named_over_all_runs(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
+    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a"}, {64: 0.9}, pairs=16)
+    comparison, found = compared(*folders)
+    assert asked(comparison.arms)[:2] == [("mqar (pairs 8)", "as trained"), NEEDLE]
+    assert found["mqar (pairs 16)", "as trained"].interval is None
+
+
+def test_answers_of_other_steps_are_said(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
+    edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
+    edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
+    comparison, _ = compared(*folders)
+    assert "asked for answers after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
+    assert [check.ok for check in comparison.checks if check.what == "tokens seen, answers"] == [False]
+    assert any("the evaluation of mqar of step 100" in lack for lack in comparison.missing)
+
+
 def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
-    long = {"eval": {"long_context": {"length_factor": 0}}}
-    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **long)
-    path = next(folder.glob("evaluations/validation.*"))
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bits_per_byte": None}))
+    symbols = {
+        "eval": {"long_context": {"length_factor": 0}},
+        "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
+    }
+    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
+    edit(folder, "validation", lambda result: result.update(bits_per_byte=None))
     assert read_run(folder).missing == ()
-    assert "bits per byte" not in write_report([folder], tmp_path / "out").markdown.read_text()
+    files = write_report([folder], tmp_path / "out")
+    assert "bits per byte" not in files.markdown.read_text()
+    page = files.html.read_text()
+    assert "nats per token of the answers" in page
+    assert "source.name" not in page.split("<h2>Runs")[0]
+
+
+def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
+    folder = build_run(tmp_path, "soft", data={"seq_len": 64, "tasks": [{"weight": 0.5, "task": {"name": "needle"}}]})
+    assert read_run(folder).missing == ("no recall evaluation",)
+    write_evaluation(folder, "recall", 200, {"kind": "recall", "step": 200, "cells": [{"task": {"name": "needle"}}]})
+    (lack,) = read_run(folder).missing
+    assert "no recall evaluation that can be read" in lack
 
 
 # ---------------------------------------------------------------- output

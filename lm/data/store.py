@@ -165,6 +165,12 @@ def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def entropy(counts: np.ndarray) -> float:
+    """Of tokens that were counted, nats: the loss of one who knows no more than how frequent each is."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
 def token_dtype(vocab_size: int) -> str:
     """The smallest of uint16 and uint32 (little-endian) that holds every id."""
     return "<u2" if vocab_size <= 2**16 else "<u4"

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lm.data.store import MANIFEST, Part, content_sha256, shard_path, token_dtype
+from lm.data.store import MANIFEST, Part, content_sha256, entropy, shard_path, token_dtype
 from lm.schema import Plain
 
 SHARD_TOKENS = 2**28  # 512 MiB of uint16
@@ -72,12 +72,11 @@ class SplitWriter:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
         ends = offsets[np.cumsum([0, *(part.n_documents for part in parts)])]
-        share = self.counts[self.counts > 0] / self.n_tokens
         facts = {
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
             "n_bytes": n_bytes,
-            "unigram_entropy": float(-(share * np.log(share)).sum()),
+            "unigram_entropy": entropy(self.counts),
             "longest": int(np.diff(offsets).max()),
             "parts": [vars(part) | {"n_tokens": int(n_tokens)} for part, n_tokens in zip(parts, np.diff(ends), strict=True)],
         }

@@ -63,7 +63,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
 
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
         counts = rows.counts
-        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts))
+        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1))
         lengths.append(
             {
                 "length": rows.length,

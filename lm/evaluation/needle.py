@@ -1,6 +1,7 @@
 """Needles in a haystack: what a model answers by context length and depth, and which heads look at the needle."""
 
 import copy
+import hashlib
 import re
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,11 @@ def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
         found += [_trial(made, which, index, text) for which in range(len(made.questions))]
         index += 1
     return found[:count]
+
+
+def _sha256(asked: list[Trial]) -> str:
+    """Of prompts and answers."""
+    return hashlib.sha256(np.concatenate([part for one in asked for part in (one.prompt, one.answer)]).astype("<i8").tobytes()).hexdigest()
 
 
 def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
@@ -181,6 +187,7 @@ class NeedleMeasurement(Measurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
+    version = 2
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -264,6 +271,7 @@ class NeedleMeasurement(Measurement):
             "depth": task.depth,
             "absent": task.absent,
             "trials": len(asked),
+            "trials_sha256": _sha256(asked),
             "nll": float(nll.mean(dtype=np.float64)),
             "exact": wilson(int(whole.sum()), len(whole)).listed(),
             "exact_teacher_forced": wilson(int(hits.sum()), len(hits)).listed(),
@@ -313,19 +321,19 @@ class NeedleMeasurement(Measurement):
         }
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
+        taught = f", fine-tuned {result['finetune']['steps']} steps" if result["finetune"]["steps"] else ""
         found = []
         for cell in result["cells"]:
             place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
-            where = f"{cell['length']:,} tokens, {place}"
-            where += f", fine-tuned {result['finetune']['steps']} steps" if result["finetune"]["steps"] else ""
-            found.append(Row(cell["label"], where, "exact", *cell["exact"]))
-            found.append(Row(cell["label"], where, "first digit", *cell["first_digit"]))
-            found.append(Row(cell["label"], where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))
-            found.append(Row(cell["label"], where, "loss of answers", cell["nll"]))
+            where, used = f"{cell['length']:,} tokens, {place}", cell["label"] + taught
+            found.append(Row(used, where, "exact", *cell["exact"]))
+            found.append(Row(used, where, "first digit", *cell["first_digit"]))
+            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))
+            found.append(Row(used, where, "loss of answers", cell["nll"]))
         for heads in result["heads"]:
             layer, head, value = heads["top"][0]
             where = f"{heads['length']:,} tokens, depth {heads['depth']:.0%}, layer {layer}, head {head}"
-            found.append(Row(heads["label"], where, "most attention on the number", value))
+            found.append(Row(heads["label"] + taught, where, "most attention on the number", value))
         return found
 
     def scores(self, result: dict[str, Plain]) -> dict[str, float]:

@@ -130,7 +130,7 @@ def measure_cells(
 
     `answer`: share of the questions answered right as a whole; `token`: share of the answers' tokens; both with 95 % Wilson
     intervals [share, low, high] that take the questions of a row as independent. `by_row`: each row's share of whole
-    answers, for paired comparison. `nll`: nats per token of the answers.
+    answers, for paired comparison, and how many it has. `nll`: nats per token of the answers.
     """
     setting = setting or LongSetting()
     answered = (answer_cell(decoder, cell, where, RECALL_SEED, text, setting, progress) for cell in cells)
@@ -141,6 +141,7 @@ class Recall(Measurement):
     """Accuracy and loss of tasks' answers by length, as `measure_cells`."""
 
     kind = "recall"
+    version = 2
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of its rows, or the held-out text is too short for one."""
@@ -202,7 +203,8 @@ class Recall(Measurement):
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
     whole, rows = answers.whole, answers.row[answers.place == 0]
-    by_row = np.bincount(rows, whole, cell.rows) / np.bincount(rows, minlength=cell.rows)
+    questions = np.bincount(rows, minlength=cell.rows)
+    by_row = np.bincount(rows, whole, cell.rows) / questions
     return {
         "task": to_plain(cell.task),
         "length": cell.length,
@@ -214,6 +216,7 @@ def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
         "token": wilson(int(answers.right.sum()), len(answers.right)).listed(),
         "nll": float(answers.nll.mean(dtype=np.float64)),
         "by_row": [round(float(share), 6) for share in by_row],
+        "questions_by_row": questions.tolist(),
     }
 
 

@@ -2,8 +2,10 @@
 
 import csv
 import io
+import math
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,33 +132,49 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def print_results(found: list[Evaluated]) -> None:
-    """A table a kind of evaluation, all runs in it; runs measured on other data are not comparable, which their fingerprints say."""
+    """Tables of all numbers, by kind of evaluation; runs measured on other data are not comparable, which their fingerprints say."""
     console = Console()
     if not console.is_terminal:
         console.width = 160
     several = len({one.folder for one in found}) > 1
     for kind in dict.fromkeys(one.kind for one in found):
         same = [one for one in found if one.kind == kind]
-        metrics = list(dict.fromkeys(row.metric for one in same for row in one.rows))
-        title = f"{kind}, {same[0].folder.name}, step {same[0].step}" if not several else kind
-        table = Table(title=title + (" (cached)" if all(one.cached for one in same) else ""), title_justify="left", box=box.SIMPLE_HEAD)
-        for name in [*["run, step"] * several, "used", "where"]:
-            table.add_column(name)
-        for metric in metrics:
-            table.add_column(metric, justify="right")
-        for one in same:
-            lines: dict[tuple[str, str], dict[str, str]] = {}
-            for row in one.rows:
-                interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
-                lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
-            for number, (of, values) in enumerate(lines.items()):
-                name = [f"{one.folder.name}, {one.step}" if number == 0 else ""] if several else []
-                table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
-        console.print(table)
+        title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].step}"
+        title += " (cached)" if all(one.cached for one in same) else ""
+        for metrics in together(row for one in same for row in one.rows):
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+            for name in ("run, step", "used", "where")[not several :]:
+                table.add_column(name)
+            for metric in metrics:
+                table.add_column(metric, justify="right")
+            for one in same:
+                lines: dict[tuple[str, str], dict[str, str]] = {}
+                for row in one.rows:
+                    if row.metric in metrics:
+                        interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
+                        lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
+                for number, (of, values) in enumerate(lines.items()):
+                    name = [f"{one.folder.name}, {one.step}" if number == 0 else ""] if several else []
+                    table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
+            console.print(table)
+
+
+def together(rows: Iterable[Row]) -> list[list[str]]:
+    """The metrics that belong in one table: those that are given of the same place."""
+    by_place: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        by_place.setdefault((row.setting, row.where), []).append(row.metric)
+    groups: list[list[str]] = []
+    for metrics in by_place.values():
+        group = next((group for group in groups if set(group) & set(metrics)), None)
+        if group is None:
+            groups.append(group := [])
+        group += [metric for metric in dict.fromkeys(metrics) if metric not in group]
+    return groups
 
 
 def _digits(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else "not finite"
 
 
 def write_table(found: list[Evaluated], path: Path) -> None:

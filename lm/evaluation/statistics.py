@@ -21,11 +21,12 @@ class Interval:
         return [self.mean, self.low, self.high]
 
 
-def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0, resamples: int = 10_000) -> Interval:
+def paired_difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, seed: int = 0, resamples: int = 10_000) -> Interval:
     """Mean of a - b over rows, with the 95 % percentile bootstrap interval over the choice of rows.
 
     Args:
-        a, b: (rows,) the same rows under two models, nats per token.
+        a, b: (rows,) the same rows under two models, such as nats per token.
+        weights: (rows,) of the rows, such as how many tokens each has; None: all alike.
         seed: of the resampling.
 
     Raises:
@@ -36,17 +37,20 @@ def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0, resamples: in
         raise ValueError(f"paired rows need equal shapes (rows,), not {a.shape} and {b.shape}")
     with np.errstate(invalid="ignore"):
         difference = a - b
-    low, high = bootstrap_mean(difference[:, None], seed, resamples)
-    mean = difference.mean() if np.isfinite(difference).all() else np.nan
+    low, high = bootstrap_mean(difference[:, None], weights, seed, resamples)
+    mean = np.average(difference, weights=weights) if np.isfinite(difference).all() else np.nan
     return Interval(float(mean), float(low[0]), float(high[0]))
 
 
-def bootstrap_mean(values: np.ndarray, seed: int = 0, resamples: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap_mean(
+    values: np.ndarray, weights: np.ndarray | None = None, seed: int = 0, resamples: int = 10_000
+) -> tuple[np.ndarray, np.ndarray]:
     """Ends of the 95 % percentile bootstrap interval of the mean over rows, each (columns,).
 
-    `values` is (rows, columns); the rows are resampled whole. A column that isn't all finite gives NaN.
+    `values` is (rows, columns), `weights` (rows,); the rows are resampled whole. A column that isn't all finite gives NaN.
     """
     rows, columns = values.shape
+    weights = np.ones(rows) if weights is None else np.asarray(weights, dtype=float)
     finite = np.isfinite(values).all(axis=0)
     filled = np.where(finite, values, 0.0)
     generator = np.random.default_rng(seed)
@@ -54,7 +58,7 @@ def bootstrap_mean(values: np.ndarray, seed: int = 0, resamples: int = 10_000) -
     chunk = max(1, 4_000_000 // rows)  # bounds the memory of the counts
     for start in range(0, resamples, chunk):
         counts = generator.multinomial(rows, np.full(rows, 1 / rows), size=min(chunk, resamples - start))  # (chunk, rows)
-        means[start : start + chunk] = counts @ filled / rows
+        means[start : start + chunk] = counts @ (weights[:, None] * filled) / (counts @ weights)[:, None]
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
     return np.where(finite, low, np.nan), np.where(finite, high, np.nan)
 
@@ -68,8 +72,11 @@ def over_seeds(values: np.ndarray) -> Interval:
     return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
 
 
-def wilson(right: int, trials: int) -> Interval:
-    """A share of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials."""
+def wilson(right: float, trials: int) -> Interval:
+    """A share of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
+
+    `right` is a fraction where each trial is a mean, over depths, say: the interval is then as wide as if they were all alike.
+    """
     if not trials:
         return Interval(np.nan, np.nan, np.nan)
     share, scale = right / trials, 1 + _Z**2 / trials

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from lm.config import Schedule
+from lm.data.store import entropy
 from lm.data.tasks import task_names
 from lm.evaluation.devices import Device
 from lm.evaluation.loss import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
@@ -42,9 +43,16 @@ class Validation(Measurement):
             "loss": float(nll.mean(dtype=np.float64, where=self.held_out.counts)),
             "bits_per_byte": None if self.config.data.symbolic else bits_per_byte(nll, self.held_out),
             "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
-            "unigram_entropy": self.store.val.unigram_entropy,
+            "targets_by_row": self.held_out.counts.sum(1).tolist(),
+            "unigram_entropy": self._unigram_entropy(),
             "sources": self._by_source(nll),
         }
+
+    def _unigram_entropy(self) -> float:
+        """Of the tokens to predict, nats per token: of all held-out text, or of the answers in these rows."""
+        if not self.config.data.symbolic:
+            return self.store.val.unigram_entropy
+        return entropy(np.bincount(self.held_out.rows[:, 1:][self.held_out.counts]))
 
     def _by_source(self, nll: np.ndarray) -> list[dict[str, Plain]]:
         """Rows and loss of each source of a mixture, or of each task over symbols; empty for one alone."""

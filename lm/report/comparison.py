@@ -1,17 +1,19 @@
 """Arms, their labels, whether comparing them is fair, and their paired differences."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from lm.attention import table
+from lm.data.tasks import task_names
 from lm.errors import RunError
-from lm.evaluation.statistics import Interval, over_seeds, paired_difference
-from lm.report.runs import Answers, LongContext, RunRecord, Setting
+from lm.evaluation.statistics import Interval, over_seeds, paired_difference, wilson
+from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting
 from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
@@ -52,6 +54,7 @@ class Difference:
     arm: str
     what: str
     of: tuple[str, ...]  # (): validation loss; (way,): of long rows, the model used so; (task, way): share of answers right
+    length: int  # where the rows or their positions end
     interval: Interval | None  # nats per token, or of the share
     note: str
 
@@ -117,7 +120,7 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     records = list({record.folder.resolve(): record for record in records}.values())
     if not records:
         raise RunError("no run folders given")
-    arms = _arms(records)
+    arms = _arms(_named(records))
     if baseline is not None:
         known = [{arm.label, arm.runs[0].flat["model.normalizer.name"], *(run.name for run in arm.runs)} for arm in arms]
         chosen = [arm for arm, names in zip(arms, known, strict=True) if baseline in names]
@@ -137,10 +140,23 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     same_tokens, tokens = result.across(lambda run: run.tokens_seen)
     if same_tokens is False:
         warning = f"{warning} The runs have not seen the same number of tokens: {tokens}.".strip()
+    same_answers, tokens = result.across(_tokens_asked)
+    if same_answers is False:
+        warning = f"{warning} They were asked for answers after different numbers of tokens: {tokens}.".strip()
     return Comparison(result.arms, tuple(_differences(arms)), _checks(result), diff, warning, missing)
 
 
 # ---------------------------------------------------------------- arms
+
+
+def _named(records: list[RunRecord]) -> list[RunRecord]:
+    """The records with a name for each task they were asked for: one of two tasks of a kind by the options in which they differ."""
+    tasks = {json.dumps(one.task, sort_keys=True): one.task for record in records for one in record.answers}
+    names = dict(zip(tasks, task_names(list(tasks.values())), strict=True))
+    return [
+        replace(record, answers=tuple(replace(one, name=names[json.dumps(one.task, sort_keys=True)]) for one in record.answers))
+        for record in records
+    ]
 
 
 def _arms(records: list[RunRecord]) -> list[Arm]:
@@ -220,7 +236,8 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
         same("data fingerprint", lambda run: run.measured("data_fingerprint")),
         same("validation rows (sha256)", lambda run: run.validation and run.validation.identity[1]),
         *([same("long-context rows (sha256)", lambda run: run.long_context and run.long_context.identity[1])] if long else []),
-        *([same("rows with questions (sha256)", _questions)] if asked(comparison.arms) else []),
+        *([same("rows with questions (sha256)", _rows_asked)] if asked(comparison.arms) else []),
+        *([same("tokens seen, answers", _tokens_asked)] if asked(comparison.arms) else []),
         same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         same("steps", lambda run: run.flat.get("trainer.max_steps")),
         Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(map(str, seeds[0]))),
@@ -232,10 +249,15 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
     )
 
 
-def _questions(run: RunRecord) -> str | None:
+def _rows_asked(run: RunRecord) -> str | None:
     """One hash of all rows that the run was asked in."""
-    rows = ", ".join(sorted({one.identity[1] for one in run.answers}))
+    rows = ", ".join(sorted({one.rows_sha256 for one in run.answers}))
     return hashlib.sha256(rows.encode()).hexdigest() if rows else None
+
+
+def _tokens_asked(run: RunRecord) -> str | None:
+    """Tokens that the run had seen when it was asked."""
+    return ", ".join(f"{tokens:,}" for tokens in sorted({one.tokens_seen for one in run.answers})) or None
 
 
 def _parameters_outside(run: RunRecord) -> int | None:
@@ -277,26 +299,30 @@ def ways_used(arms: tuple[Arm, ...] | list[Arm]) -> list[str]:
 
 def asked(arms: tuple[Arm, ...] | list[Arm]) -> list[tuple[str, str]]:
     """Every (task, way) that some run was asked for answers of, in the order of their files."""
-    return list(dict.fromkeys((one.task, one.way) for arm in arms for run in arm.runs for one in run.answers))
+    return list(dict.fromkeys((one.name, one.way) for arm in arms for run in arm.runs for one in run.answers))
 
 
 def lengths_asked(arms: tuple[Arm, ...] | list[Arm], of: tuple[str, str] | None = None) -> list[int]:
     """The lengths of rows, ascending, in which some run was asked; `of` one (task, way), or of any."""
-    return sorted({one.length for arm in arms for run in arm.runs for one in run.answers if of in (None, (one.task, one.way))})
+    return sorted({one.length for arm in arms for run in arm.runs for one in run.answers if of in (None, (one.name, one.way))})
 
 
-def answers_of(run: RunRecord, of: tuple[str, str], length: int) -> Answers | None:
+def answers_of(run: RunRecord, of: tuple[str, str], length: int) -> AnswersRight | None:
     """The run's answers of a (task, way) in rows of one length."""
-    return next((one for one in run.answers if (one.task, one.way, one.length) == (*of, length)), None)
+    return next((one for one in run.answers if (one.name, one.way, one.length) == (*of, length)), None)
 
 
 def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
-    """Share of answers right: over several seeds with a Student t interval, within 0 and 1; of one seed with Wilson's, over questions."""
-    found = [one.share for run in arm.runs if (one := answers_of(run, of, length))]
-    if len(found) < 2:
-        return found[0] if found else None
-    interval = over_seeds(np.array([one.mean for one in found]))
-    return Interval(interval.mean, max(0.0, interval.low), min(1.0, interval.high))
+    """Share of answers right: Wilson's interval over questions; of several seeds Student's t, but never a narrower one than that."""
+    found = [one for run in arm.runs if (one := answers_of(run, of, length))]
+    if not found:
+        return None
+    mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
+    interval = wilson(mean * questions, questions)
+    if len(found) == 1:
+        return interval
+    seeds = over_seeds(np.array([one.share for one in found]))
+    return Interval(mean, min(interval.low, max(0.0, seeds.low)), max(interval.high, min(1.0, seeds.high)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,13 +330,14 @@ class _Sample:
     """One number a row, and what must be equal for rows to be pairs."""
 
     identity: tuple[str, str]
-    where: tuple[int, ...]  # positions
+    where: tuple[int, int]  # positions, from and to
     rows: np.ndarray  # (rows,) nats per token, or share of answers right
+    weights: np.ndarray  # (rows,) how many of them are in each
 
 
 def _validation_rows(run: RunRecord) -> _Sample | None:
     found = run.validation
-    return found and _Sample(found.identity, (0, found.seq_len), found.nll_by_row)
+    return found and _Sample(found.identity, (0, found.seq_len), found.nll_by_row, found.targets_by_row)
 
 
 def farthest(evaluation: LongContext) -> tuple[int, int]:
@@ -327,48 +354,56 @@ def _farthest_rows(run: RunRecord, way: str) -> _Sample | None:
     edges = run.long_context.bucket_edges
     inside = edges[:-1] >= start
     rows = np.average(setting.nll_by_row[:, inside], axis=1, weights=np.diff(edges)[inside])
-    return _Sample(run.long_context.identity, (start, stop), rows)
+    return _Sample(run.long_context.identity, (start, stop), rows, np.ones(len(rows)))
 
 
 def _rows_of_answers(run: RunRecord, of: tuple[str, str], length: int) -> _Sample | None:
     found = answers_of(run, of, length)
-    return found and _Sample(found.identity, (0, length), found.by_row)
+    return found and _Sample(("", found.rows_sha256), (0, length), found.by_row, found.questions)
 
 
 def _differences(arms: list[Arm]) -> list[Difference]:
     base, found = arms[0], []
     for arm in arms[1:]:
-        interval, note = _difference(arm, base, _validation_rows)
-        found.append(Difference(arm.label, "validation loss", (), interval, note))
+        length = max((run.validation.seq_len for run in arm.runs if run.validation), default=0)
+        found.append(Difference(arm.label, "validation loss", (), length, *_difference(arm, base, _validation_rows)))
         for way in ways_used([base, arm]):
-            interval, note = _difference(arm, base, lambda run, way=way: _farthest_rows(run, way))
             long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, way))
             start, stop = farthest(long)
             what = f"loss at positions {start:,}-{stop:,}, {way}"
-            found.append(Difference(arm.label, what, (way,), interval, note))
+            values = _difference(arm, base, lambda run, way=way: _farthest_rows(run, way))
+            found.append(Difference(arm.label, what, (way,), stop, *values))
         for of in asked([base, arm]):
-            length = lengths_asked([base, arm], of)[-1]
-            interval, note = _difference(arm, base, lambda run, of=of, length=length: _rows_of_answers(run, of, length))
+            both = set(lengths_asked([arm], of)) & set(lengths_asked([base], of))
+            length = max(both or lengths_asked([base, arm], of))
+            values = _difference(arm, base, lambda run, of=of, length=length: _rows_of_answers(run, of, length))
             what = f"answers right, {of[0]} in rows of {length:,}, {of[1]}"
-            found.append(Difference(arm.label, what, of, interval, note))
+            found.append(Difference(arm.label, what, of, length, *_of_shares(*values)))
     return found
+
+
+def _of_shares(interval: Interval | None, note: str) -> tuple[Interval | None, str]:
+    """A difference of shares lies within -1 and 1, and its interval is not a point because all rows, at 0 or 1 say, agree."""
+    if interval is None or interval.low == interval.high:
+        return None, "all rows, or all seeds, agree: their spread gives no interval" if interval else note
+    return Interval(interval.mean, max(-1.0, interval.low), min(1.0, interval.high)), note
 
 
 def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | None]) -> tuple[Interval | None, str]:
     ours, theirs = ({run.seed: found for run in one.runs if (found := sample(run))} for one in (arm, base))
     for one, samples in ((arm, ours), (base, theirs)):
         if not samples:
-            return None, f"{one.label} was not evaluated"
+            return None, f"{one.label} was not evaluated on it"
     every = [*ours.values(), *theirs.values()]
     if len({one.identity[0] for one in every}) > 1:
         return None, "not measured on the same tokens: the data fingerprints differ"
-    if len({(one.identity, one.where, one.rows.shape) for one in every}) > 1:
+    if len({(one.identity, one.where, one.rows.shape, one.weights.tobytes()) for one in every}) > 1:
         return None, "not measured on the same tokens: the evaluation rows or positions differ"
     if not all(np.isfinite(one.rows).all() for one in every):
         return None, "not finite on some rows"
-    shared = sorted(ours.keys() & theirs.keys())
+    shared, weights = sorted(ours.keys() & theirs.keys()), every[0].weights
     if len(shared) >= 2:
-        values = np.array([np.mean(ours[seed].rows - theirs[seed].rows) for seed in shared])
+        values = np.array([np.average(ours[seed].rows - theirs[seed].rows, weights=weights) for seed in shared])
         return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
     mean_a, mean_b = (np.mean([one.rows for one in samples.values()], axis=0) for samples in (ours, theirs))
     note = f"paired bootstrap over {len(mean_a)} rows: covers the choice of evaluation rows (as if independent), not training noise"
@@ -378,4 +413,4 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
         note += "; the seeds differ"
     if len(mean_a) < FEWEST_ROWS:
         return None, f"{len(mean_a)} evaluation rows are too few for an interval (at least {FEWEST_ROWS})"
-    return paired_difference(mean_a, mean_b), note
+    return paired_difference(mean_a, mean_b, weights), note

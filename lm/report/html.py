@@ -91,6 +91,7 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
         line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
     ]
+    runs = [run for arm in comparison.arms for run in arm.runs]
     ways = [*ways_used(comparison.arms), *(way for _, way in asked(comparison.arms))]
     return [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
@@ -102,6 +103,7 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         ("used at evaluation", ", ".join(dict.fromkeys(ways)) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
+        *([line("tasks", _tasks)] if any(map(_tasks, runs)) else []),
         line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
         line("tokens seen", lambda run: run.tokens_seen),
         line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
@@ -115,9 +117,13 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
+def _tasks(run: RunRecord) -> str | None:
+    return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
+
+
 def _questions(run: RunRecord) -> str | None:
-    tasks = dict.fromkeys((one.task, len(one.by_row)) for one in run.answers)
-    return "; ".join(f"{task}: {rows:,} rows a length" for task, rows in tasks) or None
+    tasks = dict.fromkeys((one.name, int(one.questions.sum())) for one in run.answers)
+    return "; ".join(f"{task}: {questions:,} different ones a length" for task, questions in tasks) or None
 
 
 def _long(text: str) -> Callable[[RunRecord], str | None]:
@@ -134,7 +140,8 @@ def _parameters(run: RunRecord) -> str:
 
 def _data(run: RunRecord) -> str | None:
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
-    return _pairs({"source": run.config["data"].get("source"), **counts})
+    source = {} if run.symbolic else {"source": run.config["data"].get("source")}
+    return _pairs({**source, **counts})
 
 
 def _pairs(block: Plain) -> str | None:
@@ -186,7 +193,10 @@ def methods(comparison: Comparison) -> str:
         text += f"{comparison.warning} "
     if any(run.validation for run in runs):
         rows = say(lambda run: run.validation and len(run.validation.nll_by_row))
-        text += f"Validation loss is the mean negative log-likelihood in nats per token over {rows} held-out rows of the training length. "
+        token = "token of the answers" if any(run.symbolic for run in runs) else "token"
+        text += (
+            f"Validation loss is the mean negative log-likelihood in nats per {token} over {rows} held-out rows of the training length. "
+        )
     if any(run.long_context for run in runs):
         ways = ", ".join(ways_used(comparison.arms))
         text += (
@@ -196,16 +206,17 @@ def methods(comparison: Comparison) -> str:
     if asked(comparison.arms):
         lengths = lengths_asked(comparison.arms)
         rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
-        names = "; ".join(f"{task}, RoPE {way}" for task, way in asked(comparison.arms))
+        names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
         text += (
             f"Answers are right as wholes, under greedy decoding, in held-out {rows} ({names}), with 95% intervals: "
-            "Wilson's over questions for one seed, Student t over seeds for several. "
+            "Wilson's over questions, for several seeds Student's t over seeds where that is wider. "
         )
     if any(difference.interval for difference in comparison.differences):
-        seeds = any("Student" in difference.note for difference in comparison.differences)
-        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, " + (
-            "paired by seed, with 95% Student t intervals over seeds."
-            if seeds
-            else "paired by row, with 95% percentile bootstrap intervals (10,000 resamples of rows), which do not cover training noise."
-        )
+        given = [difference.note for difference in comparison.differences if difference.interval]
+        ways = ["paired by seed, with 95% Student t intervals over seeds"] if any("Student" in note for note in given) else []
+        if any("bootstrap" in note for note in given):
+            ways.append(
+                "paired by row, with 95% percentile bootstrap intervals (10,000 resamples of rows), which do not cover training noise"
+            )
+        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
     return text.strip()

@@ -66,7 +66,7 @@ def overview(comparison: Comparison) -> Overview:
             [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
         )
         handles = [
-            Line2D([], [], color=_COLOURS[i % 7], marker=_MARKERS[i % 7], linewidth=2.4, label=arm.label)
+            Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=arm.label)
             for i, arm in enumerate(comparison.arms)
         ]
         footer = textwrap.wrap(" ".join(cuts), 82 * len(panels))
@@ -106,7 +106,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             swaps = " Dotted: where the normalizer was swapped."
         tokens, losses = _shared([run.validations for run in arm.runs])
         if len(tokens):
-            axes.plot(tokens / unit, losses.mean(axis=0), color=colour, marker=_MARKERS[index % 7], markersize=4, linewidth=1.5, zorder=3)
+            axes.plot(tokens / unit, losses.mean(axis=0), color=colour, marker=_marker(index), markersize=4, linewidth=1.5, zorder=3)
             if len(losses) > 1:
                 axes.fill_between(tokens / unit, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
             lows.append(losses.mean(axis=0))
@@ -247,8 +247,9 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             if not points:
                 continue
             x, (mean, low, high) = [length for length, _ in points], np.array([share.listed() for _, share in points]).T
-            axes.fill_between(x, low, high, color=_COLOURS[index % 7], alpha=0.13, linewidth=0)
-            style = {"color": _COLOURS[index % 7], "marker": _MARKERS[index % 7], "linestyle": _STYLES[number % 4]}
+            if "control" not in of[0]:
+                axes.fill_between(x, low, high, color=_COLOURS[index % 7], alpha=0.13, linewidth=0)
+            style = {"color": _COLOURS[index % 7], "marker": _marker(index), "linestyle": _STYLES[number % 4]}
             axes.plot(x, mean, markersize=4, linewidth=1.8, **style)
     for length in sorted({run.seq_len for arm in comparison.arms for run in arm.runs}):
         axes.axvline(length, color=_GREY, linewidth=1)
@@ -262,8 +263,7 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if len(each) > 1:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    band = "Student t over seeds" if several else "Wilson, over questions"
+    band = "Wilson's over questions, of several seeds Student's t where that is wider"
     return f"answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
 
 
@@ -273,6 +273,11 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
 def _entropy(comparison: Comparison) -> float | None:
     found = [run.unigram_entropy for arm in comparison.arms for run in arm.runs]
     return next((entropy for entropy in found if entropy is not None and np.isfinite(entropy)), None)
+
+
+def _marker(arm: int) -> str:
+    """Of an arm; arms of one colour differ in it."""
+    return _MARKERS[(arm + arm // 7) % 7]
 
 
 def _finite(arrays: list[np.ndarray], pick: Callable[[np.ndarray], float]) -> float | None:

@@ -3,17 +3,17 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
-from lm.data.tasks import task_names
+from lm.data.tasks import TASKS
 from lm.errors import RunError
-from lm.evaluation.statistics import Interval, wilson
 from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
@@ -40,6 +40,7 @@ class Validation:
     bits_per_byte: float | None  # None: symbols, which are no bytes
     unigram_entropy: float  # nats per token
     nll_by_row: np.ndarray  # (rows,) nats per token
+    targets_by_row: np.ndarray  # (rows,) tokens that count
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +67,19 @@ class LongContext:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class AnswersRight:
     """How often a task's answers were right in rows of one length, with the model used in one way."""
 
-    identity: tuple[str, str]  # data fingerprint, hash of what decides the rows
-    step: int
-    task: str
+    task: dict[str, Plain]  # its name and options
     way: str
     length: int  # tokens in a row
-    share: Interval  # of the answers, with its Wilson interval
-    by_row: np.ndarray  # (rows,) share in each row
+    rows_sha256: str
+    step: int
+    tokens_seen: int
+    share: float
+    by_row: np.ndarray  # (rows,) share in each row; of needles: in each trial, over all depths
+    questions: np.ndarray  # (rows,) independent ones in each
+    name: str = ""  # of the task, beside others
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +94,18 @@ class RunRecord:
     validations: Curve
     validation: Validation | None
     long_context: LongContext | None
-    answers: tuple[Answers, ...]  # of recall, then of needles
+    answers: tuple[AnswersRight, ...]  # of recall, then of needles
     missing: tuple[str, ...]
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
         """The configuration as dotted keys."""
         return flatten(self.config)
+
+    @property
+    def symbolic(self) -> bool:
+        """Trained on tasks over symbols, not on text."""
+        return any(TASKS[share["task"]["name"]]().vocab_size for share in self.config["data"].get("tasks") or [])
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
@@ -155,21 +164,32 @@ def read_run(folder: Path) -> RunRecord:
     environment = _read_json(folder / "environment.json")
     missing: list[str] = []
     lines = _read_metrics(folder / "metrics.jsonl", missing)
-    validation, long_context, recall, needle = (_read_evaluation(folder, kind, reader) for kind, reader in _READERS.items())
-    wanted = [("validation", validation)]
-    wanted += [("long-context", long_context)] if flatten(config).get("eval.long_context.length_factor", 1) else []
-    missing += [f"no {name} evaluation" for name, there in wanted if there is None]
-    answers = (*(recall or ()), *(needle or ()))
+    validation, long_context = (_read_evaluation(folder, kind, read) for kind, read in _LOSSES.items())
+    answers: list[AnswersRight] = []
+    for kind, read in _ANSWERS.items():
+        try:
+            answers += _read_evaluation(folder, kind, read) or ()
+        except RunError as error:  # older ones had less in them
+            missing.append(f"no {kind} evaluation that can be read ({error}); run `lm eval` again")
+    asked, found = config.get("eval") or {}, {one.task["name"].startswith("needle,") for one in answers}
+    recall, needle, long = (asked.get(name) or {} for name in ("recall", "needle", "long_context"))
+    wanted = {
+        "validation": validation is None,
+        "long-context": long_context is None and long.get("length_factor", 1),
+        "recall": False not in found and recall.get("length_factors") and (config["data"].get("tasks") or recall.get("tasks")),
+        "needle": True not in found and needle.get("length_factors"),
+    }
+    missing += [f"no {name} evaluation" for name, lacking in wanted.items() if lacking and not any(f"no {name} " in m for m in missing)]
     training, validations = _curve(lines, "train/loss"), _curve(lines, "val/loss", "val/bits_per_byte")
     if validation is None and len(validations.tokens):
         missing.append("its validation loss is the last one logged while training, without an interval")
     others = [("long-context evaluation", long_context.step)] if long_context else []
-    others += dict.fromkeys((f"evaluation of {one.task}", one.step) for one in answers)
+    others += dict.fromkeys((f"evaluation of {one.task['name']}", one.step) for one in answers)
     for name, step in others:
         if validation and step != validation.step:
             missing.append(f"the validation is of step {validation.step:,}, the {name} of step {step:,}")
     return RunRecord(
-        folder, folder.resolve().name, config, environment, training, validations, validation, long_context, answers, tuple(missing)
+        folder, folder.resolve().name, config, environment, training, validations, validation, long_context, tuple(answers), tuple(missing)
     )  # fmt: skip
 
 
@@ -227,7 +247,7 @@ def _curve(lines: list[dict[str, Plain]], loss: str, bits: str = "") -> Curve:
     return Curve(*(np.array(column, dtype=float) for column in columns))
 
 
-def _read_evaluation(folder: Path, kind: str, read: "_Reader") -> "Validation | LongContext | tuple[Answers, ...] | None":
+def _read_evaluation(folder: Path, kind: str, read: Callable[[dict[str, Plain]], Any]) -> Any:
     """The run's last evaluation of a kind."""
     steps = {}
     for path in (folder / "evaluations").glob(f"{kind}.step-*.json"):
@@ -255,8 +275,9 @@ def _validation(content: dict[str, Plain]) -> Validation:
     loss, entropy = (_array(content, key, ()).item() for key in ("loss", "unigram_entropy"))
     bits = None if content["bits_per_byte"] is None and np.isfinite(loss) else _array(content, "bits_per_byte", ()).item()
     nll_by_row = _array(content, "nll_by_row", (content["rows"],))
+    targets = _array(content, "targets_by_row", nll_by_row.shape) if "targets_by_row" in content else np.ones(len(nll_by_row))
     counts = (int(content[key]) for key in ("step", "tokens_seen", "seq_len"))
-    return Validation(identity, *counts, loss, bits, entropy, nll_by_row)
+    return Validation(identity, *counts, loss, bits, entropy, nll_by_row, targets)
 
 
 def _long_context(content: dict[str, Plain]) -> LongContext:
@@ -276,39 +297,38 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
     return LongContext(identity, step, tokens_seen, seq_len, length, rows, edges, settings)
 
 
-def _recall(content: dict[str, Plain]) -> tuple[Answers, ...]:
-    cells, of = content["cells"], (str(content["data_fingerprint"]), int(content["step"]))
-    return tuple(
-        _answers(of, cell["rows_sha256"], name, cell, cell["answer"], cell["by_row"])
-        for name, cell in zip(task_names([cell["task"] for cell in cells]), cells, strict=True)
-    )
+def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
+    return [
+        _answers(content, cell, cell["task"], cell["rows_sha256"], cell["by_row"], cell["questions_by_row"]) for cell in content["cells"]
+    ]
 
 
-def _needle(content: dict[str, Plain]) -> tuple[Answers, ...]:
-    """All depths of a length together; the control, without a needle, apart."""
-    of = str(content["data_fingerprint"]), int(content["step"])
-    taught = f", fine-tuned {content['finetune']['steps']} steps" if content["finetune"]["steps"] else ""
-    decides = [content[key] for key in ("seq_len", "seed", "trials", "needles", "distractors", "depths", "finetune")]
-    groups: dict[tuple[str, str, int], list[dict[str, Plain]]] = {}
+def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
+    """All depths of a length together, the control, without a needle, apart. A trial asks the same at each depth: it counts once."""
+    taught = content["finetune"]
+    task = {"needles": content["needles"], "distractors": content["distractors"], "fine-tuned": taught["steps"]}
+    groups: dict[tuple[str, int, bool], list[dict[str, Plain]]] = {}
     for cell in content["cells"]:
-        name = "needle" + (", control without it" if cell["absent"] else "") + taught
-        groups.setdefault((name, cell["label"], cell["length"]), []).append(cell)
+        groups.setdefault((cell["label"], cell["length"], cell["absent"]), []).append(cell)
     found = []
-    for (name, _, length), cells in groups.items():
-        right = [one for cell in cells for one in cell["by_trial"]]
-        rows = hashlib.sha256(json.dumps([*decides, name, length]).encode()).hexdigest()
-        found.append(_answers(of, rows, name, cells[0], wilson(sum(right), len(right)).listed(), right))
-    return tuple(found)
+    for (_, _, absent), cells in groups.items():
+        by_trial = np.mean([cell["by_trial"] for cell in cells], axis=0)
+        rows = hashlib.sha256(json.dumps([taught, *(cell["trials_sha256"] for cell in cells)]).encode()).hexdigest()
+        name = {"name": "needle, control without it" if absent else "needle"}
+        found.append(_answers(content, cells[0], name | task, rows, by_trial, [1] * len(by_trial)))
+    return found
 
 
-def _answers(of: tuple[str, int], rows: str, name: str, cell: dict[str, Plain], share: list[float], by_row: list[float]) -> Answers:
-    fingerprint, step = of
-    values = np.array(by_row, dtype=float)
-    return Answers((fingerprint, rows), step, name, str(cell["label"]), int(cell["length"]), Interval(*share), values)
+def _answers(
+    content: dict[str, Plain], cell: dict[str, Plain], task: dict[str, Plain], rows: str, by_row: Sequence[float], questions: list[int]
+) -> AnswersRight:
+    shares, counts = np.array(by_row, dtype=float), np.array(questions, dtype=float)
+    of = dict(task), str(cell["label"]), int(cell["length"]), str(rows), int(content["step"]), int(content["tokens_seen"])
+    return AnswersRight(*of, float(np.average(shares, weights=counts)), shares, counts)
 
 
-_Reader = Callable[[dict[str, Plain]], Validation | LongContext | tuple[Answers, ...]]
-_READERS: dict[str, _Reader] = {"validation": _validation, "long_context": _long_context, "recall": _recall, "needle": _needle}
+_LOSSES = {"validation": _validation, "long_context": _long_context}
+_ANSWERS = {"recall": _recall, "needle": _needle}
 
 
 def _array(content: dict[str, Plain], key: str, shape: tuple[int, ...]) -> np.ndarray:

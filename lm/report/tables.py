@@ -17,7 +17,7 @@ from lm.evaluation.statistics import Interval
 from lm.report.comparison import Arm, Comparison, Difference, asked, compare, lengths_asked, ranges, setting_of, share_right, ways_used
 from lm.report.runs import RunRecord, read_run
 
-LOSSES, SHARES = "losses in nats/token", "share, 95% interval"
+LOSSES, SHARES = "losses in nats/token", "share"
 Cell = str | Interval | None  # None: not measured
 
 
@@ -107,7 +107,7 @@ def _at_training_length(comparison: Comparison) -> Table:
         row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 else None] if several else []
         row += [number(arm.mean(bits))] if in_bytes else []
         row += [number(arm.mean(lambda run: run.unigram_entropy))]
-        row += [_difference_cell(comparison, arm)] if len(comparison.arms) > 1 else []
+        row += [_difference_cell(comparison, arm, ())] if len(comparison.arms) > 1 else []
         rows.append(tuple(row))
     return Table("Validation, rows of the training length", LOSSES, tuple(columns), tuple(rows))
 
@@ -130,12 +130,13 @@ def _beyond(comparison: Comparison) -> Table:
     found = [ranges(run.long_context) for arm in comparison.arms for run in arm.runs if run.long_context]
     labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
     columns = [Column("arm", kind="label"), Column("RoPE", kind="label"), *(Column(f"loss {label}", "nats/token") for label in labels)]
+    last = max((run.long_context.length for arm in comparison.arms for run in arm.runs if run.long_context), default=0)
     columns += [_difference_column(comparison, labels[-1])] if len(comparison.arms) > 1 and labels else []
     rows = []
     for arm in comparison.arms:
         for way in ways_used([arm]):
             row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a))) for label in labels)]
-            rows.append(tuple(row + ([_difference_cell(comparison, arm, way)] if len(comparison.arms) > 1 else [])))
+            rows.append(tuple(row + ([_difference_cell(comparison, arm, (way,), last)] if len(comparison.arms) > 1 else [])))
     return Table("Long rows, by position in training lengths", LOSSES, tuple(columns), tuple(rows))
 
 
@@ -154,13 +155,14 @@ def _answered(comparison: Comparison) -> Table:
     columns = [Column(name, kind="label") for name in ("arm", "task", "used")]
     columns += [Column(f"{length:,}{times[length]}", SHARES, "share") for length in lengths]
     several = len(comparison.arms) > 1 and lengths
-    columns += [Column(f"difference to {comparison.arms[0].label}, longest", SHARES, "difference")] if several else []
+    heading = f"difference to {comparison.arms[0].label}, {lengths[-1]:,}" if several else ""
+    columns += [Column(heading, "share, 95% interval", "difference")] if several else []
     rows = []
     for of in asked(comparison.arms):
         for arm in comparison.arms:
             shares = [share_right(arm, of, length) for length in lengths]
             if any(shares):
-                rows.append((arm.label, *of, *shares, *([_difference_cell(comparison, arm, *of)] if several else [])))
+                rows.append((arm.label, *of, *shares, *([_difference_cell(comparison, arm, of, lengths[-1])] if several else [])))
     return Table("Answers right, by tokens in the row", SHARES, tuple(columns), tuple(rows))
 
 
@@ -168,9 +170,11 @@ def _difference_column(comparison: Comparison, where: str = "") -> Column:
     return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", "difference")
 
 
-def _difference_cell(comparison: Comparison, arm: Arm, *of: str) -> Cell:
+def _difference_cell(comparison: Comparison, arm: Arm, of: tuple[str, ...], length: int | None = None) -> Cell:
+    """The difference of an arm, if it is where the column says: up to `length`."""
+
     def matches(difference: Difference) -> bool:
-        return difference.arm == arm.label and difference.of == of
+        return difference.arm == arm.label and difference.of == of and length in (None, difference.length)
 
     found = next(filter(matches, comparison.differences), None)
     return found and found.interval
@@ -234,7 +238,7 @@ def _tex(text: str) -> str:
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval):
         mean, low, high = (f"${column.text(value)}$" for value in cell.listed())
-        return f"{mean} [{low}, {high}]"
+        return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "share" else f"{mean} [{low}, {high}]"
     return _tex(column.shown(cell))
 
 
@@ -245,13 +249,18 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
         RunError: as `write_report`.
     """
     comparison, console = compare([read_run(folder) for folder in folders], baseline), console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
     for table in comparison_tables(comparison):
         kept = [index for index, column in enumerate(table.columns) if column.kind != "difference"]  # they get a table of their own
         grid = _grid(f"{table.title} ({table.unit})")
         for index in kept:
             column = table.columns[index]
             heading = column.name if column.unit in table.unit else column.heading
-            grid.add_column(escape(heading.replace(" ", "\n")), justify="right" if index else "left", no_wrap=index > 0)
+            if column.kind == "label":
+                grid.add_column(escape(heading), min_width=8, overflow="fold")
+            else:
+                grid.add_column(escape(heading.replace(" ", "\n")), justify="right", no_wrap=True)
         for row in table.rows:
             cells = (column.text(cell.mean) if isinstance(cell, Interval) else column.shown(cell) for column, cell in table.cells(row))
             grid.add_row(*(escape(text) for index, text in enumerate(cells) if index in kept))
@@ -277,8 +286,9 @@ def notes(comparison: Comparison) -> list[str]:
     lines = []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         same = [difference for difference in comparison.differences if difference.note == note]
+        whats: dict[tuple[str, ...], list[str]] = {}  # by the arms that have this note
+        for what in dict.fromkeys(difference.what for difference in same):
+            whats.setdefault(tuple(difference.arm for difference in same if difference.what == what), []).append(what)
         kind = "" if same[0].interval else "no "
-        arms = dict.fromkeys(difference.arm for difference in same)
-        whats = dict.fromkeys(difference.what for difference in same)
-        lines.append(f"{kind}difference of {', '.join(arms)} in {'; '.join(whats)}: {note}")
+        lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(which)}: {note}" for arms, which in whats.items()]
     return lines + [f"missing: {lack}" for lack in comparison.missing]

@@ -135,7 +135,7 @@ def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
     names = []
     for task in tasks:
         alike = [other for other in tasks if other["name"] == task["name"]]
-        told = [key for key in task if any(other[key] != task[key] for other in alike)]
+        told = [key for key in task if any(other.get(key) != task[key] for other in alike)]
         options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
         names.append(f"{task['name']} ({options})" if options else task["name"])
     return names

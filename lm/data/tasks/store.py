@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.data.store import entropy
 from lm.data.tasks.rows import Task, example
 from lm.schema import Plain, to_plain
 
@@ -34,11 +35,9 @@ def symbol_rows(tasks: list[Task], part: str, seq_len: int) -> Iterator[list[int
 
 
 def answer_entropy(tasks: list[Task], part: str, seq_len: int) -> float:
-    """Entropy of the answers' tokens (nats per token): the loss of one who knows no more than how frequent each is."""
+    """Entropy of the answers' tokens in the rows that a store holds, nats per token."""
     made = [example(task, STORE_SEED, index, seq_len, part) for task in tasks for index in range(SHOWN)]
-    _, counts = np.unique(np.concatenate([one.tokens[1:][one.answers] for one in made]), return_counts=True)
-    share = counts / counts.sum()
-    return float(-(share * np.log(share)).sum())
+    return entropy(np.bincount(np.concatenate([one.tokens[1:][one.answers] for one in made])))
 
 
 def symbol_spec(tasks: list[Task], seq_len: int) -> dict[str, Plain]:
