@@ -227,14 +227,8 @@ def test_a_checkpoint_gives_its_model_back(tiny):
 
 
 @pytest.mark.slow
-def test_a_row_of_131072_tokens_takes_memory_that_grows_with_its_length():
-    """A model of one narrow layer, so that time is minutes; T x T weights in bf16 alone would be 32 GiB."""
-
-    def peak_mib(length: int) -> float:
-        shape = ["--n-layer", "1", "--n-head", "1", "--n-embd", "64", "--seq-len", str(length)]
-        result = subprocess.run([sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True)
-        return float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", ""))
-
-    half, whole = peak_mib(65536), peak_mib(131072)
-    assert whole < 1024
-    assert whole < 2.5 * half
+def test_a_row_of_131072_tokens_takes_less_than_a_gigabyte():
+    """A model of one narrow layer, in less than a minute; T x T weights in bf16 alone would be 32 GiB."""
+    shape = ["--n-layer", "1", "--n-head", "1", "--n-embd", "64", "--seq-len", "131072"]
+    result = subprocess.run([sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", "")) < 1024

@@ -121,7 +121,7 @@ RANKS = {"2 ranks": ([], (4,)), "2 ranks, dropout, accumulation": (["model.dropo
 
 
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param(tuple(set(table.ENTRIES) - set(SOME)), marks=pytest.mark.slow)], ids=["some", "others"]
+    "names", [SOME, pytest.param(tuple(name for name in table.ENTRIES if name not in SOME), marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_two_ranks_resumed_are_bitwise_the_same(arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...]):
     """One torchrun makes all the runs: in one go, in one go again and then back to earlier checkpoints."""
@@ -136,7 +136,8 @@ def test_two_ranks_resumed_are_bitwise_the_same(arguments: list[str], tmp_path: 
             for step in backs:
                 jobs.append([*common, f"name={folder}-b", f"resume={tmp_path}/runs/{folder}-b/checkpoints/step-{step:06d}.ckpt"])
             expected.append((name, scenario, folder))
-    torchrun(2, ["tests/jobs.py", json.dumps(jobs)])
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))  # too long for a command line
+    torchrun(2, ["tests/jobs.py", str(tmp_path / "jobs.json")])
     failed = []
     for name, scenario, folder in expected:
         found = differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
