@@ -5,7 +5,7 @@ python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT'
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py documents               step time where documents of 64, 256 and 1,024 tokens don't see each other, over packed rows
+python scripts/bench.py documents               step time where documents of one size or of many don't see each other, over packed rows
 python scripts/bench.py long                    loss by position of one row of 131,072 tokens: seconds, and peak memory over what was there
 python scripts/bench.py data                    start-up, memory and rows a second of a store of 1e9 tokens; its own options: --help
 """
@@ -214,17 +214,26 @@ def memory_of(arguments: argparse.Namespace) -> None:
 
 
 def document_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Rows packed, and cut into documents of one size that don't see each other; the same tokens."""
+    """Rows packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same tokens."""
     decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(rows.device)
     tokens = rows[:, :-1].numel()
 
-    def side(size: int | None) -> Step:
-        place = torch.arange(arguments.seq_len, device=rows.device).expand(len(rows), -1)
-        batch = Batch.of(rows)._replace(positions=None if size is None else place % size)
+    def side(positions: torch.Tensor | None) -> Step:
+        batch = Batch.of(rows)._replace(positions=positions)
         return train_step(decoder, lambda _: decoder.loss(batch) / tokens, rows, arguments.bf16)
 
-    sizes = [size for size in (64, 256, 1024) if size <= arguments.seq_len]
-    return {"packed": side(None), **{f"documents of {size}": side(size) for size in sizes}}, "packed"
+    place = torch.arange(arguments.seq_len).expand(len(rows), -1)
+    drawn = torch.Generator().manual_seed(0)
+    mixed = place.clone()
+    for row in mixed:
+        begin = 0
+        while begin < arguments.seq_len:
+            size = int(16 * (arguments.seq_len / 16) ** torch.rand(1, generator=drawn))  # as many of each octave
+            row[begin : begin + size] -= begin
+            begin += size
+    sizes = {f"documents of {size}": place % size for size in (64, 256, 1024) if size <= arguments.seq_len}
+    sizes[f"documents of 16 to {arguments.seq_len:,}"] = mixed
+    return {"packed": side(None), **{name: side(positions.to(rows.device)) for name, positions in sizes.items()}}, "packed"
 
 
 def measure_long(arguments: argparse.Namespace) -> None:
