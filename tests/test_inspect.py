@@ -26,7 +26,7 @@ def test_a_configuration_stands_for_its_store(arguments: list[str], tmp_path: Pa
     result = lm("data", "inspect", *arguments, f"data.root={tmp_path}")
     assert result.returncode == 1
     assert "there is no token store of this configuration yet" in result.stderr
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert lm("prepare", *arguments).returncode == 0
     result = lm("data", "inspect", *arguments)
     assert result.returncode == 0, result.stderr
