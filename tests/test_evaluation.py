@@ -215,6 +215,19 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     assert (result.returncode, result.stderr) == (2, "error: eval.rows = 0: must be >= 1\n")
 
 
+def test_rows_know_the_documents_they_begin_in(tiny):
+    config = tiny("eval.rows=20", "eval.long_context.rows=20")
+    store = prepare(config.data)
+    for held_out in (validation_rows(store, config), long_rows(store, config)):
+        assert len(set(held_out.document_by_row.tolist())) > 1
+        for row, number in zip(held_out.rows, held_out.document_by_row, strict=True):
+            document = store.val.document(number)
+            begins = np.flatnonzero(document == row[0])
+            shown = min(len(row), 12)
+            assert any((document[begin : begin + shown] == row[: len(document[begin : begin + shown])]).all() for begin in begins)
+    assert HeldOut(np.zeros((3, 5)), np.ones(1), "").document_by_row.tolist() == [0, 1, 2]
+
+
 def test_a_checkpoint_gives_its_model_back(tiny):
     config = tiny("name=back", "model.normalizer={name: ssmax, bias: true}")
     train(config)

@@ -90,7 +90,7 @@ def build_run(
         nll = final + rows_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
         write_evaluation(
             folder, "validation", steps, common | {"kind": "validation", "rows": 128, "loss": nll.mean(), "bits_per_byte": nll.mean() / 2.9,
-            "unigram_entropy": 6.31, "nll_by_row": nll, "bytes_per_token": 4.18},
+            "unigram_entropy": 6.31, "nll_by_row": nll, "targets_by_row": [256] * 128, "document_by_row": [row // 8 for row in range(128)]},
         )  # fmt: skip
     if "long_context" in evaluations:
         length, rows = 8 * seq_len, 24
@@ -109,7 +109,8 @@ def build_run(
                              "nll_by_position": by_row.mean(axis=0), "nll_by_row": buckets})  # fmt: skip
         write_evaluation(
             folder, "long_context", steps,
-            common | {"kind": "long_context", "length": length, "rows": rows, "bucket_edges": edges.tolist(), "settings": settings},
+            common | {"kind": "long_context", "length": length, "rows": rows, "document_by_row": list(range(rows)),
+                      "bucket_edges": edges.tolist(), "settings": settings},
         )  # fmt: skip
     if asked:
         write_answers(folder, common, asked)
@@ -152,6 +153,34 @@ def test_bootstrap_interval_covers_the_true_difference_as_often_as_it_says():
         interval = paired_difference(shared + 0.1 + rng.normal(0, 0.2, 60), shared, seed=trial, resamples=1000)
         covered += interval.low <= 0.1 <= interval.high
     assert 0.91 <= covered / 400 <= 0.98
+
+
+def test_rows_of_a_document_are_resampled_together():
+    rng, documents = np.random.default_rng(0), np.repeat(np.arange(12), 10)
+    covered = {"together": 0, "apart": 0}
+    for trial in range(300):
+        difference = np.repeat(rng.normal(0.1, 0.1, 12), 10) + rng.normal(0, 0.1, 120)  # most of it is the document's
+        for name, groups in (("together", documents), ("apart", None)):
+            interval = paired_difference(difference, np.zeros(120), groups=groups, seed=trial, resamples=500)
+            covered[name] += interval.low <= 0.1 <= interval.high
+    assert covered["together"] >= 0.86 * 300, "twelve documents: a percentile interval is a little narrow"
+    assert covered["apart"] < 0.7 * 300
+
+
+def test_groups_of_one_row_change_nothing_and_labels_don_t_matter():
+    rng = np.random.default_rng(0)
+    a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40), np.arange(40) // 4
+    alone = paired_difference(a, 0 * a, weights)
+    assert alone == paired_difference(a, 0 * a, weights, np.arange(40) + 7)
+    assert paired_difference(a, 0 * a, weights, labels) == paired_difference(a, 0 * a, weights, labels * 3 + 5) != alone
+
+
+def test_few_documents_are_said_and_not_resampled(tmp_path):
+    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
+    assert "paired bootstrap over 16 documents (128 rows)" in compared(*folders)[1][()].note
+    for folder in folders:
+        edit(folder, "validation", lambda result: result.update(document_by_row=[row // 64 for row in range(128)]))
+    assert "over 128 rows of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
 
 
 def test_identical_rows_differ_by_exactly_nothing():

@@ -17,7 +17,7 @@ from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import HeldOut, bucket_edges, by_token, validation_rows
-from lm.evaluation.statistics import paired_difference
+from lm.evaluation.statistics import groups_of, paired_difference
 from lm.loss import token_kl, token_nll
 from lm.model import Decoder, is_normalizer
 from lm.schema import Plain, to_plain
@@ -45,7 +45,7 @@ def swap_rows(store: Store, config: Config) -> list[HeldOut]:
 def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: Device) -> dict[str, Plain]:
     """Both models on identical tokens, without a change to RoPE. Collective.
 
-    For each length: the mean loss before and after (nats per token) with the 95 % interval of its change over rows,
+    For each length: the mean loss before and after (nats per token) with the 95 % interval of its change over documents,
     KL(old || new) of the next-token distributions (nats), both by position, and the attention drift of each layer:
     half the L1 distance of the two models' weights, a mean over queries and heads. It is 0 for equal attention and
     at most 1 for weights that sum to one; layers above the first see what the layers below have changed.
@@ -63,11 +63,13 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
 
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
         counts = rows.counts
-        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1))
+        groups = groups_of(rows.document_by_row)
+        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups)
         lengths.append(
             {
                 "length": rows.length,
                 "rows": len(rows.rows),
+                "documents": len(np.unique(rows.document_by_row)),
                 "rows_sha256": rows.sha256,
                 "loss_before": float(before.mean(where=counts)),
                 "loss_after": float(after.mean(where=counts)),

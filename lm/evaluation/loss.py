@@ -29,7 +29,8 @@ class HeldOut:
     """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for.
 
     Attributes:
-        sources: of which of the store's parts each row's first token is, or of which task; (R,). None: not known.
+        documents: of which held-out document each row's first token is, (R,). None: rows have nothing in common.
+        sources: likewise of which of the store's parts, or of which task. None: not known.
         answers: (R, length) bool, which predictions count; None: all.
         end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
     """
@@ -37,6 +38,7 @@ class HeldOut:
     rows: np.ndarray
     token_bytes: np.ndarray
     sha256: str
+    documents: np.ndarray | None = None
     sources: np.ndarray | None = None
     answers: np.ndarray | None = None
     end_of_text: int | None = None
@@ -45,6 +47,11 @@ class HeldOut:
     def length(self) -> int:
         """Predicted tokens in a row."""
         return self.rows.shape[1] - 1
+
+    @property
+    def document_by_row(self) -> np.ndarray:
+        """Labels (R,): equal ones for rows of one document."""
+        return np.arange(len(self.rows)) if self.documents is None else self.documents
 
     @property
     def counts(self) -> np.ndarray:
@@ -58,7 +65,8 @@ class HeldOut:
         digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
         ends = np.cumsum([part.n_tokens for part in store.val.parts])
         sources = np.searchsorted(ends, starts, "right")
-        return cls(rows, store.token_bytes, digest, sources, end_of_text=store.end_of_text if isolate else None)
+        documents = np.searchsorted(store.val.offsets, starts, "right") - 1
+        return cls(rows, store.token_bytes, digest, documents, sources, end_of_text=store.end_of_text if isolate else None)
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
@@ -80,7 +88,7 @@ def task_rows(store: Store, config: Config) -> HeldOut:
     ]
     rows = np.stack([one.tokens for one in made])
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-    return HeldOut(rows, store.token_bytes, digest, sources, np.stack([one.answers for one in made]))
+    return HeldOut(rows, store.token_bytes, digest, None, sources, np.stack([one.answers for one in made]))
 
 
 def long_rows(store: Store, config: Config) -> HeldOut | None:

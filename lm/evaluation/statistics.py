@@ -1,9 +1,10 @@
-"""Intervals: percentile bootstrap over evaluation rows, Student t over seeds, Wilson for shares. Seeded, numpy only."""
+"""Intervals: percentile bootstrap over rows or documents, Student t over seeds, Wilson for shares. Seeded, numpy only."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+FEWEST = 8  # rows or documents; below, a bootstrap interval says nothing
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 _T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)  # the same of t, 1-10 d.f.
 
@@ -21,12 +22,24 @@ class Interval:
         return [self.mean, self.low, self.high]
 
 
-def paired_difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, seed: int = 0, resamples: int = 10_000) -> Interval:
+def groups_of(documents: np.ndarray) -> np.ndarray | None:
+    """Rows that are to be resampled together, (rows,): those of one document, if there are at least `FEWEST` documents; else None."""
+    return documents if len(np.unique(documents)) >= FEWEST else None
+
+
+def paired_difference(
+    a: np.ndarray,
+    b: np.ndarray,
+    weights: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    seed: int = 0,
+    resamples: int = 10_000,
+) -> Interval:
     """Mean of a - b over rows, with the 95 % percentile bootstrap interval over the choice of rows.
 
     Args:
         a, b: (rows,) the same rows under two models, such as nats per token.
-        weights: (rows,) of the rows, such as how many tokens each has; None: all alike.
+        weights, groups: as of `bootstrap_mean`.
         seed: of the resampling.
 
     Raises:
@@ -37,28 +50,44 @@ def paired_difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None =
         raise ValueError(f"paired rows need equal shapes (rows,), not {a.shape} and {b.shape}")
     with np.errstate(invalid="ignore"):
         difference = a - b
-    low, high = bootstrap_mean(difference[:, None], weights, seed, resamples)
+    low, high = bootstrap_mean(difference[:, None], weights, groups, seed, resamples)
     mean = np.average(difference, weights=weights) if np.isfinite(difference).all() else np.nan
     return Interval(float(mean), float(low[0]), float(high[0]))
 
 
 def bootstrap_mean(
-    values: np.ndarray, weights: np.ndarray | None = None, seed: int = 0, resamples: int = 10_000
+    values: np.ndarray,
+    weights: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    seed: int = 0,
+    resamples: int = 10_000,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ends of the 95 % percentile bootstrap interval of the mean over rows, each (columns,).
 
-    `values` is (rows, columns), `weights` (rows,); the rows are resampled whole. A column that isn't all finite gives NaN.
+    A column that isn't all finite gives NaN.
+
+    Args:
+        values: (rows, columns); rows are resampled whole.
+        weights: (rows,) of the rows, such as how many tokens each has; None: all alike.
+        groups: (rows,) labels; rows of one label, such as a document's, are resampled together (Davison and Hinkley 1997,
+            sec. 3.8), as they are not independent. None: each by itself.
     """
     rows, columns = values.shape
-    weights = np.ones(rows) if weights is None else np.asarray(weights, dtype=float)
     finite = np.isfinite(values).all(axis=0)
-    filled = np.where(finite, values, 0.0)
+    weights = np.ones(rows) if weights is None else np.asarray(weights, dtype=float)
+    sums = weights[:, None] * np.where(finite, values, 0.0)
+    if groups is not None:
+        names, label = np.unique(groups, return_inverse=True)
+        by_row, sums = sums, np.zeros((len(names), columns))
+        np.add.at(sums, label, by_row)
+        weights = np.bincount(label, weights)
+    units = len(sums)
     generator = np.random.default_rng(seed)
     means = np.empty((resamples, columns))
-    chunk = max(1, 4_000_000 // rows)  # bounds the memory of the counts
+    chunk = max(1, 4_000_000 // units)  # bounds the memory of the counts
     for start in range(0, resamples, chunk):
-        counts = generator.multinomial(rows, np.full(rows, 1 / rows), size=min(chunk, resamples - start))  # (chunk, rows)
-        means[start : start + chunk] = counts @ (weights[:, None] * filled) / (counts @ weights)[:, None]
+        counts = generator.multinomial(units, np.full(units, 1 / units), size=min(chunk, resamples - start))  # (chunk, units)
+        means[start : start + chunk] = counts @ sums / (counts @ weights)[:, None]
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
     return np.where(finite, low, np.nan), np.where(finite, high, np.nan)
 

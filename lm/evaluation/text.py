@@ -18,7 +18,7 @@ class Validation(Measurement):
     """Loss at the training length: nats per token, bits per byte, and each row's mean for paired comparison."""
 
     kind = "validation"
-    version = 2
+    version = 3
 
     def __init__(self, config, store):
         super().__init__(config, store)
@@ -44,6 +44,7 @@ class Validation(Measurement):
             "bits_per_byte": None if self.config.data.symbolic else bits_per_byte(nll, self.held_out),
             "nll_by_row": rounded(nll.mean(1, dtype=np.float64, where=self.held_out.counts)),
             "targets_by_row": self.held_out.counts.sum(1).tolist(),
+            "document_by_row": self.held_out.document_by_row.tolist(),
             "unigram_entropy": self._unigram_entropy(),
             "sources": self._by_source(nll),
         }
@@ -85,6 +86,7 @@ class LongContext(Measurement):
     """Loss by position of rows beyond the training length, once for each way to use the model (arXiv 2501.19399, Fig. 5)."""
 
     kind = "long_context"
+    version = 2
 
     def __init__(self, config, store):
         super().__init__(config, store)
@@ -123,7 +125,8 @@ class LongContext(Measurement):
                     "nll_by_row": [rounded(row) for row in by_bucket],
                 }
             )
-        return {"rows": len(self.held_out.rows), "bucket_edges": edges.tolist(), "settings": found}
+        documents = self.held_out.document_by_row.tolist()
+        return {"rows": len(self.held_out.rows), "document_by_row": documents, "bucket_edges": edges.tolist(), "settings": found}
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         found = []

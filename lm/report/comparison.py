@@ -12,7 +12,7 @@ import numpy as np
 from lm.attention import table
 from lm.data.tasks import task_names
 from lm.errors import RunError
-from lm.evaluation.statistics import Interval, over_seeds, paired_difference, wilson
+from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, wilson
 from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting
 from lm.schema import Plain
 
@@ -27,7 +27,6 @@ _BOOKKEEPING += (
     "trainer.keep_checkpoints",
 )
 _NORMALIZER = ("model.normalizer.", "phases")  # what a comparison of normalizers is about
-FEWEST_ROWS = 8  # below, a bootstrap interval says nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,11 +332,12 @@ class _Sample:
     where: tuple[int, int]  # positions, from and to
     rows: np.ndarray  # (rows,) nats per token, or share of answers right
     weights: np.ndarray  # (rows,) how many of them are in each
+    documents: np.ndarray  # (rows,) labels: equal for rows of one document
 
 
 def _validation_rows(run: RunRecord) -> _Sample | None:
     found = run.validation
-    return found and _Sample(found.identity, (0, found.seq_len), found.nll_by_row, found.targets_by_row)
+    return found and _Sample(found.identity, (0, found.seq_len), found.nll_by_row, found.targets_by_row, found.document_by_row)
 
 
 def farthest(evaluation: LongContext) -> tuple[int, int]:
@@ -354,12 +354,12 @@ def _farthest_rows(run: RunRecord, way: str) -> _Sample | None:
     edges = run.long_context.bucket_edges
     inside = edges[:-1] >= start
     rows = np.average(setting.nll_by_row[:, inside], axis=1, weights=np.diff(edges)[inside])
-    return _Sample(run.long_context.identity, (start, stop), rows, np.ones(len(rows)))
+    return _Sample(run.long_context.identity, (start, stop), rows, np.ones(len(rows)), run.long_context.document_by_row)
 
 
 def _rows_of_answers(run: RunRecord, of: tuple[str, str], length: int) -> _Sample | None:
     found = answers_of(run, of, length)
-    return found and _Sample(("", found.rows_sha256), (0, length), found.by_row, found.questions)
+    return found and _Sample(("", found.rows_sha256), (0, length), found.by_row, found.questions, np.arange(len(found.by_row)))
 
 
 def _differences(arms: list[Arm]) -> list[Difference]:
@@ -406,11 +406,16 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
         values = np.array([np.average(ours[seed].rows - theirs[seed].rows, weights=weights) for seed in shared])
         return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
     mean_a, mean_b = (np.mean([one.rows for one in samples.values()], axis=0) for samples in (ours, theirs))
-    note = f"paired bootstrap over {len(mean_a)} rows: covers the choice of evaluation rows (as if independent), not training noise"
+    documents = len(np.unique(every[0].documents))
+    groups = groups_of(every[0].documents)
+    over = f"{len(mean_a)} rows" if documents == len(mean_a) else f"{documents} documents ({len(mean_a)} rows)"
+    if groups is None:
+        over = f"{len(mean_a)} rows of only {documents} documents, as if they were independent"
+    note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
     if len(ours) == len(theirs) == 1:
         note += "; one seed per arm: differences of this size can be noise of the seed"
     if ours.keys() != theirs.keys():
         note += "; the seeds differ"
-    if len(mean_a) < FEWEST_ROWS:
-        return None, f"{len(mean_a)} evaluation rows are too few for an interval (at least {FEWEST_ROWS})"
-    return paired_difference(mean_a, mean_b, weights), note
+    if len(mean_a) < FEWEST:
+        return None, f"{len(mean_a)} evaluation rows are too few for an interval (at least {FEWEST})"
+    return paired_difference(mean_a, mean_b, weights, groups), note

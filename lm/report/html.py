@@ -215,8 +215,6 @@ def methods(comparison: Comparison) -> str:
         given = [difference.note for difference in comparison.differences if difference.interval]
         ways = ["paired by seed, with 95% Student t intervals over seeds"] if any("Student" in note for note in given) else []
         if any("bootstrap" in note for note in given):
-            ways.append(
-                "paired by row, with 95% percentile bootstrap intervals (10,000 resamples of rows), which do not cover training noise"
-            )
+            ways.append("paired by row, with 95% percentile bootstrap intervals (10,000 resamples), which do not cover training noise")
         text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
     return text.strip()

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lm.evaluation.statistics import bootstrap_mean
-from lm.report.comparison import FEWEST_ROWS, Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
+from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of
+from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
 from lm.report.runs import Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
@@ -213,7 +213,7 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
         axes.legend(handles=handles, loc="best", fontsize=10)
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    band = f" Band: 95% bootstrap interval over rows, if there are {FEWEST_ROWS}" + (
+    band = f" Band: 95% bootstrap interval over documents (rows where those are fewer than {FEWEST})" + (
         " (one seed) or lowest to highest seed (several)." if several else "."
     )
     return f"loss by position, mean over rows, from position {_FIRST_POSITION}.{band}{ends}", cut
@@ -232,7 +232,8 @@ def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
     if len(runs) > 1:
         return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0)
     rows = setting_of(runs[0], way).nll_by_row[:, keep]
-    return x[keep], values[0], *(bootstrap_mean(rows) if len(rows) >= FEWEST_ROWS else (values[0], values[0]))
+    groups = groups_of(runs[0].long_context.document_by_row)
+    return x[keep], values[0], *(bootstrap_mean(rows, groups=groups) if len(rows) >= FEWEST else (values[0], values[0]))
 
 
 # ---------------------------------------------------------------- answers

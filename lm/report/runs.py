@@ -41,6 +41,7 @@ class Validation:
     unigram_entropy: float  # nats per token
     nll_by_row: np.ndarray  # (rows,) nats per token
     targets_by_row: np.ndarray  # (rows,) tokens that count
+    document_by_row: np.ndarray  # (rows,) labels: equal for rows of one document
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class LongContext:
     length: int  # tokens in a row
     rows: int
     bucket_edges: np.ndarray  # (buckets + 1,) positions
+    document_by_row: np.ndarray  # (rows,) labels: equal for rows of one document
     settings: tuple[Setting, ...]
 
 
@@ -170,7 +172,7 @@ def read_run(folder: Path) -> RunRecord:
         try:
             answers += _read_evaluation(folder, kind, read) or ()
         except RunError as error:  # older ones had less in them
-            missing.append(f"no {kind} evaluation that can be read ({error}); run `lm eval` again")
+            missing.append(f"no {kind} evaluation that can be read ({error})")
     asked, found = config.get("eval") or {}, {one.task["name"].startswith("needle,") for one in answers}
     recall, needle, long = (asked.get(name) or {} for name in ("recall", "needle", "long_context"))
     wanted = {
@@ -261,7 +263,7 @@ def _read_evaluation(folder: Path, kind: str, read: Callable[[dict[str, Plain]],
     try:
         return read(content)
     except KeyError as error:
-        raise RunError(f"{path}: no {error.args[0]}") from None
+        raise RunError(f"{path}: no {error.args[0]}; if it was measured by an older version, measure it again with `lm eval`") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path}: {' '.join(str(error).split())}") from None
 
@@ -275,9 +277,9 @@ def _validation(content: dict[str, Plain]) -> Validation:
     loss, entropy = (_array(content, key, ()).item() for key in ("loss", "unigram_entropy"))
     bits = None if content["bits_per_byte"] is None and np.isfinite(loss) else _array(content, "bits_per_byte", ()).item()
     nll_by_row = _array(content, "nll_by_row", (content["rows"],))
-    targets = _array(content, "targets_by_row", nll_by_row.shape) if "targets_by_row" in content else np.ones(len(nll_by_row))
+    targets, documents = (_array(content, key, nll_by_row.shape) for key in ("targets_by_row", "document_by_row"))
     counts = (int(content[key]) for key in ("step", "tokens_seen", "seq_len"))
-    return Validation(identity, *counts, loss, bits, entropy, nll_by_row, targets)
+    return Validation(identity, *counts, loss, bits, entropy, nll_by_row, targets, documents)
 
 
 def _long_context(content: dict[str, Plain]) -> LongContext:
@@ -294,7 +296,7 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
         )
         for setting in content["settings"]
     )
-    return LongContext(identity, step, tokens_seen, seq_len, length, rows, edges, settings)
+    return LongContext(identity, step, tokens_seen, seq_len, length, rows, edges, _array(content, "document_by_row", (rows,)), settings)
 
 
 def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
