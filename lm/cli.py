@@ -61,6 +61,7 @@ def normalizers() -> None:
 @app.command()
 def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""
+    _require_file(arguments)
     from lm.configure import load
 
     loaded = load(arguments)
@@ -84,6 +85,7 @@ def inspect_data(
 @app.command()
 def train(arguments: Configuration) -> None:
     """Train a model; the run is kept in a folder of its own (runs/NAME)."""
+    _require_file(arguments)
     from lm.configure import load
 
     loaded = load(arguments)
@@ -183,6 +185,12 @@ def main() -> None:
         sys.exit(141)
     except OSError as error:
         _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+
+
+def _require_file(arguments: list[str]) -> None:
+    """A command that works for hours is not started on defaults because a file's name was forgotten."""
+    if all("=" in one for one in arguments):
+        raise ConfigError("no configuration file given, e.g. configs/softmax.yaml")
 
 
 def _fail(text: str, status: int) -> NoReturn:

@@ -4,8 +4,10 @@ import csv
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,6 +215,23 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
         evaluate_runs([config.run_folder], suite="quik")
     result = lm("eval", str(config.run_folder), "eval.rows=0")
     assert (result.returncode, result.stderr) == (2, "error: eval.rows = 0: must be >= 1\n")
+
+
+def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_its_sources(tiny, corpus: Path, tmp_path: Path):
+    shutil.copytree(corpus, tmp_path / "texts")
+    config = tiny("name=moved", f"data.source.paths=[{tmp_path / 'texts'}]", f"data.root={tmp_path / 'stores'}")
+    train(config)
+    (tmp_path / "texts" / "00.txt").write_text("something else")
+    first = evaluate_runs([config.run_folder], overrides=["eval.rows=5"])
+    shutil.rmtree(tmp_path / "texts")
+    assert [one.result["data_fingerprint"] for one in evaluate_runs([config.run_folder], overrides=["eval.rows=6"])] == [
+        one.result["data_fingerprint"] for one in first
+    ]
+    shutil.rmtree(tmp_path / "stores")
+    shutil.copytree(corpus, tmp_path / "texts")
+    (tmp_path / "texts" / "00.txt").write_text("something else")
+    with pytest.raises(RunError, match=r"set data\.root to where the store is, or bring the sources back"):
+        evaluate_runs([config.run_folder])
 
 
 def test_rows_know_the_documents_they_begin_in(tiny):

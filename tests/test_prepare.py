@@ -135,6 +135,16 @@ def test_the_held_out_share_reaches_val_fraction_and_leaves_a_document(tmp_path:
     assert store.val.n_bytes <= fraction * sum(sizes) + max(sizes)
 
 
+@pytest.mark.parametrize("n_others", [1, 20, 300])
+def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture, n_others: int):
+    texts = [f"document {n} of some words " * 5 for n in range(n_others)] + ["one large document of all. " * 5000]
+    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)), progress=True)
+    assert store.val.n_bytes <= max(0.5 * sum(map(len, texts[:-1])), len(texts[0])) + 150
+    assert store.val.n_documents >= 1
+    asked = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
+    assert ("documents are held out whole" in capsys.readouterr().out) == asked
+
+
 def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):
     """Each document repeats a word of its own: only words of training documents become tokens."""
     words = [hashlib.sha256(str(n).encode()).hexdigest().translate(str.maketrans("0123456789", "ghijklmnop"))[:10] for n in range(20)]

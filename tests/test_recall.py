@@ -270,6 +270,24 @@ def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
     )
 
 
+def test_a_run_learns_several_tasks_over_symbols(tiny):
+    config = tiny("data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.25, task: max}]", SYMBOLS[1], "name=both")
+    rows = train_rows(prepare(config.data), config)
+    targets = (rows.batch(0).targets != IGNORED).sum(1)
+    assert set(targets.tolist()) == {1, 4}
+    assert train(config) == 0
+    assert np.isfinite(curve(config.run_folder, "val/loss")[-1][1])
+
+
+def test_a_task_without_room_is_refused_before_anything_is_written(arguments: list[str], tmp_path: Path):
+    result = lm("train", *arguments, SYMBOLS[1], "data.tasks=[{task: {name: copy, span: 100}}]", f"data.root={tmp_path / 'stores'}")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: data.tasks: copy: a string of 100 and its copy need rows of at least 200 tokens"
+    )
+    assert not [path for path in (tmp_path / "stores").iterdir() if path.is_dir()]
+
+
 def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     assert lm("train", *arguments, *SYMBOLS, "name=a").returncode == 0
     result = lm("eval", str(tmp_path / "runs" / "a"))

@@ -381,6 +381,36 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
     assert "sd over seeds" in write_report(folders, tmp_path / "out").markdown.read_text()
 
 
+def test_differences_are_between_seeds_in_common(tmp_path):
+    def of(*seeds: tuple[int, int]) -> Difference:
+        made = [("softmax", seeds[0]), ("ssmax", seeds[1])]
+        folders = [
+            build_run(tmp_path, f"{name}{seeds}{seed}".replace(" ", ""), name, seed=seed, better=seed / 10)
+            for name, two in made
+            for seed in two
+        ]
+        return compared(*folders)[1][()]
+
+    shared = of((1, 2), (2, 3))
+    assert shared.interval.mean == pytest.approx(0, abs=0.02), "seed 2, not the means"
+    assert "seed 2 alone is in both arms" in shared.note
+    assert of((1, 2), (3, 4)).interval is None
+    assert "no seed in common" in of((1,), (3,)).note
+
+
+def test_runs_of_an_arm_on_different_rows_have_no_mean(tmp_path):
+    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "rows-a"), (2, "rows-b"))]
+    assert "softmax: its runs were not measured on the same rows: no means" in compared(*folders)[0].missing
+    assert re.search(r"\| softmax \| 2 \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
+
+
+def test_the_formula_is_that_of_the_options(tmp_path):
+    page = write_report([build_run(tmp_path, "plain", "ssmax")], tmp_path / "out").html.read_text()
+    assert "softmax((s ln n) z)" in page
+    page = write_report([build_run(tmp_path, "biased", {"name": "ssmax", "bias": True})], tmp_path / "out").html.read_text()
+    assert "softmax((s ln n + b) z)" in page
+
+
 def test_labels_tell_arms_apart(tmp_path):
     assert normalizer_label({"name": "ssmax", "scale": "none", "bias": False, "init": "match", "n": "visible"}) == "ssmax (scale=none)"
     assert normalizer_label({"name": "ssmax", "init": 1.0, "bias": True}) == "ssmax (init=1.0, bias=true)"

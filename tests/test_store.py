@@ -46,7 +46,7 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
     path = prepare(data).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(DataError, match="format 2"):
+    with pytest.raises(DataError, match="format 3"):
         Store.open(path)
 
 

@@ -6,6 +6,7 @@ module imports torch, so that a configuration is checked before anything heavy i
 
 import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -249,6 +250,17 @@ class Entry:
         """The implementing `Normalizer` class (imports torch)."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(f"lm.attention.{module}"), name)
+
+
+def formula(options: Mapping[str, Plain]) -> str:
+    """The formula of a normalizer with these options (plain data), without what they switch off; its name if it is not in the table."""
+    if options["name"] not in ENTRIES:
+        return str(options["name"])
+    text = ENTRIES[options["name"]].formula
+    if options["name"] == SSMax.name:
+        text = text if options.get("bias") else text.replace(" + b", "")
+        text = text.replace("s ln n", "ln n") if options.get("scale") == "none" else text
+    return text
 
 
 SDPA, TILES, BLOCKS, CHUNKS = "fused softmax", "tiles", "query blocks", "chunks, O(T)"

@@ -199,6 +199,8 @@ class TrainRows:
         text = Text(self.store) if any(share.task.vocab_size is None for share in tasks) else None
         for number, share in enumerate(tasks):
             streams.append(TaskStream(share.task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
+        if rest < 1e-6:  # tasks alone, whose store may hold rows of each as its parts
+            return shares, streams
         split, first = self.store.train, 0
         for number, (part, weight) in enumerate(zip(split.parts, weights, strict=True)):
             if rest * weight > 1e-6:

@@ -23,6 +23,7 @@ from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress
 from lm.data.sources import documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
+from lm.data.tasks import example
 from lm.data.tasks.store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
 from lm.data.tokenizer import end_of_text, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
@@ -134,6 +135,11 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
 def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     """The same of a store of tasks over symbols. Its unigram entropy is that of the answers."""
     tasks, terms = [share.task for share in data.tasks], "none needed: made up"
+    for task in tasks:
+        try:
+            example(task, 0, 0, data.seq_len)
+        except ValueError as error:
+            raise DataError(f"data.tasks: {task.name}: {error}; set data.seq_len to more, or the task's options to less") from None
     tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
@@ -274,26 +280,36 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     if not (fate == VAL).any() or not (fate == TRAIN).any():
         is_text = any(isinstance(part.source, Files) for part in data.parts)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
+        copies = {"copies": int((fate == COPY).sum())}
         raise DataError(
-            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_explained(left_out, unreadable)}; "
+            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_explained(left_out | copies, unreadable)}; "
             f"two different ones of a source are needed: add text{split}"
         )
     return Scan(hash_array, size_array, fate, end_array, left_out, unreadable)
 
 
 def _smallest(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """The smallest of a source's hashes: of at least `fraction` of its text, but never of all; of none if there is only one."""
+    """The smallest of a source's hashes: of at least `fraction` of its text, but never of all; of none if there is only one.
+
+    A document with more than half of the text stays in training, unless `fraction` is as large, and at most half of the others is held out.
+    """
     distinct = np.unique(hashes)
     if len(distinct) < 2:
         return distinct[:0]
+    wanted, last = fraction * sizes.sum(), distinct[-2]
+    fitting = sizes <= max(fraction, 0.5) * sizes.sum()
+    if not fitting.all():
+        hashes, sizes = hashes[fitting], sizes[fitting]
+        wanted, last = min(wanted, sizes.sum() / 2), hashes.max()
     order = np.argsort(hashes, kind="stable")
-    reached = np.searchsorted(np.cumsum(sizes[order]), fraction * sizes.sum())
-    return distinct[distinct <= min(hashes[order[reached]], distinct[-2])]
+    reached = np.searchsorted(np.cumsum(sizes[order]), wanted)
+    return np.unique(hashes[hashes <= min(hashes[order[reached]], last)])
 
 
 def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
     counts = {**left_out, "unreadable": unreadable["count"]}
-    text = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+    words = {"copies": "copies of others"}
+    text = ", ".join(f"{count:,} {words.get(reason, reason)}" for reason, count in counts.items() if count)
     return f" ({text})" if text else ""
 
 

@@ -13,7 +13,7 @@ from lm.data import tokenizer
 from lm.data.build import build, labels
 from lm.data.progress import Progress
 from lm.data.sources import identity, one_line
-from lm.data.store import FORMAT, MANIFEST, Store
+from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem
 from lm.schema import Plain
@@ -38,6 +38,9 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
                 if not target.exists():  # another process may have made it meanwhile
                     _announce(target, spec, shown)
                     build(data, spec, target, shown)
+    except KeyboardInterrupt:
+        shown.say("stopped; the same command goes on from what is done")
+        raise
     except OSError as error:  # those of reading the source are DataErrors already
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
@@ -59,6 +62,18 @@ def prepared(data: DataConfig) -> Store:
     return Store.open(folder)
 
 
+def store_of(data: DataConfig, wanted: str) -> Store | None:
+    """The store in `data.root` with this fingerprint, whatever has become of the sources since; None if there is none."""
+    for path in sorted(Path(data.root).glob(f"*/{MANIFEST}")):
+        try:
+            found = fingerprint(json.loads(path.read_bytes())["files"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # damaged, or something else
+        if found == wanted:
+            return Store.open(path.parent)
+    return None
+
+
 def summary(store: Store) -> str:
     """One line: size, what was left out, compression, held-out share and licence; of tasks over symbols, how many they are."""
     train, val, manifest = store.train, store.val, store.manifest
@@ -70,10 +85,13 @@ def summary(store: Store) -> str:
     if unreadable := manifest["unreadable"]["count"]:
         counts.append(f"{unreadable:,} files or rows unreadable, the first: {manifest['unreadable']['first'][0]}")
     left_out = f" ({', '.join(counts)})" if counts else ""
+    asked = manifest["val_fraction"]
+    near = asked / 2 <= val.n_bytes / n_bytes <= 2 * asked
+    far = "" if near else f" (data.val_fraction = {asked:g}: documents are held out whole, and theirs are too large for that)"
     return (
         f"{store.path}: {train.n_documents + val.n_documents:,} documents{left_out}, {n_tokens:,} tokens of a vocabulary of "
         f"{store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; held out: {val.n_documents:,} documents, "
-        f"{val.n_bytes / n_bytes:.1%} of the text; licence: {manifest['licence']}"
+        f"{val.n_bytes / n_bytes:.1%} of the text{far}; licence: {manifest['licence']}"
     )
 
 

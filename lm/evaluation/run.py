@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lm.config import Config
 from lm.configure import merge, parse, read_overrides, read_yaml
-from lm.data.prepare import check_rows, prepare
+from lm.data.prepare import check_rows, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.devices import Device
@@ -196,11 +196,17 @@ def _identity(config: Config) -> tuple[Plain, ...]:
 
 
 def open_store(config: Config, loaded: Loaded) -> Store:
-    """The token store a model was trained on. Raises RunError if it is another one by now."""
+    """The token store a model was trained on: that of its fingerprint, else prepared again. Raises RunError if that gives other tokens."""
+    wanted = loaded.facts["data_fingerprint"]
+    if store := store_of(config.data, wanted):
+        print(summary(store), flush=True)
+        return store
     store = prepare(config.data, progress=True)
-    if store.fingerprint != loaded.facts["data_fingerprint"]:
-        trained = loaded.facts["data_fingerprint"][:16]
-        raise RunError(f"{loaded.path}: was trained on tokens {trained}, {store.path} holds {store.fingerprint[:16]}")
+    if store.fingerprint != wanted:
+        raise RunError(
+            f"{loaded.path}: was trained on tokens {wanted[:16]}, of which there is no store in {config.data.root}; its sources now give "
+            f"{store.fingerprint[:16]} ({store.path}): set data.root to where the store is, or bring the sources back"
+        )
     return store
 
 

@@ -37,9 +37,15 @@ class Arm:
     runs: tuple[RunRecord, ...]  # by seed
 
     def mean(self, value: Callable[[RunRecord], float | None]) -> float | None:
-        """Mean over the runs that have the value."""
+        """Mean over the runs that have the value; None if they were not measured on the same rows."""
         values = self.values(value)
-        return float(np.mean(values)) if values else None
+        return float(np.mean(values)) if values and not self.apart else None
+
+    @property
+    def apart(self) -> bool:
+        """Whether its runs were measured on different rows."""
+        kinds = ([run.validation for run in self.runs], [run.long_context for run in self.runs])
+        return any(len({found.identity for found in kind if found}) > 1 for kind in kinds)
 
     def values(self, value: Callable[[RunRecord], float | None]) -> list[float]:
         """The value of each run that has it."""
@@ -127,6 +133,7 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
             raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arm.label for arm in arms)}")
         arms = chosen[:1] + [arm for arm in arms if arm is not chosen[0]]
     missing = tuple(f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing)
+    missing += tuple(f"{arm.label}: its runs were not measured on the same rows: no means" for arm in arms if arm.apart)
     result = Comparison(tuple(arms), (), (), (), "", missing)
     if len(arms) == 1:
         return result
@@ -316,6 +323,8 @@ def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
     found = [one for run in arm.runs if (one := answers_of(run, of, length))]
     if not found:
         return None
+    if len({one.rows_sha256 for one in found}) > 1:
+        return None  # as of `Arm.mean`
     mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
     interval = wilson(mean * questions, questions)
     if len(found) == 1:
@@ -402,20 +411,20 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
     if not all(np.isfinite(one.rows).all() for one in every):
         return None, "not finite on some rows"
     shared, weights = sorted(ours.keys() & theirs.keys()), every[0].weights
+    if not shared:
+        return None, "no seed in common: a difference could be that of the seeds"
     if len(shared) >= 2:
         values = np.array([np.average(ours[seed].rows - theirs[seed].rows, weights=weights) for seed in shared])
         return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
-    mean_a, mean_b = (np.mean([one.rows for one in samples.values()], axis=0) for samples in (ours, theirs))
+    mine, other = ours[shared[0]].rows, theirs[shared[0]].rows
     documents = len(np.unique(every[0].documents))
     groups = groups_of(every[0].documents)
-    over = f"{len(mean_a)} rows" if documents == len(mean_a) else f"{documents} documents ({len(mean_a)} rows)"
+    over = f"{len(mine)} rows" if documents == len(mine) else f"{documents} documents ({len(mine)} rows)"
     if groups is None:
-        over = f"{len(mean_a)} rows of only {documents} documents, as if they were independent"
+        over = f"{len(mine)} rows of only {documents} documents, as if they were independent"
     note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
-    if len(ours) == len(theirs) == 1:
-        note += "; one seed per arm: differences of this size can be noise of the seed"
-    if ours.keys() != theirs.keys():
-        note += "; the seeds differ"
-    if len(mean_a) < FEWEST:
-        return None, f"{len(mean_a)} evaluation rows are too few for an interval (at least {FEWEST})"
-    return paired_difference(mean_a, mean_b, weights, groups), note
+    alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {shared[0]} alone is in both arms"
+    note += f"; {alone}: differences of this size can be noise of the seed"
+    if len(mine) < FEWEST:
+        return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
+    return paired_difference(mine, other, weights, groups), note

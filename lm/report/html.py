@@ -155,7 +155,7 @@ def describe_normalizer(run: RunRecord) -> str:
 
 def _described(options: dict[str, Plain]) -> str:
     entry = table.ENTRIES.get(options["name"])
-    parts = [f"{entry.formula} ({entry.source})"] if entry else [str(options["name"])]
+    parts = [table.formula(options) + (f" ({entry.source})" if entry else "")]
     parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
     n = str(options.get("n", ""))
     meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the row or document", "": ""}
@@ -208,8 +208,8 @@ def methods(comparison: Comparison) -> str:
         rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
         names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
         text += (
-            f"Answers are right as wholes, under greedy decoding, in held-out {rows} ({names}), with 95% intervals: "
-            "Wilson's over questions, for several seeds Student's t over seeds where that is wider. "
+            f"Answers are right as wholes, under greedy decoding in fp32, in held-out {rows} ({names}), with 95% intervals: "
+            "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out. "
         )
     if any(difference.interval for difference in comparison.differences):
         given = [difference.note for difference in comparison.differences if difference.interval]

@@ -264,7 +264,7 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if len(each) > 1:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    band = "Wilson's over questions, of several seeds Student's t where that is wider"
+    band = "Wilson's over questions, for several seeds each end of Student's t over seeds that lies farther out"
     return f"answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
 
 

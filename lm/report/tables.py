@@ -104,7 +104,7 @@ def _at_training_length(comparison: Comparison) -> Table:
         sizes = (arm.mean(millions("parameters.total")), None if tokens is None else tokens / 1e6)
         row = [arm.label, str(len(arm.runs)), *(None if size is None else f"{size:.4g}" for size in sizes), number(arm.mean(loss))]
         losses = arm.values(loss)
-        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 else None] if several else []
+        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 and not arm.apart else None] if several else []
         row += [number(arm.mean(bits))] if in_bytes else []
         row += [number(arm.mean(lambda run: run.unigram_entropy))]
         row += [_difference_cell(comparison, arm, ())] if len(comparison.arms) > 1 else []

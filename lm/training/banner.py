@@ -72,7 +72,7 @@ def _normalizer(decoder: Decoder) -> str:
     found = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
-        found.append(f"{options.name}: {table.ENTRIES[options.name].formula}" + (f"; {words}" if words else ""))
+        found.append(f"{options.name}: {table.formula(to_plain(options))}" + (f"; {words}" if words else ""))
     if len(set(found)) == 1:
         return found[0]
     return "  |  ".join(
