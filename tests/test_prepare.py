@@ -308,12 +308,13 @@ def test_an_interrupted_prepare_keeps_its_place_and_goes_on(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     def interrupted(tokenizer, texts):
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("lm.data.encoding.encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare(data)
+            prepare(data, progress=True)
+    assert "the same command goes on from what is done" in capfd.readouterr().err
     prepare(data, progress=True)
     assert "going on" in capfd.readouterr().err
 
