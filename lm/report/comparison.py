@@ -13,7 +13,7 @@ from lm.attention import table
 from lm.data.tasks import task_names
 from lm.errors import RunError
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, wilson
-from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting
+from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting, Validation
 from lm.schema import Plain
 
 # Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
@@ -29,6 +29,9 @@ _BOOKKEEPING += (
 _NORMALIZER = ("model.normalizer.", "phases")  # what a comparison of normalizers is about
 
 
+VALIDATION, LONG = (lambda run: run.validation), (lambda run: run.long_context)
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """Runs that differ in their seed only."""
@@ -36,16 +39,16 @@ class Arm:
     label: str
     runs: tuple[RunRecord, ...]  # by seed
 
-    def mean(self, value: Callable[[RunRecord], float | None]) -> float | None:
-        """Mean over the runs that have the value; None if they were not measured on the same rows."""
+    def mean(
+        self, value: Callable[[RunRecord], float | None], on: Callable[[RunRecord], Validation | LongContext | None] | None = None
+    ) -> float | None:
+        """Mean over the runs that have the value; None if it was measured in evaluations, `on`, of different rows."""
         values = self.values(value)
-        return float(np.mean(values)) if values and not self.apart else None
+        return float(np.mean(values)) if values and not (on and self.apart(on)) else None
 
-    @property
-    def apart(self) -> bool:
-        """Whether its runs were measured on different rows."""
-        kinds = ([run.validation for run in self.runs], [run.long_context for run in self.runs])
-        return any(len({found.identity for found in kind if found}) > 1 for kind in kinds)
+    def apart(self, on: Callable[[RunRecord], Validation | LongContext | None]) -> bool:
+        """Whether its runs were evaluated on different rows."""
+        return len({found.identity for run in self.runs if (found := on(run))}) > 1
 
     def values(self, value: Callable[[RunRecord], float | None]) -> list[float]:
         """The value of each run that has it."""
@@ -133,7 +136,9 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
             raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arm.label for arm in arms)}")
         arms = chosen[:1] + [arm for arm in arms if arm is not chosen[0]]
     missing = tuple(f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing)
-    missing += tuple(f"{arm.label}: its runs were not measured on the same rows: no means" for arm in arms if arm.apart)
+    for arm in arms:
+        kinds = [name for name, on in (("validation", VALIDATION), ("long-context", LONG)) if arm.apart(on)]
+        missing += tuple(f"{arm.label}: the {name} rows of its runs differ: no mean of their losses" for name in kinds)
     result = Comparison(tuple(arms), (), (), (), "", missing)
     if len(arms) == 1:
         return result
@@ -324,7 +329,7 @@ def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
     if not found:
         return None
     if len({one.rows_sha256 for one in found}) > 1:
-        return None  # as of `Arm.mean`
+        return None  # as `Arm.mean`
     mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
     interval = wilson(mean * questions, questions)
     if len(found) == 1:

@@ -14,7 +14,20 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from lm.evaluation.statistics import Interval
-from lm.report.comparison import Arm, Comparison, Difference, asked, compare, lengths_asked, ranges, setting_of, share_right, ways_used
+from lm.report.comparison import (
+    LONG,
+    VALIDATION,
+    Arm,
+    Comparison,
+    Difference,
+    asked,
+    compare,
+    lengths_asked,
+    ranges,
+    setting_of,
+    share_right,
+    ways_used,
+)
 from lm.report.runs import RunRecord, read_run
 
 LOSSES, SHARES = "losses in nats/token", "share"
@@ -102,11 +115,16 @@ def _at_training_length(comparison: Comparison) -> Table:
     for arm in comparison.arms:
         tokens = arm.mean(lambda run: run.tokens_seen)
         sizes = (arm.mean(millions("parameters.total")), None if tokens is None else tokens / 1e6)
-        row = [arm.label, str(len(arm.runs)), *(None if size is None else f"{size:.4g}" for size in sizes), number(arm.mean(loss))]
+        row = [
+            arm.label,
+            str(len(arm.runs)),
+            *(None if size is None else f"{size:.4g}" for size in sizes),
+            number(arm.mean(loss, VALIDATION)),
+        ]
         losses = arm.values(loss)
-        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 and not arm.apart else None] if several else []
-        row += [number(arm.mean(bits))] if in_bytes else []
-        row += [number(arm.mean(lambda run: run.unigram_entropy))]
+        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 and not arm.apart(VALIDATION) else None] if several else []
+        row += [number(arm.mean(bits, VALIDATION))] if in_bytes else []
+        row += [number(arm.mean(lambda run: run.unigram_entropy, VALIDATION))]
         row += [_difference_cell(comparison, arm, ())] if len(comparison.arms) > 1 else []
         rows.append(tuple(row))
     return Table("Validation, rows of the training length", LOSSES, tuple(columns), tuple(rows))
@@ -135,7 +153,7 @@ def _beyond(comparison: Comparison) -> Table:
     rows = []
     for arm in comparison.arms:
         for way in ways_used([arm]):
-            row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a))) for label in labels)]
+            row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a), LONG)) for label in labels)]
             rows.append(tuple(row + ([_difference_cell(comparison, arm, (way,), last)] if len(comparison.arms) > 1 else [])))
     return Table("Long rows, by position in training lengths", LOSSES, tuple(columns), tuple(rows))
 
