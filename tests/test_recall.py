@@ -10,8 +10,6 @@ import torch.nn.functional as F
 import yaml
 from conftest import ROOT, lm
 from folders import curve, same, weights
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lm.config import Config, ModelConfig
 from lm.configure import load, parse, to_yaml
@@ -22,7 +20,6 @@ from lm.errors import ConfigError
 from lm.evaluation.devices import Device
 from lm.evaluation.loss import validation_rows
 from lm.evaluation.recall import Cell, Recall, answer_cell
-from lm.evaluation.statistics import wilson
 from lm.evaluation.text import Validation
 from lm.loss import IGNORED
 from lm.model import Decoder
@@ -32,30 +29,6 @@ CPU = Device(torch.device("cpu"), bf16=False)
 RECALL = "data.tasks=[{task: {name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 4}}]"
 SYMBOLS = [RECALL, "eval.long_context.length_factor=0"]
 NEEDLE = "data.tasks=[{weight: 0.25, task: needle}]"
-
-
-# ---------------------------------------------------------------- intervals
-
-
-def test_wilson_is_the_score_interval():
-    for right, trials, low, high in (
-        (8, 10, 0.490162, 0.943318),
-        (1, 20, 0.008881, 0.236131),
-        (0, 10, 0.0, 0.277533),
-        (5, 5, 0.565518, 1.0),
-    ):
-        found = wilson(right, trials)
-        assert found.mean == right / trials
-        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
-    assert np.isnan(wilson(0, 0).mean)
-
-
-@given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
-def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: float):
-    found = wilson(round(share * trials), trials)
-    assert 0 <= found.low <= found.mean <= found.high <= 1
-    mirrored = wilson(trials - round(share * trials), trials)
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
 
 
 # ---------------------------------------------------------------- measuring

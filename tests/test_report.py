@@ -1,223 +1,26 @@
-"""Reports read run folders only: statistics, grouping into arms, fairness, and every output format."""
+"""Reports read run folders only: reading them, grouping into arms, fairness, and every output format."""
 
 import csv
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from reported import SEQ_LEN, build_run, compared, edit, plain, write_evaluation
 from rich.console import Console
 
-from lm import configure as configuration
 from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
-from lm.evaluation.statistics import bootstrap_mean, over_seeds, t_quantile, wilson
-from lm.report import Comparison, Interval, compare, paired_difference, print_table, read_run, write_report
-from lm.report.comparison import Difference, asked, share_right
-
-SEQ_LEN = 64
-
-
-def plain(value):
-    """As the trainer writes numbers: null for what is not finite."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | np.ndarray):
-        return [plain(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if np.isfinite(value) else None
-    return value
-
-
-def build_run(
-    root: Path,
-    name: str,
-    normalizer: dict | str = "softmax",
-    seed: int = 1,
-    better: float = 0.0,
-    rise: float = 0.5,
-    tokens: str = "rows-a",
-    fingerprint: str = "data-a",
-    evaluations: tuple[str, ...] = ("validation", "long_context"),
-    seq_len: int = SEQ_LEN,
-    steps: int = 200,
-    noise: float = 0.02,
-    align: bool = True,
-    asked: dict[int, float] | None = None,
-    **overrides,
-) -> Path:
-    """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the training length."""
-    rng = np.random.default_rng([seed, *name.encode()])
-    rows_rng = np.random.default_rng([*tokens.encode()])  # how hard each row is: the same for every run on these rows
-    folder = root / name
-    (folder / "evaluations").mkdir(parents=True)
-    merged = {
-        "name": "run",
-        "seed": seed,
-        "data": {"seq_len": seq_len},
-        "model": {"normalizer": normalizer},
-        "trainer": {"max_steps": steps},
-    }
-    tree = configuration.parse(configuration.merge(merged, overrides))
-    (folder / "config.yaml").write_text(configuration.to_yaml(tree))
-    own = 0 if normalizer == "softmax" else 48
-    environment = {
-        "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}, "device": "cpu",
-        "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml", "data_fingerprint": fingerprint,
-        "parameters": {"total": 10_823_424 + own, "non_embedding": 8_000_000, "normalizer": own},
-        "tokens_total": steps * 8192, "unigram_entropy": {"train": 6.3, "val": 6.31}, "data": {"train_tokens": 1_900_000, "documents": 200},
-        "started": "2026-01-01T00:00:00+00:00",
-    }  # fmt: skip
-    (folder / "environment.json").write_text(json.dumps(environment))
-    final = 3.8 - better
-    lines = []
-    for step in range(steps // 100, steps + 1, max(1, steps // 100)):
-        curve = final + 4.5 * np.exp(-step / steps * 12) + 0.9 * (1 - step / steps)
-        base = {"step": step, "tokens": step * 8192}
-        lines.append(
-            base | {"train/loss": curve + rng.normal(0, 0.06), "train/grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "elapsed_s": step}
-        )
-        if step % (steps // 20) == 0:
-            lines.append(base | {"val/loss": curve + 0.05, "val/bits_per_byte": curve / 2.9})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
-    common = {"step": steps, "tokens_seen": steps * 8192, "data_fingerprint": fingerprint, "rows_sha256": tokens, "seq_len": seq_len}
-    if "validation" in evaluations:
-        nll = final + rows_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
-        write_evaluation(
-            folder, "validation", steps, common | {"kind": "validation", "rows": 128, "loss": nll.mean(), "bits_per_byte": nll.mean() / 2.9,
-            "unigram_entropy": 6.31, "nll_by_row": nll, "targets_by_row": [256] * 128, "document_by_row": [row // 8 for row in range(128)]},
-        )  # fmt: skip
-    if "long_context" in evaluations:
-        length, rows = 8 * seq_len, 24
-        shift = 1.0 if align else 1.1
-        edges = np.unique([0, *np.round(shift * 2 ** np.arange(0, np.log2(length), 0.25)).astype(int), length])
-        edges = edges[edges <= length]
-        position = np.arange(length)
-        hard = rows_rng.normal(0, 0.3, (rows, 1))
-        settings = []
-        for factor in (1.0, 50.0):
-            beyond = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
-            by_row = final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (rows, length))
-            buckets = np.stack([by_row[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-            label = "as trained" if factor == 1 else "theta x 50"
-            settings.append({"label": label, "loss": by_row.mean(), "bits_per_byte": by_row.mean() / 2.9,
-                             "nll_by_position": by_row.mean(axis=0), "nll_by_row": buckets})  # fmt: skip
-        write_evaluation(
-            folder, "long_context", steps,
-            common | {"kind": "long_context", "length": length, "rows": rows, "document_by_row": list(range(rows)),
-                      "bucket_edges": edges.tolist(), "settings": settings},
-        )  # fmt: skip
-    if asked:
-        write_answers(folder, common, asked)
-    return folder
-
-
-def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: int) -> None:
-    """Recall of `asked`, the share of answers right by length, and needles, of which a tenth fewer are found."""
-    cells, needles = [], []
-    for length, share in asked.items():
-        by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
-        cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8} | task, "length": length,
-                      "rows_sha256": f"m{length}", "by_row": by_row, "questions_by_row": [8] * 16})  # fmt: skip
-        for depth in (0.0, 1.0, None):
-            right = 0 if depth is None else round(9 * share)
-            needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",
-                            "by_trial": [1] * right + [0] * (10 - right)})  # fmt: skip
-    write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
-    settings = {"needles": 1, "distractors": 0, "finetune": {"steps": 0}}
-    write_evaluation(folder, "needle", common["step"], common | {"kind": "needle", "cells": needles} | settings)
-
-
-def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
-    (folder / "evaluations" / f"{kind}.step-{step:06d}.json").write_text(json.dumps(plain(content)))
+from lm.report import compare, print_table, read_run, write_report
+from lm.report.comparison import Difference
 
 
 @pytest.fixture
 def pair(tmp_path) -> list[Path]:
     return [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax", better=0.05, rise=0.1)]
-
-
-# ---------------------------------------------------------------- statistics
-
-
-def test_bootstrap_interval_covers_the_true_difference_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    covered = 0
-    for trial in range(400):
-        shared = rng.normal(4, 0.5, 60)
-        interval = paired_difference(shared + 0.1 + rng.normal(0, 0.2, 60), shared, seed=trial, resamples=1000)
-        covered += interval.low <= 0.1 <= interval.high
-    assert 0.91 <= covered / 400 <= 0.98
-
-
-def test_rows_of_a_document_are_resampled_together():
-    rng, documents = np.random.default_rng(0), np.repeat(np.arange(12), 10)
-    covered = {"together": 0, "apart": 0}
-    for trial in range(300):
-        difference = np.repeat(rng.normal(0.1, 0.1, 12), 10) + rng.normal(0, 0.1, 120)  # most of it is the document's
-        for name, groups in (("together", documents), ("apart", None)):
-            interval = paired_difference(difference, np.zeros(120), groups=groups, seed=trial, resamples=500)
-            covered[name] += interval.low <= 0.1 <= interval.high
-    assert covered["together"] >= 0.86 * 300, "twelve documents: a percentile interval is a little narrow"
-    assert covered["apart"] < 0.7 * 300
-
-
-def test_groups_of_one_row_change_nothing_and_labels_don_t_matter():
-    rng = np.random.default_rng(0)
-    a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40), np.arange(40) // 4
-    alone = paired_difference(a, 0 * a, weights)
-    assert alone == paired_difference(a, 0 * a, weights, np.arange(40) + 7)
-    assert paired_difference(a, 0 * a, weights, labels) == paired_difference(a, 0 * a, weights, labels * 3 + 5) != alone
-
-
-def test_few_documents_are_said_and_not_resampled(tmp_path):
-    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
-    assert "paired bootstrap over 16 documents (128 rows)" in compared(*folders)[1][()].note
-    for folder in folders:
-        edit(folder, "validation", lambda result: result.update(document_by_row=[row // 64 for row in range(128)]))
-    assert "over 128 rows of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
-
-
-def test_identical_rows_differ_by_exactly_nothing():
-    rows = np.random.default_rng(0).normal(4, 1, 50)
-    interval = paired_difference(rows, rows.copy())
-    assert (interval.mean, interval.low, interval.high) == (0.0, 0.0, 0.0)
-
-
-def test_pairing_narrows_the_interval_of_correlated_rows():
-    rng = np.random.default_rng(1)
-    shared = rng.normal(4, 0.5, 100)
-    a, b = shared + rng.normal(0, 0.05, 100), shared + rng.normal(0, 0.05, 100)
-    paired, unpaired = paired_difference(a, b), paired_difference(a, rng.permutation(b))
-    assert (paired.high - paired.low) < 0.3 * (unpaired.high - unpaired.low)
-
-
-def test_bootstrap_is_seeded_and_matches_the_textbook_width():
-    values = np.random.default_rng(2).normal(0, 1, (400, 1))
-    low, high = bootstrap_mean(values, seed=3)
-    assert (low, high) == bootstrap_mean(values, seed=3)
-    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.05)
-
-
-def test_rows_of_different_shapes_are_refused():
-    with pytest.raises(ValueError, match="equal shapes"):
-        paired_difference(np.zeros(3), np.zeros(4))
-
-
-@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (2, 4.3027), (10, 2.2281), (11, 2.2010), (30, 2.0423), (120, 1.9799)])
-def test_t_quantile_matches_the_tables(degrees, quantile):
-    assert t_quantile(degrees) == pytest.approx(quantile, abs=1e-4)
-
-
-def test_interval_over_seeds_is_students():
-    interval = over_seeds(np.array([0.1, 0.2, 0.3]))
-    assert interval.mean == pytest.approx(0.2)
-    assert interval.high - 0.2 == pytest.approx(4.30265 * 0.1 / np.sqrt(3), rel=1e-5)
 
 
 # ---------------------------------------------------------------- reading
@@ -441,132 +244,12 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     assert difference.interval
 
 
-# ---------------------------------------------------------------- answers
-
-RECALL, NEEDLE, CONTROL = (("mqar", "as trained"), ("needle", "as trained"), ("needle, control without it", "as trained"))
-
-
-def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
-    """The comparison, and the last arm's differences by what they are of."""
-    comparison = compare([read_run(folder) for folder in folders])
-    return comparison, {difference.of: difference for difference in comparison.differences}
-
-
-def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
-    path = next(folder.glob(f"evaluations/{kind}.*"))
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
-    comparison, found = compared(*folders)
-    assert asked(comparison.arms) == [RECALL, NEEDLE, CONTROL]
-    assert share_right(comparison.arms[0], RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
-    assert share_right(comparison.arms[1], NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), (
-        "not 14 of 20: depths ask the same"
-    )
-    assert share_right(comparison.arms[1], CONTROL, 64).mean == 0
-    assert found[RECALL].interval is None, "all rows differ by the same"
-    edit(folders[1], "recall", lambda result: result["cells"][1]["by_row"].reverse())
-    found = compared(*folders)[1]
-    assert found[RECALL].interval.mean == pytest.approx(0.5)
-    assert found[RECALL].interval.low < 0.49
-    assert "answers right, mqar in rows of 512" in found[RECALL].what
-    assert found[RECALL].note.startswith("paired bootstrap over 16 rows")
-    assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
-    files = write_report(folders, tmp_path / "out")
-    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
-    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
-    assert b"Answers right" in files.html.read_bytes()
-
-
-def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
-    def arm(name: str, *shares: float) -> Interval:
-        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: share}) for seed, share in enumerate(shares)]
-        return share_right(compared(*folders)[0].arms[0], RECALL, 64)
-
-    spread = arm("spread", 0.6875, 0.8125, 0.75)
-    assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
-    assert arm("wide", 0.8, 0.8, 0.2).high == 1
-    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(wilson(96, 128).listed()), "seeds that agree are no certainty"
-
-
-def test_rows_with_more_answers_weigh_more(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
-    for folder, first in zip(folders, (0.5, 0.9), strict=True):
-        edit(folder, "recall", lambda result, first=first: result["cells"][0].update(
-            by_row=[first] * 8 + [0.5] * 8, questions_by_row=[15] * 8 + [1] * 8))  # fmt: skip
-        edit(folder, "validation", lambda result, first=first: result.update(
-            nll_by_row=[first] * 64 + [0.5] * 64, targets_by_row=[3] * 64 + [1] * 64))  # fmt: skip
-    comparison, found = compared(*folders)
-    assert share_right(comparison.arms[1], RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
-    assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
-    assert found[()].interval.mean == pytest.approx(0.4 * 3 / 4)
-    assert found[()].interval.low < 0.3 < found[()].interval.high
-
-
-def test_answers_to_other_questions_are_not_subtracted(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
-    edit(folders[1], "recall", lambda result: result["cells"][0].update(rows_sha256="others"))
-    comparison, found = compared(*folders)
-    assert found[RECALL].interval is None
-    assert "not measured on the same tokens" in found[RECALL].note
-    assert found[NEEDLE].interval is not None
-    assert [check.ok for check in comparison.checks if "questions" in check.what] == [False]
-
-
-def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
-    edit(folders[1], "recall", lambda result: result["cells"][0]["by_row"].reverse())
-    difference = compared(*folders)[1][RECALL]
-    assert difference.interval.mean == pytest.approx(-0.4)
-    assert "in rows of 64" in difference.what
-    table = write_report(folders, tmp_path / "out").markdown.read_text()
-    assert "difference to softmax, 512" in table
-    assert re.search(r"\| ssmax \| mqar .*\| - \|\n", table), "the column is of other rows than the difference"
-
-
-def test_tasks_are_named_over_all_runs(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a"}, {64: 0.9}, pairs=16)
-    comparison, found = compared(*folders)
-    assert asked(comparison.arms)[:2] == [("mqar (pairs 8)", "as trained"), NEEDLE]
-    assert found["mqar (pairs 16)", "as trained"].interval is None
-
-
-def test_answers_of_other_steps_are_said(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
-    edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
-    comparison, _ = compared(*folders)
-    assert "asked for answers after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [check.ok for check in comparison.checks if check.what == "tokens seen, answers"] == [False]
-    assert any("the evaluation of mqar of step 100" in lack for lack in comparison.missing)
-
-
-def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
-    symbols = {
-        "eval": {"long_context": {"length_factor": 0}},
-        "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
-    }
-    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    edit(folder, "validation", lambda result: result.update(bits_per_byte=None))
-    assert read_run(folder).missing == ()
-    files = write_report([folder], tmp_path / "out")
-    assert "bits per byte" not in files.markdown.read_text()
-    page = files.html.read_text()
-    assert "nats per token of the answers" in page
-    assert "source.name" not in page.split("<h2>Runs")[0]
-
-
-def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
-    folder = build_run(tmp_path, "soft", data={"seq_len": 64, "tasks": [{"weight": 0.5, "task": {"name": "needle"}}]})
-    assert read_run(folder).missing == ("no recall evaluation",)
-    write_evaluation(folder, "recall", 200, {"kind": "recall", "step": 200, "cells": [{"task": {"name": "needle"}}]})
-    (lack,) = read_run(folder).missing
-    assert "no recall evaluation that can be read" in lack
+def test_few_documents_are_said_and_not_resampled(tmp_path):
+    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
+    assert "paired bootstrap over 16 documents (128 rows)" in compared(*folders)[1][()].note
+    for folder in folders:
+        edit(folder, "validation", lambda result: result.update(document_by_row=[row // 64 for row in range(128)]))
+    assert "over 128 rows of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
 
 
 # ---------------------------------------------------------------- output

@@ -1,0 +1,122 @@
+"""Answers right in reports: recall and needles, by length of the row."""
+
+import re
+
+import pytest
+from reported import build_run, compared, edit, write_answers, write_evaluation
+
+from lm.evaluation.statistics import Interval, wilson
+from lm.report import read_run, write_report
+from lm.report.comparison import asked, share_right
+
+RECALL, NEEDLE, CONTROL = (("mqar", "as trained"), ("needle", "as trained"), ("needle, control without it", "as trained"))
+
+
+def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
+    comparison, found = compared(*folders)
+    assert asked(comparison.arms) == [RECALL, NEEDLE, CONTROL]
+    assert share_right(comparison.arms[0], RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
+    assert share_right(comparison.arms[1], NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), (
+        "not 14 of 20: depths ask the same"
+    )
+    assert share_right(comparison.arms[1], CONTROL, 64).mean == 0
+    assert found[RECALL].interval is None, "all rows differ by the same"
+    edit(folders[1], "recall", lambda result: result["cells"][1]["by_row"].reverse())
+    found = compared(*folders)[1]
+    assert found[RECALL].interval.mean == pytest.approx(0.5)
+    assert found[RECALL].interval.low < 0.49
+    assert "answers right, mqar in rows of 512" in found[RECALL].what
+    assert found[RECALL].note.startswith("paired bootstrap over 16 rows")
+    assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
+    files = write_report(folders, tmp_path / "out")
+    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
+    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
+    assert b"Answers right" in files.html.read_bytes()
+
+
+def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
+    def arm(name: str, *shares: float) -> Interval:
+        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: share}) for seed, share in enumerate(shares)]
+        return share_right(compared(*folders)[0].arms[0], RECALL, 64)
+
+    spread = arm("spread", 0.6875, 0.8125, 0.75)
+    assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
+    assert arm("wide", 0.8, 0.8, 0.2).high == 1
+    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(wilson(96, 128).listed()), "seeds that agree are no certainty"
+
+
+def test_rows_with_more_answers_weigh_more(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
+    for folder, first in zip(folders, (0.5, 0.9), strict=True):
+        edit(folder, "recall", lambda result, first=first: result["cells"][0].update(
+            by_row=[first] * 8 + [0.5] * 8, questions_by_row=[15] * 8 + [1] * 8))  # fmt: skip
+        edit(folder, "validation", lambda result, first=first: result.update(
+            nll_by_row=[first] * 64 + [0.5] * 64, targets_by_row=[3] * 64 + [1] * 64))  # fmt: skip
+    comparison, found = compared(*folders)
+    assert share_right(comparison.arms[1], RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
+    assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
+    assert found[()].interval.mean == pytest.approx(0.4 * 3 / 4)
+    assert found[()].interval.low < 0.3 < found[()].interval.high
+
+
+def test_answers_to_other_questions_are_not_subtracted(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
+    edit(folders[1], "recall", lambda result: result["cells"][0].update(rows_sha256="others"))
+    comparison, found = compared(*folders)
+    assert found[RECALL].interval is None
+    assert "not measured on the same tokens" in found[RECALL].note
+    assert found[NEEDLE].interval is not None
+    assert [check.ok for check in comparison.checks if "questions" in check.what] == [False]
+
+
+def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
+    edit(folders[1], "recall", lambda result: result["cells"][0]["by_row"].reverse())
+    difference = compared(*folders)[1][RECALL]
+    assert difference.interval.mean == pytest.approx(-0.4)
+    assert "in rows of 64" in difference.what
+    table = write_report(folders, tmp_path / "out").markdown.read_text()
+    assert "difference to softmax, 512" in table
+    assert re.search(r"\| ssmax \| mqar .*\| - \|\n", table), "the column is of other rows than the difference"
+
+
+def test_tasks_are_named_over_all_runs(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
+    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a"}, {64: 0.9}, pairs=16)
+    comparison, found = compared(*folders)
+    assert asked(comparison.arms)[:2] == [("mqar (pairs 8)", "as trained"), NEEDLE]
+    assert found["mqar (pairs 16)", "as trained"].interval is None
+
+
+def test_answers_of_other_steps_are_said(tmp_path):
+    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
+    edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
+    edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
+    comparison, _ = compared(*folders)
+    assert "asked for answers after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
+    assert [check.ok for check in comparison.checks if check.what == "tokens seen, answers"] == [False]
+    assert any("the evaluation of mqar of step 100" in lack for lack in comparison.missing)
+
+
+def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
+    symbols = {
+        "eval": {"long_context": {"length_factor": 0}},
+        "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
+    }
+    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
+    edit(folder, "validation", lambda result: result.update(bits_per_byte=None))
+    assert read_run(folder).missing == ()
+    files = write_report([folder], tmp_path / "out")
+    assert "bits per byte" not in files.markdown.read_text()
+    page = files.html.read_text()
+    assert "nats per token of the answers" in page
+    assert "source.name" not in page.split("<h2>Runs")[0]
+
+
+def test_an_evaluation_of_answers_that_is_asked_for_is_missed(tmp_path):
+    folder = build_run(tmp_path, "soft", data={"seq_len": 64, "tasks": [{"weight": 0.5, "task": {"name": "needle"}}]})
+    assert read_run(folder).missing == ("no recall evaluation",)
+    write_evaluation(folder, "recall", 200, {"kind": "recall", "step": 200, "cells": [{"task": {"name": "needle"}}]})
+    (lack,) = read_run(folder).missing
+    assert "no recall evaluation that can be read" in lack
