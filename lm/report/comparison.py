@@ -326,10 +326,8 @@ def answers_of(run: RunRecord, of: tuple[str, str], length: int) -> AnswersRight
 def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
     """Share of answers right: Wilson's interval over questions; of several seeds Student's t, but never a narrower one than that."""
     found = [one for run in arm.runs if (one := answers_of(run, of, length))]
-    if not found:
+    if len({one.rows_sha256 for one in found}) != 1:  # none, or of different rows, which have no mean
         return None
-    if len({one.rows_sha256 for one in found}) > 1:
-        return None  # as `Arm.mean`
     mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
     interval = wilson(mean * questions, questions)
     if len(found) == 1:
@@ -379,8 +377,7 @@ def _rows_of_answers(run: RunRecord, of: tuple[str, str], length: int) -> _Sampl
 def _differences(arms: list[Arm]) -> list[Difference]:
     base, found = arms[0], []
     for arm in arms[1:]:
-        length = max((run.validation.seq_len for run in arm.runs if run.validation), default=0)
-        found.append(Difference(arm.label, "validation loss", (), length, *_difference(arm, base, _validation_rows)))
+        found.append(Difference(arm.label, "validation loss", (), arm.runs[0].seq_len, *_difference(arm, base, _validation_rows)))
         for way in ways_used([base, arm]):
             long = next(run.long_context for run in (*arm.runs, *base.runs) if setting_of(run, way))
             start, stop = farthest(long)

@@ -167,21 +167,22 @@ def read_run(folder: Path) -> RunRecord:
     missing: list[str] = []
     lines = _read_metrics(folder / "metrics.jsonl", missing)
     validation, long_context = (_read_evaluation(folder, kind, read) for kind, read in _LOSSES.items())
+    asked = config.get("eval") or {}
+    recall, needle, long = (asked.get(name) or {} for name in ("recall", "needle", "long_context"))
+    missing += ["no validation evaluation"] if validation is None else []
+    missing += ["no long-context evaluation"] if long_context is None and long.get("length_factor", 1) else []
+    wanted = {
+        "recall": recall.get("length_factors") and (config["data"].get("tasks") or recall.get("tasks")),
+        "needle": needle.get("length_factors"),
+    }
     answers: list[AnswersRight] = []
     for kind, read in _ANSWERS.items():
         try:
-            answers += _read_evaluation(folder, kind, read) or ()
+            found = _read_evaluation(folder, kind, read)
+            answers += found or ()
+            missing += [f"no {kind} evaluation"] if found is None and wanted[kind] else []
         except RunError as error:  # older ones had less in them
             missing.append(f"no {kind} evaluation that can be read ({error})")
-    asked, found = config.get("eval") or {}, {one.task["name"].startswith("needle,") for one in answers}
-    recall, needle, long = (asked.get(name) or {} for name in ("recall", "needle", "long_context"))
-    wanted = {
-        "validation": validation is None,
-        "long-context": long_context is None and long.get("length_factor", 1),
-        "recall": False not in found and recall.get("length_factors") and (config["data"].get("tasks") or recall.get("tasks")),
-        "needle": True not in found and needle.get("length_factors"),
-    }
-    missing += [f"no {name} evaluation" for name, lacking in wanted.items() if lacking and not any(f"no {name} " in m for m in missing)]
     training, validations = _curve(lines, "train/loss"), _curve(lines, "val/loss", "val/bits_per_byte")
     if validation is None and len(validations.tokens):
         missing.append("its validation loss is the last one logged while training, without an interval")
