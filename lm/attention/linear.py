@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import table
+from lm.attention.kernels import without_autocast
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer
 from lm.attention.pointwise import divided
@@ -43,7 +44,7 @@ class Linear(Normalizer):
         """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
         return None if self.options.n == "sum" else 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, k = self.features(q, k)
         visible, factor = rows.visible(), self.factor(rows)
         decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
@@ -61,7 +62,7 @@ class Linear(Normalizer):
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
-        with torch.autocast(q.device.type, enabled=False):  # the state sums over all tokens
+        with without_autocast(q.device):  # the state sums over all tokens
             out, state = self.chunks(q, k, v, state)
         return divided(out[..., :width], out[..., width:], factor).to(dtype), state
 
