@@ -113,7 +113,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
                 if step > first_step:  # a phase has ended: the next one begins with its checkpoint
                     phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
                     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
-                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"])
+                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"], stop.told)
                 hooks = [
                     stop,
                     callbacks.Metrics(log, config, progress, clock),
