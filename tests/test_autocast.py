@@ -31,8 +31,9 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def results(options: object, length: int, rope: bool, exact: bool) -> dict[str, Tensor]:
-    """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64, else under autocast."""
+def results(options: object, length: int, rope: bool, exact: bool, device: str = "cpu") -> dict[str, Tensor]:
+    """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64 on the CPU, else under autocast."""
+    device = "cpu" if exact else device
     position = Rope() if rope else NoPosition()
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * SIZE, position=position, normalizer=options)
     attention = Attention(config, TRAIN_LENGTH, 0)
@@ -43,43 +44,49 @@ def results(options: object, length: int, rope: bool, exact: bool) -> dict[str, 
                 parameter.zero_()  # what is drawn by the decoder
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
     dtype = torch.float64 if exact else torch.float32
-    attention.to(dtype)
-    q, k, v, grad = (torch.randn(1, HEADS, length, SIZE, generator=drawn).bfloat16() for _ in range(4))
-    x = torch.randn(1, length, HEADS * SIZE, generator=drawn).bfloat16()
-    rows = Rows.full(length)
+    attention.to(device, dtype)
+    q, k, v, grad = (torch.randn(1, HEADS, length, SIZE, generator=drawn).bfloat16().to(device) for _ in range(4))
+    x = torch.randn(1, length, HEADS * SIZE, generator=drawn).bfloat16().to(device)
+    rows = Rows.full(length, device)
     rotation = rope_rotation(rows.positions, SIZE, position) if rope else None
     leaves = [one.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for one in (q, k, v)]
     x = x.to(dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
+    with torch.autocast(device, torch.bfloat16, enabled=not exact):
         out = attention.attend(x, *leaves, Context(rows, rotation, 1.0, None))
     parameters = dict(attention.normalizer.named_parameters())
     grad = grad.transpose(1, 2).flatten(2).to(out.dtype)
     wanted = [*leaves, x, *parameters.values()]
     found = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
-    return {"out": out.detach()} | dict(zip((*INPUTS, "dx", *parameters), found, strict=True))
+    found = (out.detach(), *found)
+    return {name: value.cpu() for name, value in zip(("out", *INPUTS, "dx", *parameters), found, strict=True)}
 
 
-def errors(options: object, length: int, rope: bool) -> dict[str, float]:
+def errors(options: object, length: int, rope: bool, device: str = "cpu") -> dict[str, float]:
     """Relative errors of what isn't 0."""
-    found, exact = (results(options, length, rope, one) for one in (False, True))
+    found, exact = (results(options, length, rope, one, device) for one in (False, True))
     return {name: relative(found[name], value) for name, value in exact.items() if value.norm() > 0}
 
 
 @cache
-def softmax_errors(length: int, rope: bool) -> dict[str, float]:
-    return errors(table.Softmax(), length, rope)
+def softmax_errors(length: int, rope: bool, device: str = "cpu") -> dict[str, float]:
+    return errors(table.Softmax(), length, rope, device)
+
+
+def check_errors(name: str, length: int, rope: bool, device: str = "cpu") -> None:
+    """Errors are at most twice softmax's, or as `LARGER` says."""
+    base, factor = softmax_errors(length, rope, device), LARGER.get(name, (2.0, ""))[0]
+    for what, error in errors(CASES[name], length, rope, device).items():
+        if what in base:
+            assert error <= factor * base[what], what
+        else:  # gradients that softmax doesn't have; sums over the tokens, of both signs
+            assert error <= 0.05 * factor, what
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["no positions", "rope"])
 @pytest.mark.parametrize("length", [64, 1024, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int, rope: bool):
-    base, factor = softmax_errors(length, rope), LARGER.get(name, (2.0, ""))[0]
-    for what, error in errors(CASES[name], length, rope).items():
-        if what in base:
-            assert error <= factor * base[what], what
-        else:  # gradients that softmax doesn't have; sums over the tokens, of both signs
-            assert error <= 0.05 * factor, what
+    check_errors(name, length, rope)
 
 
 def test_a_row_of_entmax_sums_to_one_under_autocast():
