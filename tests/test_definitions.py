@@ -174,7 +174,7 @@ def linear(query: Query) -> Vector:
         "exp": math.exp,
         "identity": lambda x: x,
     }[query.options.features]
-    g = 1 - 2 ** (-5 - 3 * query.h / (HEADS - 1)) if query.options.decay else 1.0
+    g = 1 - 2 ** (-5 - query.h) if query.options.decay else 1.0
     root = SIZE**0.25
     found = [sum(phi(a / root) * phi(b / root) for a, b in zip(query.q, key, strict=True)) for key in query.k]
     found = [a * g**t for a, t in zip(found, query.back, strict=True)]

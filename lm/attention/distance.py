@@ -14,7 +14,10 @@ from lm.attention.normalizers import Normalizer, logits
 
 
 class ALiBi(Normalizer):
-    """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409."""
+    """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
+
+    So for any H; its authors' code interleaves two such series where H is no power of two.
+    """
 
     def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         heads = torch.arange(1, self.shape.n_head + 1, device=q.device)
@@ -85,7 +88,7 @@ class ScaleInvariant(Normalizer):
 class Forget(Normalizer):
     """softmax(z + c_i - c_j), c the running sum of ln f, f = sigmoid(w.x + b) a gate of each token and head: arXiv 2503.02130.
 
-    Sums are in fp32. w starts at 0 and b at 5, so that a token is first forgotten at a rate of 0.7 %.
+    Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %.
     """
 
     def initialise(self) -> None:

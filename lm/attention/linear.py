@@ -21,10 +21,10 @@ FEATURES = {
 
 
 class Linear(Normalizer):
-    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each.
+    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each (our choice).
 
-    phi: elu + 1 (arXiv 2006.16236), relu, exp, or the identity. With `decay` a fixed g = 1 - 2^(-5 - 3 h / (H - 1))
-    for heads h = 0 ... H - 1, slowest last (after RetNet, arXiv 2307.08621).
+    phi: elu + 1 (arXiv 2006.16236), relu, exp (of 20 at most, so that sums stay finite), or the identity. With `decay` a fixed
+    g = 1 - 2^(-5 - h) for heads h = 0 ... H - 1 (RetNet, arXiv 2307.08621).
     """
 
     options: table.Linear
@@ -37,8 +37,7 @@ class Linear(Normalizer):
     def log_decay(self, like: Tensor) -> Tensor:
         """ln g of each head, (H,) <= 0."""
         heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
-        g = 1 - 2 ** (-5 - 3 * heads / max(1, self.shape.n_head - 1))
-        return g.log() if self.options.decay else torch.zeros_like(g)
+        return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 
     def factor(self, rows: Rows) -> Tensor | None:
         """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""

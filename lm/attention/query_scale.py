@@ -131,7 +131,7 @@ class LogN(AtBase):
 
 
 class SqrtLogN(QueryScale):
-    """softmax(c sqrt(2 ln n) z): keeps the largest of n Gaussian logits at a fixed share; c learned per layer and head.
+    """softmax(c sqrt(2 ln n) z), the growth of the largest of n Gaussian logits; c learned per layer and head.
 
     c starts at 1 / mean sqrt(2 ln n) over a training row.
     """
@@ -191,7 +191,7 @@ def unit(x: Tensor) -> Tensor:
 class Cosine(QueryScale):
     """softmax(g cos(q, k)) or softmax(g ln n cos(q, k)): unit queries and keys (arXiv 2010.04245; Su, kexue.fm 9859: 4 ln n).
 
-    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D).
+    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D) (our choice).
     """
 
     options: table.Cosine

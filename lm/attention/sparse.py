@@ -56,7 +56,7 @@ class Entmax15(Normalizer):
 class ASEntmax(Entmax15):
     """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), for each query and head: arXiv 2506.16640.
 
-    w_b and w_g start at 0: the factor is then 1 + ln 2 at every n.
+    w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n.
     """
 
     options: table.ASEntmax
