@@ -22,13 +22,12 @@ PINNED = ROOT / "tests" / "curves.json"
 NAMES = ("train/loss", "train/grad_norm", "val/loss", "swap/loss_after")
 TOLERANCE = 2e-3  # relative
 
-SYMBOLS = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.recall.length_factors=[]"]
+SYMBOLS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
 CASES = {
     "softmax": [],
     "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none", "model.qk_norm=true"],
     "GPT-2's choices": [
         "model.position=learned", "model.norm=layer", "model.mlp=gelu", "model.bias=true", "model.tied=true",
-        "eval.long_context={length_factor: 1, settings: [{}]}",
     ],
     "gated attention units, relu2": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
     "gated attention units, relu2 over its sum": ["model.block=gau", "model.n_head=1", "model.normalizer={name: relu2, n: sum}"],
@@ -62,8 +61,8 @@ def write_corpus(folder: Path) -> None:
 def curves(names: list[str], folder: Path, jobs: int) -> dict[str, dict[str, list[float]]]:
     """Train the named cases in processes of their own; by case and number, the values in the order of the steps."""
     write_corpus(folder / "corpus")
-    common = ["tests/tiny.yaml", f"data.source.paths=[{folder}/corpus/a]", f"data.root={folder}/data", f"runs={folder}/runs"]
-    common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.rows=2", "log.every=1"]
+    common = ["tests/tiny.yaml", f"data.source={{name: files, paths: [{folder}/corpus/a]}}", f"data.root={folder}/data", f"runs={folder}/runs"]
+    common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.length_factor=0", "log.every=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
 
     def train(case: str) -> dict[str, list[float]]:
