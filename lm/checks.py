@@ -237,6 +237,8 @@ def check_lengths(config: Config) -> list[Problem]:
             reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
         if not chosen:
             reasons.append("names no length")
+        if rare := [length for length, share in lengths.items() if 0 < share * steps < 1]:
+            reasons.append(f"gives rows of {rare[0]} less than one step of trainer.max_steps = {steps}")
     else:
         chosen = [] if lengths is None else [lengths]
     wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
@@ -277,11 +279,18 @@ def check_phases(config: Config) -> list[Problem]:
 
 
 def check_shares(config: Config) -> list[Problem]:
-    """Weights below what rows are dealt by: they would never be drawn."""
-    weights = [(f"data.tasks[{index}].weight", share.weight) for index, share in enumerate(config.data.tasks)]
-    if len(config.data.parts) > 1:
-        weights += [(f"data.source.of[{index}].weight", part.weight) for index, part in enumerate(config.data.parts)]
-    return [Problem(path, weight, "is above 0 and below 0.001, the least share there is") for path, weight in weights if 0 < weight < 0.001]
+    """Weights of which a run has less than one row: it would be drawn by luck, if at all."""
+    data, text = config.data, 1 - sum(share.weight for share in config.data.tasks)
+    weights = {f"data.tasks[{index}].weight": (share.weight, share.weight) for index, share in enumerate(data.tasks)}
+    if len(data.parts) > 1 and text > 1e-6:
+        weights |= {f"data.source.of[{index}].weight": (part.weight, part.weight * text) for index, part in enumerate(data.parts)}
+    rows = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
+    remedy = "raise it, train for more steps, or leave it out"
+    return [
+        Problem(path, weight, f"comes to {share * rows:.2g} of the {rows:,} rows of the run, and may never be drawn", remedy)
+        for path, (weight, share) in weights.items()
+        if weight > 0 and share * rows < 1 - 1e-6
+    ]
 
 
 def check_tasks(config: Config) -> list[Problem]:

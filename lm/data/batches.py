@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lm.config import Config, TaskShare
+from lm.data.deck import Deck
 from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
 from lm.data.tasks import Task, Text, example
@@ -21,7 +22,6 @@ from lm.errors import ConfigError, Problem
 from lm.loss import IGNORED
 
 _PARTS = 2**62  # keeps the draws of a mixture's parts apart from those of epochs
-DECK = 1000  # rows in which the streams have exactly their shares
 
 
 class Batch(NamedTuple):
@@ -140,25 +140,6 @@ class TaskStream:
         return np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])
 
 
-class Deck:
-    """Deals the slots of a run to streams by weight: of every `DECK` in a row, each stream has its share to the nearest slot."""
-
-    def __init__(self, weights: list[float], entropy: tuple[int, ...]):
-        exact = np.array(weights) * DECK
-        counts = np.floor(exact).astype(np.int64)
-        counts[np.argsort(counts - exact, kind="stable")[: DECK - counts.sum()]] += 1
-        cards = np.repeat(np.arange(len(weights)), counts)
-        self.cards = cards[np.argsort(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(DECK), kind="stable")]
-        self.counts = counts
-        self.earlier = np.array([(self.cards[:i] == card).sum() for i, card in enumerate(self.cards)])  # of the same stream in the deck
-
-    def deal(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream that has each of slots (k,) of the run, and which of its own slots that is: both int64 (k,)."""
-        decks, places = np.divmod(slots, DECK)
-        streams = self.cards[places]
-        return streams, decks * self.counts[streams] + self.earlier[places]
-
-
 class TrainRows:
     """The rows of every step of a run.
 
@@ -203,7 +184,7 @@ class TrainRows:
             return shares, streams
         split, first = self.store.train, 0
         for number, (part, weight) in enumerate(zip(split.parts, weights, strict=True)):
-            if rest * weight > 1e-6:
+            if weight:
                 entropy = self.entropy if len(weights) == 1 else (*self.entropy, _PARTS + number)
                 shares.append(rest * weight)
                 streams.append(TextStream(split, first, part.n_tokens, self.seq_len, entropy))

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
+from lm.data.deck import DECK, Deck
 from lm.data.store import Split
 
 SHORTEST = 16  # tokens of the shortest row of natural lengths
-BLOCK = 1024  # steps whose lengths are drawn together
-_LENGTHS = 2**63  # keeps the draws of lengths apart from those of epochs
+_LENGTHS = 2**63  # keeps the draws of lengths apart from those of rows
 
 
 class NoFullStep(ValueError):
@@ -43,20 +43,16 @@ class Curriculum:
 
 
 class Mixture:
-    """Lengths drawn for each step, each with its share of the steps (which is its share of the tokens)."""
+    """Lengths dealt to the steps, each with its share of the steps (which is its share of the tokens)."""
 
     def __init__(self, shares: Mapping[int, float], entropy: tuple[int, ...]):
-        self.names, self.entropy = sorted(shares), entropy
+        self.names = sorted(shares)
         self.shortest = int(self.names[0])
-        self.edges = np.cumsum([shares[name] for name in self.names[:-1]])
-        self._block, self._drawn = -1, np.empty(0)
+        self.deck = Deck([shares[name] for name in self.names], (*entropy, _LENGTHS))
 
     def __call__(self, step: int) -> int:
-        block, place = divmod(step, BLOCK)
-        if block != self._block:
-            raw = np.random.PCG64(np.random.SeedSequence((*self.entropy, _LENGTHS, block))).random_raw(BLOCK)
-            self._block, self._drawn = block, raw / 2**64
-        return int(self.names[int(np.searchsorted(self.edges, self._drawn[place], side="right"))])
+        deck, place = divmod(step, DECK)
+        return int(self.names[self.deck.cards(deck)[0][place]])
 
 
 class NaturalRows:
