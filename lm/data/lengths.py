@@ -60,8 +60,9 @@ class NaturalRows:
 
     A document of D tokens gives D // `longest` pieces of `longest` and one for each binary digit of the rest, down to
     `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
-    are left out, others in each epoch. A step has rows of one length. In an epoch each length has as many
-    steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for another epoch.
+    are left out, others in each epoch. The first token of all follows the last. A step has rows of one length. In an epoch each
+    length has as many steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for
+    another epoch.
 
     Args:
         longest: tokens of the longest row, a power of two.
@@ -75,7 +76,6 @@ class NaturalRows:
         self.entropy, self.step_tokens, self.shortest = entropy, step_tokens, SHORTEST
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
-        sizes[-1] -= 1  # the last token of all has no next one
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST
         self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
         begun = np.zeros_like(sizes)
@@ -91,7 +91,7 @@ class NaturalRows:
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
             raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
-        self.wasted = 1 - self.steps_per_epoch * step_tokens / max(1, int(sizes.sum()))  # share of the tokens left out of an epoch
+        self.wasted = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # share of the tokens left out of an epoch
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:
