@@ -1,5 +1,6 @@
 """What a configuration's single keys can't say: missing values, contradictory pairs."""
 
+import re
 from pathlib import Path
 
 from lm.attention import table
@@ -24,6 +25,9 @@ from lm.config import (
 )
 from lm.data.tasks import Task
 from lm.errors import Problem
+
+# A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
+_BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
 def check(config: Config) -> list[Problem]:
@@ -202,6 +206,9 @@ def check_data(data: DataConfig) -> list[Problem]:
         if len({*special, "", END_OF_TEXT}) < len(special) + 2:
             reason = f"must be different texts, none of them empty or {END_OF_TEXT}"
             problems.append(Problem("data.tokenizer.special_tokens", special, reason))
+        elif words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
+            reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
+            problems.append(Problem("data.tokenizer.special_tokens", special, reason, "set signs beside letters, e.g. <|def|>"))
         elif tokenizer.vocab_size < 257 + len(special):
             reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
             problems.append(Problem("data.tokenizer.vocab_size", tokenizer.vocab_size, reason, f"set it to {257 + len(special)} or more"))
