@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -272,11 +273,9 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     if data.deduplicate:
         fate[:] = COPY
         fate[np.unique(hash_array, return_index=True)[1]] = TRAIN
-    held_out = [
-        _smallest(hash_array[begin:end][fate[begin:end] == TRAIN], size_array[begin:end][fate[begin:end] == TRAIN], data.val_fraction)
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-    fate[np.isin(hash_array, np.concatenate(held_out)) & (fate == TRAIN)] = VAL
+    spans = [slice(*edge) for edge in pairwise([0, *ends])]
+    sources = [_by_hash(hash_array[one][fate[one] == TRAIN], size_array[one][fate[one] == TRAIN]) for one in spans]
+    fate[np.isin(hash_array, _held_out(sources, data.val_fraction)) & (fate == TRAIN)] = VAL
     if not (fate == VAL).any() or not (fate == TRAIN).any():
         is_text = any(isinstance(part.source, Files) for part in data.parts)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
@@ -288,22 +287,32 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     return Scan(hash_array, size_array, fate, end_array, left_out, unreadable)
 
 
-def _smallest(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """The smallest of a source's hashes: of at least `fraction` of its text, but never of all; of none if there is only one.
+def _by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different hashes of documents in order, and the bytes of text that each has: a document, or all copies of one."""
+    different, which = np.unique(hashes, return_inverse=True)
+    return different, np.bincount(which, sizes)
 
-    A document with more than half of the text stays in training, unless `fraction` is as large, and at most half of the others is held out.
+
+def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
+    """The hashes to hold out: the smallest of each source, of at least `fraction` of its text, but never of all.
+
+    A hash with more than half of a source's text stays in training, unless `fraction` is as large, and at most half of the others
+    is held out.
+
+    Args:
+        sources: of each what `_by_hash` gives.
     """
-    distinct = np.unique(hashes)
-    if len(distinct) < 2:
-        return distinct[:0]
-    wanted, last = fraction * sizes.sum(), distinct[-2]
-    fitting = sizes <= max(fraction, 0.5) * sizes.sum()
-    if not fitting.all():
-        hashes, sizes = hashes[fitting], sizes[fitting]
-        wanted, last = min(wanted, sizes.sum() / 2), hashes.max()
-    order = np.argsort(hashes, kind="stable")
-    reached = np.searchsorted(np.cumsum(sizes[order]), wanted)
-    return np.unique(hashes[hashes <= min(hashes[order[reached]], last)])
+    large = np.concatenate([hashes[sizes > max(fraction, 0.5) * sizes.sum()] for hashes, sizes in sources])
+    return np.concatenate([_smallest(hashes, sizes, np.isin(hashes, large), fraction) for hashes, sizes in sources])
+
+
+def _smallest(hashes: np.ndarray, sizes: np.ndarray, large: np.ndarray, fraction: float) -> np.ndarray:
+    """The smallest of a source's hashes, of at least `fraction` of its text; never those that are `large`, and never all."""
+    wanted, most = fraction * sizes.sum(), len(hashes) - 1
+    if large.any():
+        hashes, sizes = hashes[~large], sizes[~large]
+        wanted, most = min(wanted, sizes.sum() / 2), len(hashes)
+    return hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))]
 
 
 def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
