@@ -15,6 +15,7 @@ from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer
 from lm.configure import load
 from lm.data.batches import TrainRows, train_rows
+from lm.data.inspect import described
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -202,7 +203,11 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
         "line 6",
     ):
         assert any(place in line for line in unreadable["first"])
-    assert "7 files or rows unreadable, the first:" in summary(store)
+    folder, lines = Path(mixed.source.paths[0]), (b"{\n", b'{"text": "caf\xe9"}\n', b'{"text": 3}\n', b"[1]\n")
+    lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
+    assert unreadable["bytes"] == lost
+    assert f"7 files, documents or rows ({lost:,} bytes) unreadable, the first:" in summary(store)
+    assert f"unreadable   7 files, documents or rows, {lost:,} bytes" in list(described(store, 0))
 
 
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):

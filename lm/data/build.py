@@ -22,7 +22,7 @@ from lm.config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress
-from lm.data.sources import documents, label, licence
+from lm.data.sources import OnError, Unreadable, documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
 from lm.data.tasks import example
 from lm.data.tasks.store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
@@ -34,7 +34,7 @@ from lm.schema import Plain
 
 SCAN, JOURNAL = "scan.npz", "journal.json"
 JOURNAL_BYTES = 64 << 20  # text between entries in the journal
-LISTED = 100  # unreadable files and rows that the manifest names
+LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # what becomes of a document
 
 
@@ -47,7 +47,7 @@ class Scan:
     fate: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier one)
     ends: np.ndarray  # (sources,) int64: documents up to the end of each source
     left_out: dict[str, int]  # documents left out, by reason
-    unreadable: dict[str, Plain]  # count of files and rows, and the first of them
+    unreadable: dict[str, Plain]  # how many files, documents and rows, of how many bytes, and the first of them
 
     @property
     def part(self) -> np.ndarray:
@@ -157,7 +157,7 @@ def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     return {
         "licence": terms,
         "left_out": {},
-        "unreadable": {"count": 0, "first": []},
+        "unreadable": {"count": 0, "bytes": 0, "first": []},
         "vocab_size": size,
         "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
         "dtype": token_dtype(size),
@@ -246,12 +246,13 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     """
     hashes, sizes, ends = array("Q"), array("q"), []
     left_out = {"blank": 0, "short": 0, "long": 0}
-    unreadable: dict[str, Plain] = {"count": 0, "first": []}
+    unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
-    def skip(error: DataError) -> None:
+    def skip(error: Unreadable) -> None:
         if data.on_error == "fail":
             raise error
         unreadable["count"] += 1
+        unreadable["bytes"] += error.n_bytes
         if len(unreadable["first"]) < LISTED:
             unreadable["first"].append(str(error))
 
@@ -322,7 +323,7 @@ def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
     return f" ({text})" if text else ""
 
 
-def _texts(data: DataConfig, part: int, skip: Callable[[DataError], None], refuse: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
+def _texts(data: DataConfig, part: int, skip: OnError, refuse: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
     """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, but for those that are blank, too short or too long."""
     for text in documents(data.parts[part].source, Path(data.root), skip):
         if not text or text.isspace():
@@ -340,7 +341,7 @@ def _texts(data: DataConfig, part: int, skip: Callable[[DataError], None], refus
 def _read_again(data: DataConfig, scan: Scan, done: int) -> Iterator[Document]:
     """The scan's documents from number `done` on, copies left out. Raises DataError if the sources do not give the same."""
 
-    def skip(error: DataError) -> None:
+    def skip(error: Unreadable) -> None:
         if data.on_error == "fail":
             raise error
 

@@ -26,7 +26,7 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
 FULL_CHECK_BYTES = 2**28  # hashed in less than a second by a slow core
