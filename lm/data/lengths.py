@@ -62,7 +62,7 @@ class NaturalRows:
     `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
     are left out, others in each epoch. The first token of all follows the last. A step has rows of one length. In an epoch each
     length has as many steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for
-    another epoch.
+    another epoch. Pieces of a length that fill no step are never read.
 
     Args:
         longest: tokens of the longest row, a power of two.
