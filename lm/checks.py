@@ -244,7 +244,7 @@ def check_lengths(config: Config) -> list[Problem]:
             reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
         if not chosen:
             reasons.append("names no length")
-        if rare := [length for length, share in lengths.items() if 0 < share * steps < 1]:
+        if rare := [length for length, share in lengths.items() if 0 < share * steps < 1 - 1e-6]:
             reasons.append(f"gives rows of {rare[0]} less than one step of trainer.max_steps = {steps}")
     else:
         chosen = [] if lengths is None else [lengths]

@@ -347,6 +347,13 @@ def test_a_stream_of_little_weight_is_drawn_as_often_as_it_weighs():
     assert np.abs(np.bincount(streams, minlength=3) - [450_000, 49_980, 20]).max() <= 2
 
 
+@pytest.mark.parametrize("weights", [[1 / 64, 63 / 64], [2 / 64, 0.5, 30 / 64], 8 * [1 / 8]])
+def test_a_stream_of_a_slot_in_the_run_is_drawn_in_it(weights: list[float]):
+    for seed in range(50):
+        streams, _ = Deck(weights, (1, seed)).deal(np.arange(64))
+        assert set(streams.tolist()) == set(range(len(weights)))
+
+
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.999, 0.001]])
 def test_no_period_of_the_run_favours_a_stream(weights: list[float]):
     """Steps of 100 rows, of which every tenth is logged: what they hold is what all hold."""
