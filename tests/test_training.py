@@ -226,3 +226,5 @@ def test_rows_of_several_lengths_are_trained_and_logged(tiny):
         tiny("data.lengths={7: 1.0}")
     with pytest.raises(ConfigError, match=r"sum to 1, not to 0.9"):
         tiny("data.lengths={8: 0.4, 32: 0.5}")
+    with pytest.raises(ConfigError, match=r"gives rows of 8 less than one step of trainer\.max_steps = 8"):
+        tiny("data.lengths={8: 0.1, 32: 0.9}")
