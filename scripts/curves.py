@@ -14,8 +14,11 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+Curves = dict[str, dict[str, list[float]]]  # by case and number
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = ROOT / "tests" / "curves.json"
@@ -58,29 +61,42 @@ def write_corpus(folder: Path) -> None:
             (folder / name / f"{number:02d}.txt").write_text(" ".join(sentences))
 
 
-def curves(names: list[str], folder: Path, jobs: int) -> dict[str, dict[str, list[float]]]:
-    """Train the named cases in processes of their own; by case and number, the values in the order of the steps."""
-    write_corpus(folder / "corpus")
-    common = ["tests/tiny.yaml", f"data.source={{name: files, paths: [{folder}/corpus/a]}}", f"data.root={folder}/data", f"runs={folder}/runs"]
-    common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.length_factor=0", "log.every=1"]
+def in_a_process(arguments: list[str]) -> None:
+    """`lm train` with these arguments."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lm", "train", *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {result.stderr.strip()}")
+
+
+def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = in_a_process) -> Curves:
+    """Train the named cases; by case and number, the values in the order of the steps."""
+    if not (folder / "corpus").exists():
+        write_corpus(folder / "corpus")
+    common = [
+        f"{ROOT}/tests/tiny.yaml",
+        f"data.source={{name: files, paths: [{folder}/corpus/a]}}",
+        f"data.root={folder}/data",
+        f"runs={folder}/runs",
+    ]
+    common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.length_factor=0", "log.every=1"]
 
     def train(case: str) -> dict[str, list[float]]:
         name = f"case-{list(CASES).index(case)}"
         options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
-        command = [sys.executable, "-m", "lm", "train", *common, *options, f"name={name}"]
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise SystemExit(f"{case}: {result.stderr.strip()}")
+        run([*common, *options, f"name={name}"])
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         found = {number: [line[number] for line in lines if number in line] for number in NAMES}
         return {number: values for number, values in found.items() if values}
 
+    if jobs == 1:
+        return {name: train(name) for name in names}
     with ThreadPoolExecutor(jobs) as pool:
         return dict(zip(names, pool.map(train, names), strict=True))
 
 
-def differences(ours: dict[str, dict[str, list[float]]], theirs: dict[str, dict[str, list[float]]], tolerance: float) -> list[str]:
+def differences(ours: Curves, theirs: Curves, tolerance: float) -> list[str]:
     """What differs by more than a relative tolerance (0: at all), a line each."""
     found = [f"{case}: only one has it" for case in ours.keys() ^ theirs.keys()]
     for case in ours.keys() & theirs.keys():
@@ -93,7 +109,7 @@ def differences(ours: dict[str, dict[str, list[float]]], theirs: dict[str, dict[
     return sorted(found)
 
 
-def at_commit(commit: str, jobs: int) -> dict[str, dict[str, list[float]]]:
+def at_commit(commit: str, jobs: int) -> Curves:
     """The curves of a commit, by its own script, in a work tree of its own."""
     with tempfile.TemporaryDirectory() as folder:
         tree, out = Path(folder, "tree"), Path(folder, "curves.json")
