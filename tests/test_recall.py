@@ -1,6 +1,7 @@
 """Recall: accuracy and loss of a task's answers, and runs that train on tasks."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,9 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     result = lm("eval", str(tmp_path / "runs" / "a"))
     assert result.returncode == 0, result.stderr
     assert "mqar 64" in result.stdout
+    words = " ".join(re.sub("[│┃]", " ", result.stdout).split())
+    assert "right in a roll-out: chance" in words
+    assert "questions, 1 seed]" in words
 
 
 def refused(*overrides: str) -> str:

@@ -8,6 +8,7 @@ from reported import build_run, compared, edit, write_answers, write_evaluation
 from lm.evaluation.statistics import Interval, wilson
 from lm.report import read_run, write_report
 from lm.report.comparison import asked, share_right
+from lm.report.plots import overview
 
 RECALL, NEEDLE, CONTROL = (("mqar", "as trained"), ("needle", "as trained"), ("needle, control without it", "as trained"))
 
@@ -31,8 +32,24 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_p
     assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
     files = write_report(folders, tmp_path / "out")
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
-    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
+    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
     assert b"Answers right" in files.html.read_bytes()
+
+
+def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
+    folder = build_run(tmp_path, "soft", asked={64: 0.9})
+    assert [one.chance for one in read_run(folder).answers] == [0.3397, None, None], "one needle is no choice"
+    assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
+    edit(folder, "needle", lambda result: result.update(needles=2, distractors=1))
+    assert [one.chance for one in read_run(folder).answers] == [0.3397, (1 / 3 + 1 / 2) / 2, None]
+
+
+def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):
+    folder = build_run(tmp_path, "soft", asked={64: 0.9})
+    edit(folder, "recall", lambda result: result["cells"][0].pop("chance"))
+    (lack,) = read_run(folder).missing
+    assert "no recall evaluation that can be read" in lack
+    assert "no chance; if it was measured by an older version, measure it again with `lm eval`" in lack
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):

@@ -17,7 +17,7 @@ from lm.data.tasks import Draw, Example, Needle, Text, example
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.evaluation.recall import check_room
+from lm.evaluation.recall import OVER, check_room
 from lm.evaluation.statistics import wilson
 from lm.loss import linear_cross_entropy
 from lm.model import Cache, Decoder
@@ -326,9 +326,9 @@ class NeedleMeasurement(Measurement):
         for cell in result["cells"]:
             place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
             where, used = f"{cell['length']:,} tokens, {place}", cell["label"] + taught
-            found.append(Row(used, where, "exact", *cell["exact"]))
-            found.append(Row(used, where, "first digit", *cell["first_digit"]))
-            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))
+            found.append(Row(used, where, "exact", *cell["exact"], OVER))
+            found.append(Row(used, where, "first digit", *cell["first_digit"], OVER))
+            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"], OVER))
             found.append(Row(used, where, "loss of answers", cell["nll"]))
         for heads in result["heads"]:
             layer, head, value = heads["top"][0]

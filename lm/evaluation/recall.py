@@ -23,6 +23,7 @@ from lm.model import Cache, Decoder
 from lm.schema import Plain, to_plain
 
 RECALL_SEED = 0  # of the rows, the same for every model
+OVER = "questions, 1 seed"  # what intervals of shares of one model's answers cover
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class Recall(Measurement):
         found = []
         for name, cell in zip(self._names(result), result["cells"], strict=True):
             for metric, value, chance in (("answers right", "answer", "chance"), ("right in a roll-out", "rollout", "rollout_chance")):
-                found.append(Row(cell["label"], name, metric, *cell[value]))
+                found.append(Row(cell["label"], name, metric, *cell[value], OVER))
                 found += [] if cell[chance] is None else [Row(cell["label"], name, f"{metric}: chance", cell[chance])]
             found.append(Row(cell["label"], name, "loss of answers", cell["nll"]))
         return found

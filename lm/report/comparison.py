@@ -12,7 +12,7 @@ import numpy as np
 from lm.attention import table
 from lm.data.tasks import task_names
 from lm.errors import RunError
-from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, wilson
+from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
 from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting, Validation
 from lm.schema import Plain
 
@@ -331,9 +331,9 @@ def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
     mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
     interval = wilson(mean * questions, questions)
     if len(found) == 1:
-        return interval
+        return replace(interval, over="questions, 1 seed")
     seeds = over_seeds(np.array([one.share for one in found]))
-    return Interval(mean, min(interval.low, max(0.0, seeds.low)), max(interval.high, min(1.0, seeds.high)))
+    return Interval(mean, min(interval.low, max(0.0, seeds.low)), max(interval.high, min(1.0, seeds.high)), seeds.over)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +397,7 @@ def _of_shares(interval: Interval | None, note: str) -> tuple[Interval | None, s
     """A difference of shares lies within -1 and 1, and its interval is not a point because all rows, at 0 or 1 say, agree."""
     if interval is None or interval.low == interval.high:
         return None, "all rows, or all seeds, agree: their spread gives no interval" if interval else note
-    return Interval(interval.mean, max(-1.0, interval.low), min(1.0, interval.high)), note
+    return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)), note
 
 
 def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | None]) -> tuple[Interval | None, str]:
@@ -426,7 +426,8 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
         over = f"{len(mine)} rows of only {documents} documents, as if they were independent"
     note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
     alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {shared[0]} alone is in both arms"
-    note += f"; {alone}: differences of this size can be noise of the seed"
+    note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
     if len(mine) < FEWEST:
         return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
-    return paired_difference(mine, other, weights, groups), note
+    interval = paired_difference(mine, other, weights, groups)
+    return replace(interval, over=f"{unit_resampled(documents, len(mine))}, 1 seed"), note

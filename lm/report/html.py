@@ -208,13 +208,16 @@ def methods(comparison: Comparison) -> str:
         rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
         names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
         text += (
-            f"Answers are right as wholes, under greedy decoding in fp32, in held-out {rows} ({names}), with 95% intervals: "
+            f"Answers are right as wholes, under greedy decoding in fp32 after the right answers to earlier questions, in held-out {rows} "
+            f"({names}), with 95% intervals: "
             "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out. "
         )
     if any(difference.interval for difference in comparison.differences):
-        given = [difference.note for difference in comparison.differences if difference.interval]
-        ways = ["paired by seed, with 95% Student t intervals over seeds"] if any("Student" in note for note in given) else []
-        if any("bootstrap" in note for note in given):
-            ways.append("paired by row, with 95% percentile bootstrap intervals (10,000 resamples), which do not cover training noise")
+        covered = list(dict.fromkeys(difference.interval.over for difference in comparison.differences if difference.interval))
+        seeds, alone = ([over for over in covered if ("1 seed" in over) == single] for single in (False, True))
+        ways = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
+        if alone:
+            how = "95% percentile bootstrap intervals (10,000 resamples), which say nothing about another seed"
+            ways.append(f"paired by row, with {how}: over {' or '.join(alone)}")
         text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
     return text.strip()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm.data.tasks import TASKS
+from lm.data.tasks import TASKS, Needle
 from lm.errors import RunError
 from lm.schema import Plain, flatten
 
@@ -79,6 +79,7 @@ class AnswersRight:
     step: int
     tokens_seen: int
     share: float
+    chance: float | None  # what picking among the answers shown would give of it; None: not one number
     by_row: np.ndarray  # (rows,) share in each row; of needles: in each trial, over all depths
     questions: np.ndarray  # (rows,) independent ones in each
     name: str = ""  # of the task, beside others
@@ -302,13 +303,15 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
 
 def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
     return [
-        _answers(content, cell, cell["task"], cell["rows_sha256"], cell["by_row"], cell["questions_by_row"]) for cell in content["cells"]
+        _answers(content, cell, cell["task"], cell["rows_sha256"], cell["chance"], cell["by_row"], cell["questions_by_row"])
+        for cell in content["cells"]
     ]
 
 
 def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
     """All depths of a length together, the control, without a needle, apart. A trial asks the same at each depth: it counts once."""
     taught = content["finetune"]
+    guessing = Needle(needles=content["needles"], distractors=content["distractors"]).guessing
     task = {"needles": content["needles"], "distractors": content["distractors"], "fine-tuned": taught["steps"]}
     groups: dict[tuple[str, int, bool], list[dict[str, Plain]]] = {}
     for cell in content["cells"]:
@@ -318,16 +321,23 @@ def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
         by_trial = np.mean([cell["by_trial"] for cell in cells], axis=0)
         rows = hashlib.sha256(json.dumps([taught, *(cell["trials_sha256"] for cell in cells)]).encode()).hexdigest()
         name = {"name": "needle, control without it" if absent else "needle"}
-        found.append(_answers(content, cells[0], name | task, rows, by_trial, [1] * len(by_trial)))
+        chance = guessing.given if guessing and not absent else None
+        found.append(_answers(content, cells[0], name | task, rows, chance, by_trial, [1] * len(by_trial)))
     return found
 
 
 def _answers(
-    content: dict[str, Plain], cell: dict[str, Plain], task: dict[str, Plain], rows: str, by_row: Sequence[float], questions: list[int]
+    content: dict[str, Plain],
+    cell: dict[str, Plain],
+    task: dict[str, Plain],
+    rows: str,
+    chance: float | None,
+    by_row: Sequence[float],
+    questions: list[int],
 ) -> AnswersRight:
     shares, counts = np.array(by_row, dtype=float), np.array(questions, dtype=float)
     of = dict(task), str(cell["label"]), int(cell["length"]), str(rows), int(content["step"]), int(content["tokens_seen"])
-    return AnswersRight(*of, float(np.average(shares, weights=counts)), shares, counts)
+    return AnswersRight(*of, float(np.average(shares, weights=counts)), chance, shares, counts)
 
 
 _LOSSES = {"validation": _validation, "long_context": _long_context}
