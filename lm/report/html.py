@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from lm.attention import table
 from lm.files import replacing
-from lm.report.comparison import Comparison, asked, commit, compare, lengths_asked, printable, show, ways_used
+from lm.report.comparison import Comparison, asked, compare, lengths_asked, printable, seeds_shown, show, ways_used
 from lm.report.plots import Overview, overview
 from lm.report.runs import RunRecord, flatten, read_run
 from lm.report.tables import DIFFERENCE, comparison_tables, notes, to_csv, to_latex, to_markdown
@@ -108,11 +108,11 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("tokens seen", lambda run: run.tokens_seen),
         line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         line("parameters: total / non-embedding / normalizer", _parameters),
-        line("seeds", lambda run: str(run.seed)),
-        line("precision", lambda run: run.measured("precision")),
-        line("torch.compile", lambda run: run.measured("compile")),
-        line("device", lambda run: run.measured("device")),
-        line("commit", commit),
+        line("seeds", lambda run: seeds_shown(run.seeds)),
+        line("precision", lambda run: run.used("precision")),
+        line("torch.compile", lambda run: run.used("compile")),
+        line("device", lambda run: run.used("device")),
+        line("commit", lambda run: run.commits),
         line("versions", lambda run: _pairs(run.environment.get("versions"))),
     ]
 
@@ -187,7 +187,7 @@ def methods(comparison: Comparison) -> str:
         f"(peak learning rate {key('optim.lr')}, betas {key('optim.beta1')} and {key('optim.beta2')}, weight decay "
         f"{key('optim.weight_decay')}, gradients clipped at norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
         f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
-        f"{say(lambda run: run.measured('precision'))}, seeds: {say(lambda run: str(run.seed))}. "
+        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}. "
     )
     if comparison.warning:
         text += f"{comparison.warning} "

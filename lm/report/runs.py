@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lm import identity
 from lm.data.tasks import TASKS, Needle
 from lm.errors import RunError
 from lm.schema import Plain, flatten
@@ -102,8 +103,13 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys."""
-        return flatten(self.config)
+        """The configuration as dotted keys; what decides what is learned as it was used (`lm.identity.learned`)."""
+        return flatten(self.config) | self.learned
+
+    @cached_property
+    def learned(self) -> dict[str, Plain]:
+        """What decides what the run learns, its seed aside: arms differ in it."""
+        return identity.learned(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
@@ -114,7 +120,7 @@ class RunRecord:
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
         """The normalizers of training, each with the step it began after."""
         phases = self.config.get("phases") or []
-        starts = [0, *(round(phase["until"] * self.flat["trainer.max_steps"]) for phase in phases)]
+        starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases)]
         return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=False)] or [
             (0, self.config["model"]["normalizer"])
         ]
@@ -122,6 +128,11 @@ class RunRecord:
     @property
     def seed(self) -> int:
         return self.flat["seed"]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Its seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
+        return identity.seeds(self.config, self.environment)
 
     @property
     def seq_len(self) -> int:
@@ -146,6 +157,17 @@ class RunRecord:
         """Of the held-out tokens, nats per token: what a model without context could reach."""
         return self.validation.unigram_entropy if self.validation else self.measured("unigram_entropy.val")
 
+    def used(self, name: str) -> Plain:
+        """What its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
+        return identity.used(self.environment, name)
+
+    @property
+    def commits(self) -> str | None:
+        """The git commit of each start, with whether the tree had changes."""
+        found = [(one["git_commit"], one.get("git_dirty")) for one in identity.starts(self.environment) if one.get("git_commit")]
+        words = dict.fromkeys(f"{commit[:12]}{' with uncommitted changes' if dirty else ''}" for commit, dirty in found)
+        return ", then ".join(words) or None
+
     def measured(self, path: str) -> Plain:
         """A dotted entry of environment.json, e.g. `parameters.total`; None if it is not there."""
         return flatten(self.environment).get(path)
@@ -165,7 +187,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(lacking)}")
     config = _read_config(folder / "config.yaml")
     environment = _read_json(folder / "environment.json")
-    missing: list[str] = []
+    missing = _missing_of(config, environment, folder / "environment.json")
     lines = _read_metrics(folder / "metrics.jsonl", missing)
     validation, long_context = (_read_evaluation(folder, kind, read) for kind, read in _LOSSES.items())
     asked = config.get("eval") or {}
@@ -220,6 +242,20 @@ def _read_json(path: Path) -> dict[str, Plain]:
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content
+
+
+def _missing_of(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
+    """What environment.json lacks, and what makes its run more than one. Raises RunError where it can't be read as one."""
+    try:
+        found, unlike = identity.starts(environment), identity.unlike(environment)
+        identity.learned(config, environment), identity.seeds(config, environment)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())}; if an older version wrote it, train the run again") from None
+    lacks = [f"its starts used unlike things: {'; '.join(unlike)}"] if unlike else []
+    silent = "environment.json (of an older version, or of an export) does not say"
+    lacks += [f"{silent} what each start used: those it is silent on may be unlike"] if any("precision" not in one for one in found) else []
+    unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
+    return lacks + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])
 
 
 def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, Plain]]:
