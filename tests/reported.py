@@ -118,6 +118,7 @@ def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: i
         for depth in (0.0, 1.0, None):
             right = 0 if depth is None else round(9 * share)
             needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",
+                            "chance": None,
                             "by_trial": [1] * right + [0] * (10 - right)})  # fmt: skip
     write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
     settings = {"needles": 1, "distractors": 0, "finetune": {"steps": 0}}

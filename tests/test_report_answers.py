@@ -40,8 +40,8 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
     assert [one.chance for one in read_run(folder).answers] == [0.3397, None, None], "one needle is no choice"
     assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
-    edit(folder, "needle", lambda result: result.update(needles=2, distractors=1))
-    assert [one.chance for one in read_run(folder).answers] == [0.3397, (1 / 3 + 1 / 2) / 2, None]
+    edit(folder, "needle", lambda result: [cell.update(chance=0.25) for cell in result["cells"] if not cell["absent"]])
+    assert [one.chance for one in read_run(folder).answers] == [0.3397, 0.25, None]
 
 
 def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):

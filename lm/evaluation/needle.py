@@ -187,7 +187,7 @@ class NeedleMeasurement(Measurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
-    version = 2
+    version = 3
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -274,6 +274,7 @@ class NeedleMeasurement(Measurement):
             "trials_sha256": _sha256(asked),
             "nll": float(nll.mean(dtype=np.float64)),
             "exact": wilson(int(whole.sum()), len(whole)).listed(),
+            "chance": task.guessing and task.guessing.given,  # earlier questions of a row stand in the prompt with their answers
             "exact_teacher_forced": wilson(int(hits.sum()), len(hits)).listed(),
             "first_digit": wilson(int(digit.sum()), len(digit)).listed(),
             "rank_first": wilson(int((better == 0).sum()), len(better)).listed(),
@@ -327,6 +328,7 @@ class NeedleMeasurement(Measurement):
             place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
             where, used = f"{cell['length']:,} tokens, {place}", cell["label"] + taught
             found.append(Row(used, where, "exact", *cell["exact"], OVER))
+            found += [] if cell["chance"] is None else [Row(used, where, "exact: chance", cell["chance"])]
             found.append(Row(used, where, "first digit", *cell["first_digit"], OVER))
             found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"], OVER))
             found.append(Row(used, where, "loss of answers", cell["nll"]))

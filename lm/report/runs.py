@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from lm import identity
-from lm.data.tasks import TASKS, Needle
+from lm.data.tasks import TASKS
 from lm.errors import RunError
 from lm.schema import Plain, flatten
 
@@ -347,7 +347,6 @@ def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
 def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
     """All depths of a length together, the control, without a needle, apart. A trial asks the same at each depth: it counts once."""
     taught = content["finetune"]
-    guessing = Needle(needles=content["needles"], distractors=content["distractors"]).guessing
     task = {"needles": content["needles"], "distractors": content["distractors"], "fine-tuned": taught["steps"]}
     groups: dict[tuple[str, int, bool], list[dict[str, Plain]]] = {}
     for cell in content["cells"]:
@@ -357,8 +356,7 @@ def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
         by_trial = np.mean([cell["by_trial"] for cell in cells], axis=0)
         rows = hashlib.sha256(json.dumps([taught, *(cell["trials_sha256"] for cell in cells)]).encode()).hexdigest()
         name = {"name": "needle, control without it" if absent else "needle"}
-        chance = guessing.given if guessing and not absent else None
-        found.append(_answers(content, cells[0], name | task, rows, chance, by_trial, [1] * len(by_trial)))
+        found.append(_answers(content, cells[0], name | task, rows, cells[0]["chance"], by_trial, [1] * len(by_trial)))
     return found
 
 
