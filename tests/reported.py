@@ -114,7 +114,8 @@ def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: i
     for length, share in asked.items():
         by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
         cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8} | task, "length": length,
-                      "rows_sha256": f"m{length}", "chance": 0.3397, "by_row": by_row, "questions_by_row": [8] * 16})  # fmt: skip
+                      "rows_sha256": f"m{length}", "chance": 0.3397, "by_row": by_row, "questions_by_row": [8] * 16,
+                      "rollout_chance": 0.125, "rollout_by_row": by_row / 2})  # fmt: skip
         for depth in (0.0, 1.0, None):
             right = 0 if depth is None else round(9 * share)
             needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",

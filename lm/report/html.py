@@ -208,7 +208,8 @@ def methods(comparison: Comparison) -> str:
         rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
         names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
         text += (
-            f"Answers are right as wholes, under greedy decoding in fp32 after the right answers to earlier questions, in held-out {rows} "
+            f"Answers are right as wholes, under greedy decoding in fp32 after the right answers to earlier questions "
+            f"(in a roll-out after the model's own), in held-out {rows} "
             f"({names}), with 95% intervals: "
             "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out. "
         )

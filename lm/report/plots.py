@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
-from lm.report.runs import Curve
+from lm.report.runs import ROLL_OUT, Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"
@@ -276,15 +276,23 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if len(each) > 1:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    for chance in sorted({one.chance for arm in comparison.arms for run in arm.runs for one in run.answers} - {None}):
+    answers = [one for arm in comparison.arms for run in arm.runs for one in run.answers if one.chance is not None]
+    for chance, rolled_out in sorted({(one.chance, one.way.endswith(ROLL_OUT)) for one in answers}):
         axes.axhline(chance, color=_GREY, linestyle=":", linewidth=1)
         axes.annotate(
-            f"chance {chance:.1%}", (0, chance), (4, 3), axes.get_yaxis_transform(), textcoords="offset points", color=_GREY, fontsize=9
+            f"chance{', roll-out' if rolled_out else ''} {chance:.1%}",
+            (0, chance),
+            (4, 3),
+            axes.get_yaxis_transform(),
+            textcoords="offset points",
+            color=_GREY,
+            fontsize=9,
         )
     how = "Wilson's over questions, for several seeds each end of Student's t over seeds that lies farther out"
     caption = (
-        f"answers right by length of the row, the right answers to earlier questions given ({'; '.join(names)}). {_bands(bands)} "
-        f"They are {how}. Grey line: the training length. Dotted, if any: chance, picking among the answers shown and not yet given."
+        f"answers right by length of the row, after the right answers to earlier questions, or in a {ROLL_OUT} after the model's own "
+        f"({'; '.join(names)}). {_bands(bands)} They are {how}. Grey line: the training length. "
+        "Dotted, if any: chance, picking among the answers shown and not yet given."
     )
     return caption, _bands(bands)
 

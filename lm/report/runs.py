@@ -17,6 +17,7 @@ from lm.data.tasks import TASKS
 from lm.errors import RunError
 from lm.schema import Plain, flatten
 
+ROLL_OUT = "roll-out"  # the way of answers after the model's own, in place of the right ones
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
 
@@ -338,10 +339,15 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
 
 
 def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
-    return [
-        _answers(content, cell, cell["task"], cell["rows_sha256"], cell["chance"], cell["by_row"], cell["questions_by_row"])
-        for cell in content["cells"]
-    ]
+    """Teacher-forced, and where a row asks several questions, so that it differs, in a roll-out: another way to use the model."""
+    found = []
+    for cell in content["cells"]:
+        rows, questions = cell["rows_sha256"], cell["questions_by_row"]
+        found.append(_answers(content, cell, cell["task"], rows, cell["chance"], cell["by_row"], questions))
+        if max(questions) > 1:
+            own = cell | {"label": f"{cell['label']}, {ROLL_OUT}"}
+            found.append(_answers(content, own, cell["task"], rows, cell["rollout_chance"], cell["rollout_by_row"], questions))
+    return found
 
 
 def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
