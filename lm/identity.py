@@ -79,7 +79,7 @@ def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str
 
 def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
     """A name for the arm of a run: a hash of what `learned` gives."""
-    return hashlib.sha256(json.dumps(learned(config, environment), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(learned(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
-        key = json.dumps(record.learned, sort_keys=True)
+        key = json.dumps(record.learned, sort_keys=True, default=str)
         groups.setdefault((key, seen[key, record.seeds]), []).append(record)  # a seed run twice is another arm, not a seed
         seen[key, record.seeds] += 1
     runs = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]

@@ -91,7 +91,7 @@ def _seeds(count: int) -> str:
 def _bands(what: list[str]) -> str:
     """What the bands of a panel are, in words; the words for one curve are empty where it has none."""
     words = "; ".join(filter(None, dict.fromkeys(what)))
-    return f"bands: {words}." if words else ""
+    return f"Bands: {words}." if words else ""
 
 
 # ---------------------------------------------------------------- left panel
@@ -224,7 +224,7 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
         axes.legend(handles=handles, loc="best", fontsize=10)
     bands = _bands([c[7] for c in curves])
-    return f"loss by position, mean over rows, from position {_FIRST_POSITION}; {bands}{ends}", f"{bands} {cut}".strip()
+    return f"loss by position, mean over rows, from position {_FIRST_POSITION}. {bands}{ends}", f"{bands} {cut}".strip()
 
 
 def _curve(arm: Arm, way: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, str] | None:
