@@ -115,7 +115,7 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, capsys)
     assert started[0]["arm"] == identity.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
     swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", once)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
-    capsys.readouterr()
+    assert "1 checkpoint]" in " ".join(capsys.readouterr().out.split()), "what the intervals of a swap cover"
 
 
 def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
