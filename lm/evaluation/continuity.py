@@ -161,7 +161,7 @@ def print_swap(result: dict[str, Plain]) -> None:
         change, times = one["change"], f"{one['length'] / result['seq_len']:g}x"
         interval = f"{change['mean']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]"
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-        for column in (f"{times}: {one['rows']} rows", "loss before", "after", f"change [95% over {change['over']}]", "KL"):
+        for column in (f"{times}: {one['rows']} rows", "loss before", "after", f"change [95% over\n{change['over']}]", "KL"):
             grid.add_column(column, justify="right", no_wrap=True)
         grid.add_row(f"0-{one['length']:,}", f"{one['loss_before']:.4f}", f"{one['loss_after']:.4f}", interval, f"{one['kl']:.5f}")
         inner = [int(edge) for edge in bucket_edges(result["seq_len"], one["length"])[1:-1] if _is_octave(edge, result["seq_len"])]
