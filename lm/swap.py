@@ -19,6 +19,7 @@ from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
 from lm.evaluation.results import write_evaluation
 from lm.evaluation.run import OVERRIDABLE, only, open_device, open_store
 from lm.files import new_folder, write_text
+from lm.identity import arm
 from lm.loading import Loaded, load
 from lm.loss import token_kl
 from lm.model import Decoder, count_parameters, is_normalizer
@@ -120,7 +121,8 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         rows = swap_rows(store, config)
         where = open_device(config, trained)
         old.to(where.device), new.to(where.device)
-        facts: dict[str, Plain] = {"from": str(loaded.path), "normalizer": table.label(to_plain(old.config.normalizer))}
+        facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
+        facts["normalizer"] = table.label(to_plain(old.config.normalizer))
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])

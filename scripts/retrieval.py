@@ -1,4 +1,4 @@
-"""Recall beyond the training length, by normalizer: trains every arm, writes docs/retrieval.md's table and its picture.
+"""Recall beyond the training length, by normalizer: trains every arm, writes docs/retrieval.md's tables and their picture.
 
 python scripts/retrieval.py [--seeds 1 2 3] [--runs runs/retrieval] [--jobs 2]
 
@@ -30,6 +30,7 @@ ARMS = {
     "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
 }
 FACTORS = (1, 2, 4, 8, 16, 32)  # as in eval.recall of the configuration
+WAYS = {"answer": "right answers to earlier questions given", "rollout": "its own answers to earlier questions in their place"}
 
 
 def folder_of(arm: str, seed: int, runs: Path) -> Path:
@@ -50,29 +51,34 @@ def measured(run: Path) -> list[dict[str, object]]:
     return read_json(evaluation_path(run, "recall", lm.configure.load([CONFIG]).trainer.max_steps))["cells"]
 
 
-def draw(shares: dict[str, np.ndarray], path: Path) -> None:
-    """Accuracy by length, a line an arm: the mean over seeds, and each seed as a dot."""
+def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], path: Path) -> None:
+    """Accuracy by length, a panel for each way to measure it: a line an arm, the mean over seeds, and each seed as a dot."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8.5, 4), layout="constrained")
-    for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
-        style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--")[number % 2]}  # lines that lie on each other stay apart
-        axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm, **style)
-        axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
-    axes.axhline(1 / 8, color="0.6", linestyle=":", label="any of the 8 values")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
-    axes.set(xlabel="length of the row, in training lengths of 64", ylabel="answers right", ylim=(0, 1.02))
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, panels = plt.subplots(1, len(found), figsize=(12, 4), layout="constrained", sharey=True)
+    for axes, (key, shares) in zip(panels, found.items(), strict=True):
+        for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
+            style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--")[number % 2]}  # lines that lie on each other stay apart
+            axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm if key == "answer" else None, **style)
+            axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
+        axes.axhline(chances[key], color="0.4", linestyle=":")
+        axes.annotate(
+            f"chance, {chances[key]:.1%}", (0, chances[key]), (4, 3), axes.get_yaxis_transform(), textcoords="offset points", color="0.4"
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
+        axes.set(title=WAYS[key], xlabel="length of the row, in training lengths of 64", ylim=(0, 1.02))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("answers right")
     figure.legend(frameon=False, loc="outside right center")
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Train, measure, print the table in Markdown, draw the picture."""
+    """Train, measure, print the tables in Markdown, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--runs", type=Path, default=Path("runs/retrieval"))
@@ -86,18 +92,20 @@ def main() -> None:
             print(f"{arm}, seed {seed}: {error.strip() or 'done'}", file=sys.stderr, flush=True)
             if error:
                 sys.exit(1)
-    print("| weights | " + " | ".join(f"{factor}x" for factor in FACTORS) + " |")
-    print("|---" * (len(FACTORS) + 1) + "|")
-    shares, cells = {}, []
-    for arm in ARMS:
-        found = [measured(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds]
-        cells += [cell for run in found for cell in run]
-        shares[arm] = np.array([[cell["answer"][0] for cell in run] for run in found])
-        intervals = [over_seeds(column) for column in 100 * shares[arm].T]
-        print(f"| {arm} | " + " | ".join(f"{one.mean:.1f} ± {one.mean - one.low:.1f}" for one in intervals) + " |", flush=True)
-    widest = max(max(cell["answer"][0] - cell["answer"][1], cell["answer"][2] - cell["answer"][0]) for cell in cells)
+    runs = {arm: [measured(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds] for arm in ARMS}
+    cells = [cell for arm in runs.values() for run in arm for cell in run]
+    chances = {"answer": cells[0]["chance"], "rollout": cells[0]["rollout_chance"]}
+    found = {key: {arm: np.array([[cell[key][0] for cell in run] for run in runs[arm]]) for arm in ARMS} for key in WAYS}
+    for key, way in WAYS.items():
+        print(f"\n{way} (chance: {chances[key]:.1%}):\n\n| weights | {' | '.join(f'{factor}x' for factor in FACTORS)} |")
+        print("|---" * (len(FACTORS) + 1) + "|")
+        for arm, values in found[key].items():
+            intervals = [over_seeds(column) for column in 100 * values.T]
+            print(f"| {arm} | " + " | ".join(f"{one.mean:.1f} ± {one.mean - one.low:.1f}" for one in intervals) + " |", flush=True)
+    intervals = np.array([cell[key] for cell in cells for key in WAYS])  # (cells, 3)
+    widest = np.abs(intervals[:, 1:] - intervals[:, :1]).max()
     print(f"\nWilson intervals of single cells ({cells[0]['questions']:,} questions): ± {100 * widest:.1f} at most", file=sys.stderr)
-    draw(shares, arguments.picture)
+    draw(found, chances, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def build_run(
         "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml", "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + own, "non_embedding": 8_000_000, "normalizer": own},
         "tokens_total": steps * 8192, "unigram_entropy": {"train": 6.3, "val": 6.31}, "data": {"train_tokens": 1_900_000, "documents": 200},
-        "started": "2026-01-01T00:00:00+00:00",
+        "starts": [{"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu"}],
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(environment))
     final = 3.8 - better
@@ -100,7 +100,7 @@ def build_run(
                              "nll_by_position": by_row.mean(axis=0), "nll_by_row": buckets})  # fmt: skip
         write_evaluation(
             folder, "long_context", steps,
-            common | {"kind": "long_context", "length": length, "rows": rows, "document_by_row": list(range(rows)),
+            common | {"kind": "long_context", "length": length, "rows": rows, "document_by_row": [row // 2 for row in range(rows)],
                       "bucket_edges": edges.tolist(), "settings": settings},
         )  # fmt: skip
     if asked:
@@ -114,10 +114,12 @@ def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: i
     for length, share in asked.items():
         by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
         cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8} | task, "length": length,
-                      "rows_sha256": f"m{length}", "by_row": by_row, "questions_by_row": [8] * 16})  # fmt: skip
+                      "rows_sha256": f"m{length}", "chance": 0.3397, "by_row": by_row, "questions_by_row": [8] * 16,
+                      "rollout_chance": 0.125, "rollout_by_row": by_row / 2})  # fmt: skip
         for depth in (0.0, 1.0, None):
             right = 0 if depth is None else round(9 * share)
             needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",
+                            "chance": None,
                             "by_trial": [1] * right + [0] * (10 - right)})  # fmt: skip
     write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
     settings = {"needles": 1, "distractors": 0, "finetune": {"steps": 0}}

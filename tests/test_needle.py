@@ -128,9 +128,18 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
         (192, 0.0, False), (192, 1.0, False), (256, 0.0, False), (256, 1.0, False), (192, None, True), (256, None, True),
     ]  # fmt: skip
     assert all(cell["exact"][0] == np.mean(cell["by_trial"]) for cell in result["cells"])
+    assert {cell["chance"] for cell in result["cells"]} == {None}, "one needle is no choice"
     assert len(result["heads"][0]["number"]) == 2
     assert len(result["heads"][0]["outcome_by_trial"]) == 3
     assert json.loads(json.dumps(result)) == result
+
+
+def test_numbers_beside_the_needle_make_a_chance(tiny):
+    config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
+    needle = NeedleMeasurement(config, store := prepare(config.data))
+    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
+    assert [cell["chance"] for cell in result["cells"]] == [1 / 4, 1 / 4, None], "the control shows none that is right"
+    assert [row.value for row in needle.rows(needle.settings | result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 
 def test_lm_eval_asks_for_needles_and_draws_them(tiny):

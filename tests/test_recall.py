@@ -1,6 +1,7 @@
 """Recall: accuracy and loss of a task's answers, and runs that train on tasks."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,15 @@ from lm.config import Config, ModelConfig
 from lm.configure import load, parse, to_yaml
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
-from lm.data.tasks import MQAR, Copy, Task, Text, example
+from lm.data.tasks import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task, Text, example
 from lm.errors import ConfigError
 from lm.evaluation.devices import Device
 from lm.evaluation.loss import validation_rows
 from lm.evaluation.recall import Cell, Recall, answer_cell
 from lm.evaluation.text import Validation
 from lm.loss import IGNORED
-from lm.model import Decoder
+from lm.model import Cache, Decoder
+from lm.schema import build
 from lm.training.run import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -52,7 +54,7 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
         whole += [hits[start - 1 : stop - 1].all() for start, stop in made.questions]
     assert np.allclose(found.nll, nll, atol=1e-5)
     assert found.right.tolist() == right
-    assert found.whole.tolist() == whole
+    assert found.whole(found.right).tolist() == whole
     assert found.row.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
 
 
@@ -63,6 +65,62 @@ def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
     together = answer_cell(decoder, cell, CPU)
     assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
     assert (sum(part.right.astype(int) for part in parts) == together.right).all()
+    assert (sum(part.rolled_out.astype(int) for part in parts) == together.rolled_out).all()
+
+
+def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """The answers' tokens (targets marked by `answers`) as plain greedy decoding writes them, one whole reading each."""
+    tokens = torch.from_numpy(tokens.copy())
+    for position in np.flatnonzero(answers):
+        tokens[position + 1] = decoder.logits(tokens[None, :-1])[0, position].argmax()
+    return tokens[1:].numpy()[answers]
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "{name: ssmax, n: sample}", "linear", "{name: window, size: 9}"])
+@pytest.mark.parametrize(
+    ("task", "length"),
+    [(MQAR(keys=16, values=16), 50), (MQAR(joined=True, keys=8, values=9), 64), (Copy(symbols=4, span=6), 40), (FlipFlop(), 61)],
+)
+def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.evaluation.recall.EVAL_TOKENS", 190)
+    config = build(
+        ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
+    )
+    decoder = Decoder(config, task.vocab_size, 16).eval()
+    found = answer_cell(decoder, Cell(task, length, 7), CPU)
+    made = [example(task, 0, index, length, "test") for index in range(7)]
+    with torch.no_grad():
+        expected = [greedy(decoder, one.tokens, one.answers) == one.tokens[1:][one.answers] for one in made]
+    assert found.rolled_out.tolist() == np.concatenate(expected).tolist()
+
+
+def test_a_wrong_answer_stays_in_the_row(monkeypatch: pytest.MonkeyPatch):
+    """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
+    task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
+    decoder = Chained(task, mistaken=2)
+    found = answer_cell(decoder, Cell(task, 24, 3), CPU)
+    assert found.whole(found.right).tolist() == [True, True, False, True] * 3
+    assert found.whole(found.rolled_out).tolist() == [True, True, False, False] * 3
+
+
+@pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)])
+def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
+    rng, rights = np.random.default_rng(0), {"given": [], "own": []}
+    shown, asked = {"mqar": lambda: (task.pairs, task.queries), "max": lambda: (task.items, 1), "needle": lambda: (5, 2)}[task.name]()
+    for _ in range(4_000):
+        answers, guesses = rng.permutation(shown)[:asked], rng.permutation(shown)[:asked]  # own picks: none twice
+        rights["own"].append((answers == guesses).mean())
+        rights["given"].append(np.mean([rng.choice(np.setdiff1d(np.arange(shown), answers[:i])) == answers[i] for i in range(asked)]))
+    assert task.guessing.given == pytest.approx(np.mean(rights["given"]), abs=0.02)
+    assert task.guessing.own == pytest.approx(np.mean(rights["own"]), abs=0.02)
+
+
+def test_chance_of_all_keys_asked_is_the_harmonic_number_over_k_and_none_where_it_is_not_one_number():
+    assert MQAR().guessing.given == pytest.approx(sum(1 / k for k in range(1, 9)) / 8)
+    assert MQAR().guessing.own == 1 / 8
+    assert Induction(symbols=16).guessing.given == 1 / 16
+    for task in (MQAR(pairs=1, queries=1), Copy(), FlipFlop(), Needle(), Needle(distractors=3, absent=True), Passkey()):
+        assert task.guessing is None
 
 
 class Knowing(torch.nn.Module):
@@ -77,10 +135,52 @@ class Knowing(torch.nn.Module):
         return []
 
     def hidden(self, batch: Batch, rope: object) -> torch.Tensor:
-        targets = batch.targets.clone()
+        self.rows, self.said = batch.tokens, batch.targets.clone()
         for row, position in self.wrong:
-            targets[row, position - 1] = (targets[row, position - 1] + 1) % self.head.weight.size(0)
-        return F.one_hot(targets, self.head.weight.size(0)).float()
+            self.said[row, position - 1] = (self.said[row, position - 1] + 1) % self.head.weight.size(0)
+        return F.one_hot(self.said, self.head.weight.size(0)).float()
+
+    def forward(self, tokens: torch.Tensor, rope: object, cache: Cache) -> torch.Tensor:
+        """Says what it said in `hidden`, whatever its own answers are."""
+        start, cache.seen = cache.seen, cache.seen + tokens.size(1)
+        if not start:
+            cache.states[self] = (tokens.unsqueeze(1) == self.rows[:, : tokens.size(1)]).all(-1).int().argmax(1)
+        return F.one_hot(self.said[cache.states[self], start : cache.seen], self.head.weight.size(0)).float()
+
+
+class Chained(torch.nn.Module):
+    """A decoder that misses one question, and after a wrong answer in the row the next."""
+
+    def __init__(self, task: MQAR, mistaken: int):
+        super().__init__()
+        self.task, self.mistaken, self.head = task, mistaken, torch.nn.Linear(task.vocab_size, task.vocab_size, bias=False)
+        self.head.weight = torch.nn.Parameter(10 * torch.eye(task.vocab_size))
+
+    def normalizers(self) -> list:
+        return []
+
+    def hidden(self, batch: Batch, rope: object) -> torch.Tensor:
+        self.right = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)  # (B, T + 1)
+        return self._said(batch.tokens, torch.arange(len(batch.tokens)))
+
+    def forward(self, tokens: torch.Tensor, rope: object, cache: Cache) -> torch.Tensor:
+        start, cache.seen = cache.seen, cache.seen + tokens.size(1)
+        before = cache.states.get(self)
+        cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)
+        whole = cache.states[self]
+        rows = (whole[:, None, :10] == self.right[:, :10]).all(-1).int().argmax(1)  # told apart by their first tokens
+        return self._said(whole, rows)[:, start:]
+
+    def _said(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        right = self.right[rows][:, 1 : tokens.size(1) + 1]
+        spoiled = torch.zeros_like(right, dtype=torch.bool)
+        first = self.right.size(1) - 2 * self.task.queries  # of the questions: key, value by turns
+        for question in range(self.task.queries):
+            at = first + 2 * question  # of the key, where its value is predicted
+            if at >= tokens.size(1):
+                break
+            spoiled[:, at] = question == self.mistaken or (tokens[:, at - 1] != self.right[rows][:, at - 1]) & (question > 0)
+        return F.one_hot(torch.where(spoiled, (right + 1) % self.task.vocab_size, right), self.task.vocab_size).float()
 
 
 def test_a_whole_answer_needs_each_of_its_tokens(tiny):
@@ -90,7 +190,8 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
     recall = Recall(config, prepare(config.data))
     (cell,) = recall.measure(decoder, CPU, lambda units: None)["cells"]
-    assert (cell["answer"][0], cell["token"][0]) == (0.8, 37 / 40)
+    assert (cell["answer"][0], cell["token"][0], cell["rollout"][0]) == (0.8, 37 / 40, 0.8)
+    assert cell["rollout_by_row"] == cell["by_row"]
     assert cell["by_row"] == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert cell["answer"] == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
     assert (cell["questions"], cell["length"], cell["task"]["name"]) == (10, 32, "copy")
@@ -109,7 +210,10 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert [cell["candidates"] for cell in result["cells"]] == [4, 4, 2, 2]
     told = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
     assert list(recall.scores(result)) == [f"recall/mqar ({options}) {length}" for options in told for length in (32, 80)]
-    assert len(recall.rows(result)) == 8
+    assert [cell["chance"] for cell in result["cells"]] == pytest.approx([(1 / 4 + 1 / 3) / 2] * 2 + [(1 / 2 + 1) / 2] * 2)
+    assert [cell["rollout_chance"] for cell in result["cells"]] == [1 / 4, 1 / 4, 1 / 2, 1 / 2]
+    metrics = ["answers right", "answers right: chance", "right in a roll-out", "right in a roll-out: chance", "loss of answers"]
+    assert [row.metric for row in recall.rows(result)] == 4 * metrics
     assert recall.work == 12
 
 
@@ -266,6 +370,9 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     result = lm("eval", str(tmp_path / "runs" / "a"))
     assert result.returncode == 0, result.stderr
     assert "mqar 64" in result.stdout
+    words = " ".join(re.sub("[│┃]", " ", result.stdout).split())
+    assert "right in a roll-out: chance" in words
+    assert "questions, 1 seed]" in words
 
 
 def refused(*overrides: str) -> str:

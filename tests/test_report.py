@@ -1,6 +1,7 @@
 """Reports read run folders only: reading them, grouping into arms, fairness, and every output format."""
 
 import csv
+import io
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
 from lm.report import compare, print_table, read_run, write_report
 from lm.report.comparison import Difference
+from lm.report.plots import overview
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def test_paired_differences_find_what_was_built_in(pair):
     assert validation.interval.mean == pytest.approx(-0.05, abs=0.01)
     assert plain_rope.interval.mean == pytest.approx(-0.05 - 0.4 * 2.56, abs=0.03)
     assert scaled_rope.interval.mean == pytest.approx(-0.05 - 0.4 * 2.56 / 3, abs=0.03)
-    assert "one seed per arm: differences of this size can be noise of the seed" in validation.note
+    assert "one seed per arm: says nothing about the method" in validation.note
     assert "not training noise" in validation.note
     assert comparison.warning == ""
 
@@ -268,6 +270,62 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_table(pair, console=console)
     assert numbers(markdown) <= numbers(console.export_text())
+
+
+def shown(folders: list[Path], out: Path) -> dict[str, str]:
+    """Every format of a report as text: heads of columns, captions, legends."""
+    files, picture = write_report(folders, out), overview(compare([read_run(folder) for folder in folders]))
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(folders, console=console)
+    found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
+    found["latex"] = found["latex"].replace("\\\\", "")
+    return found | {
+        "terminal": console.export_text(),
+        "footer": picture.footer,
+        "legend": " ".join(picture.legend),
+        "caption": picture.caption,
+    }
+
+
+ALONE = "over documents, 1 seed"
+
+
+def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, tmp_path):
+    for name, text in shown(pair, tmp_path / "out").items():
+        assert ("1 seed" if name == "legend" else "documents, 1 seed") in re.sub(r"\s+", " ", text), name
+        assert not re.search(r"\d seeds", text), name
+    assert "| difference to softmax (nats/token, 95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
+    rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
+    assert {row["interval over"] for row in rows if row["low"]} == {"documents, 1 seed"}
+    assert all(bool(row["interval over"]) == bool(row["low"]) for row in rows)
+
+
+def test_every_format_says_over_how_many_seeds(tmp_path):
+    folders = [
+        build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name in ("softmax", "ssmax") for seed in (1, 2, 3)
+    ]
+    for name, text in shown(folders, tmp_path / "out").items():
+        assert "3 seeds" in re.sub(r"\s+", " ", text), name
+        assert "1 seed" not in text, name
+    rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
+    assert {row["interval over"] for row in rows if row["low"]} == {"3 seeds"}
+
+
+def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
+    made = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
+    folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in made]
+    lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
+    head, *_ = [line for line in lines if line.startswith("| arm")]
+    assert "interval over 2 seeds" in head
+    assert head.count(ALONE) == 1
+    (ssmax, *_), (log_n, *_) = ([line for line in lines if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
+    assert ssmax.endswith("] | - |")
+    assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
+
+
+def test_nothing_is_set_in_bold(pair, tmp_path):
+    texts = shown(pair, tmp_path / "out")
+    assert not re.search(r"<b>|<strong|textbf|bfseries|\*\*", "".join(texts.values()))
 
 
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):

@@ -8,14 +8,16 @@ from reported import build_run, compared, edit, write_answers, write_evaluation
 from lm.evaluation.statistics import Interval, wilson
 from lm.report import read_run, write_report
 from lm.report.comparison import asked, share_right
+from lm.report.plots import overview
 
-RECALL, NEEDLE, CONTROL = (("mqar", "as trained"), ("needle", "as trained"), ("needle, control without it", "as trained"))
+RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
+NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
 
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
     comparison, found = compared(*folders)
-    assert asked(comparison.arms) == [RECALL, NEEDLE, CONTROL]
+    assert asked(comparison.arms) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
     assert share_right(comparison.arms[0], RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
     assert share_right(comparison.arms[1], NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), (
         "not 14 of 20: depths ask the same"
@@ -30,9 +32,34 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_p
     assert found[RECALL].note.startswith("paired bootstrap over 16 rows")
     assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
     files = write_report(folders, tmp_path / "out")
-    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar")]
-    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
+    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
+    assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
     assert b"Answers right" in files.html.read_bytes()
+
+
+def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
+    folder = build_run(tmp_path, "soft", asked={64: 0.9})
+    assert [one.chance for one in read_run(folder).answers] == [0.3397, 0.125, None, None], "one needle is no choice"
+    assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
+    edit(folder, "needle", lambda result: [cell.update(chance=0.25) for cell in result["cells"] if not cell["absent"]])
+    assert [one.chance for one in read_run(folder).answers] == [0.3397, 0.125, 0.25, None]
+
+
+def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):
+    folder = build_run(tmp_path, "soft", asked={64: 0.9})
+    edit(folder, "recall", lambda result: result["cells"][0].pop("chance"))
+    (lack,) = read_run(folder).missing
+    assert "no recall evaluation that can be read" in lack
+    assert "no chance; if it was measured by an older version, measure it again with `lm eval`" in lack
+
+
+def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
+    folder = build_run(tmp_path, "soft", asked={64: 0.8})
+    (arm,) = compared(folder)[0].arms
+    assert share_right(arm, RECALL, 64).mean == pytest.approx(0.8)
+    assert share_right(arm, ROLLED_OUT, 64).mean == pytest.approx(0.4)
+    edit(folder, "recall", lambda result: result["cells"][0].update(questions_by_row=[1] * 16))
+    assert ROLLED_OUT not in asked(compared(folder)[0].arms)
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
@@ -85,7 +112,7 @@ def test_tasks_are_named_over_all_runs(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
     write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a"}, {64: 0.9}, pairs=16)
     comparison, found = compared(*folders)
-    assert asked(comparison.arms)[:2] == [("mqar (pairs 8)", "as trained"), NEEDLE]
+    assert asked(comparison.arms)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
     assert found["mqar (pairs 16)", "as trained"].interval is None
 
 

@@ -17,7 +17,7 @@ from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import HeldOut, bucket_edges, by_token, validation_rows
-from lm.evaluation.statistics import groups_of, paired_difference
+from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
 from lm.loss import token_kl, token_nll
 from lm.model import Decoder, is_normalizer
 from lm.schema import Plain, to_plain
@@ -64,16 +64,17 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
         counts = rows.counts
         groups = groups_of(rows.document_by_row)
+        documents = len(np.unique(rows.document_by_row))
         change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups)
         lengths.append(
             {
                 "length": rows.length,
                 "rows": len(rows.rows),
-                "documents": len(np.unique(rows.document_by_row)),
+                "documents": documents,
                 "rows_sha256": rows.sha256,
                 "loss_before": float(before.mean(where=counts)),
                 "loss_after": float(after.mean(where=counts)),
-                "change": vars(change),
+                "change": vars(change) | {"over": f"{unit_resampled(documents, len(rows.rows))}, 1 checkpoint"},
                 "kl": float(kl.mean(where=counts)),
                 "attention_drift": attention_drift(old, new, rows, where),
                 "nll_by_position_before": _rounded(before, counts),
@@ -160,7 +161,7 @@ def print_swap(result: dict[str, Plain]) -> None:
         change, times = one["change"], f"{one['length'] / result['seq_len']:g}x"
         interval = f"{change['mean']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]"
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-        for column in (f"{times}: {one['rows']} rows", "loss before", "after", "change [95% over documents]", "KL"):
+        for column in (f"{times}: {one['rows']} rows", "loss before", "after", f"change [95% over\n{change['over']}]", "KL"):
             grid.add_column(column, justify="right", no_wrap=True)
         grid.add_row(f"0-{one['length']:,}", f"{one['loss_before']:.4f}", f"{one['loss_after']:.4f}", interval, f"{one['kl']:.5f}")
         inner = [int(edge) for edge in bucket_edges(result["seq_len"], one["length"])[1:-1] if _is_octave(edge, result["seq_len"])]

@@ -29,6 +29,7 @@ class Row:
     value: float
     low: float | None = None  # ends of its 95 % interval, if it has one
     high: float | None = None
+    over: str = ""  # what the interval covers
 
 
 class Measurement(ABC):

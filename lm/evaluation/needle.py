@@ -17,7 +17,7 @@ from lm.data.tasks import Draw, Example, Needle, Text, example
 from lm.evaluation.devices import Device, over_ranks, undisturbed
 from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.evaluation.recall import check_room
+from lm.evaluation.recall import OVER, check_room
 from lm.evaluation.statistics import wilson
 from lm.loss import linear_cross_entropy
 from lm.model import Cache, Decoder
@@ -187,7 +187,7 @@ class NeedleMeasurement(Measurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
-    version = 2
+    version = 3
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -274,6 +274,7 @@ class NeedleMeasurement(Measurement):
             "trials_sha256": _sha256(asked),
             "nll": float(nll.mean(dtype=np.float64)),
             "exact": wilson(int(whole.sum()), len(whole)).listed(),
+            "chance": task.guessing and task.guessing.given,  # earlier questions of a row stand in the prompt with their answers
             "exact_teacher_forced": wilson(int(hits.sum()), len(hits)).listed(),
             "first_digit": wilson(int(digit.sum()), len(digit)).listed(),
             "rank_first": wilson(int((better == 0).sum()), len(better)).listed(),
@@ -326,9 +327,10 @@ class NeedleMeasurement(Measurement):
         for cell in result["cells"]:
             place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
             where, used = f"{cell['length']:,} tokens, {place}", cell["label"] + taught
-            found.append(Row(used, where, "exact", *cell["exact"]))
-            found.append(Row(used, where, "first digit", *cell["first_digit"]))
-            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"]))
+            found.append(Row(used, where, "exact", *cell["exact"], OVER))
+            found += [] if cell["chance"] is None else [Row(used, where, "exact: chance", cell["chance"])]
+            found.append(Row(used, where, "first digit", *cell["first_digit"], OVER))
+            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"], OVER))
             found.append(Row(used, where, "loss of answers", cell["nll"]))
         for heads in result["heads"]:
             layer, head, value = heads["top"][0]

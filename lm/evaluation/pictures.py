@@ -65,7 +65,7 @@ def _heads(axes: object, one: dict[str, Plain]) -> None:
 
 
 def _recall(result: dict[str, Plain]) -> object:
-    """Share of answers by length, a line a task and way, with Wilson intervals."""
+    """Answers right by length, a line a task and way, with Wilson intervals; dashed in a roll-out; dotted what chance gives of each."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
@@ -74,15 +74,21 @@ def _recall(result: dict[str, Plain]) -> object:
         lines.setdefault(f"{task}, {cell['label']}", []).append(cell)
     for name, cells in lines.items():
         x, shares = [cell["length"] for cell in cells], np.array([cell["answer"] for cell in cells])
-        axes.errorbar(x, shares[:, 0], yerr=np.abs(shares[:, 1:].T - shares[:, 0]), marker="o", capsize=3, label=name)
+        line = axes.errorbar(x, shares[:, 0], yerr=np.abs(shares[:, 1:].T - shares[:, 0]), marker="o", capsize=3, label=name)[0]
+        axes.plot(x, [cell["rollout"][0] for cell in cells], color=line.get_color(), linestyle="--", marker=".", label=f"{name}, roll-out")
     lengths = sorted({cell["length"] for cell in result["cells"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set(xlabel="length of the row, tokens", ylabel="answers right [95 %]", ylim=(-0.02, 1.02), title="recall by length")
+    axes.set(
+        xlabel="length of the row, tokens",
+        ylabel="answers right [95% over questions, 1 seed]",
+        ylim=(-0.02, 1.02),
+        title="recall by length",
+    )
     axes.axvline(result["seq_len"], color="0.6", linewidth=1, label="training length")
-    candidates = {cell["candidates"] for cell in result["cells"]}
-    if len(candidates) == 1:
-        axes.axhline(1 / candidates.pop(), color="0.6", linestyle=":", label="any of the answers shown")
+    for key, name, dots in (("chance", "chance", ":"), ("rollout_chance", "chance in a roll-out", "-.")):
+        for chance in {cell[key] for cell in result["cells"]} - {None}:
+            axes.axhline(chance, color="0.6", linestyle=dots, label=f"{name}, {chance:.1%}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure

@@ -19,10 +19,11 @@ from lm.evaluation.loss import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.statistics import wilson
 from lm.loss import likeliest, token_nll
-from lm.model import Decoder
+from lm.model import Cache, Decoder
 from lm.schema import Plain, to_plain
 
 RECALL_SEED = 0  # of the rows, the same for every model
+OVER = "questions, 1 seed"  # what intervals of shares of one model's answers cover
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,17 @@ class Answers:
     """What a model made of each answer of a cell: one entry for each token of an answer, in the order of rows and questions."""
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token, those before it given
-    right: np.ndarray  # (N,) bool: it is the most likely one
+    right: np.ndarray  # (N,) bool: it is the most likely one, those before it given
+    rolled_out: np.ndarray  # (N,) bool: it is the one that greedy decoding gives, with the model's own answers in the row
     row: np.ndarray  # (N,) int64
     question: np.ndarray  # (N,) int64, within the row
     place: np.ndarray  # (N,) int64, within the answer
     candidates: int  # as `Example.candidates`
     sha256: str  # of the rows
 
-    @property
-    def whole(self) -> np.ndarray:
-        """Each answer: (Q,) bool, all of its tokens right."""
-        return np.minimum.reduceat(self.right, np.flatnonzero(self.place == 0)).astype(bool)
+    def whole(self, right: np.ndarray) -> np.ndarray:
+        """Each answer: (Q,) bool, all of its tokens `right` (N,)."""
+        return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
 
 
 def recall_cells(tasks: Iterable[Task], seq_len: int, factors: Iterable[float], rows: int) -> list[Cell]:
@@ -80,11 +81,11 @@ def answer_cell(
     setting: LongSetting | None = None,
     progress: Progress = lambda rows: None,
 ) -> Answers:
-    """Read the test rows of a cell and give each answer's tokens, teacher-forced, in fp32. Collective.
+    """Read the test rows of a cell and give each answer's tokens, in fp32: teacher-forced, and by greedy decoding. Collective.
 
-    A token that is right given the right ones before it is the one that greedy decoding gives, as long as all before it
-    are: a whole answer counts as right when greedy decoding gives it. Rows are split over the ranks of `where`; every rank
-    returns all. Holds the logits of answers only, and no T x T weights where the normalizer needs none.
+    Teacher-forced, the right answers to earlier questions stand in the row: a whole answer is right when greedy decoding gives
+    it after those. In the roll-out the model's own answers stand there instead (`roll_out`). Rows are split over the ranks of
+    `where`; every rank returns all. Holds the logits of answers only, and no T x T weights where the normalizer needs none.
 
     Args:
         seed: of the rows, which are the same for every model.
@@ -99,7 +100,7 @@ def answer_cell(
     batch = max(1, EVAL_TOKENS // cell.length)
 
     def local() -> Tensor:
-        result = torch.zeros(2, len(at))
+        result = torch.zeros(3, len(at))
         for start in range(0, len(mine), batch):
             where.check_time()
             rows = mine[start : start + batch]
@@ -109,13 +110,47 @@ def answer_cell(
             with torch.autocast(where.device.type, enabled=False):
                 hidden = decoder.hidden(tokens, setting.rope)[place[0], place[1]]
                 targets, head = tokens.targets[place[0], place[1]], decoder.head.weight
-                result[:, taken] = torch.stack((token_nll(hidden, head, targets), (likeliest(hidden, head) == targets).float())).cpu()
+                said = likeliest(hidden, head)
+                hits = [answer == targets for answer in (said, roll_out(decoder, tokens, place, said, setting))]
+                result[:, taken] = torch.stack((token_nll(hidden, head, targets), *(hit.float() for hit in hits))).cpu()
             progress(len(rows))
         return result
 
     with undisturbed(decoder), used_as(decoder, setting):
-        nll, right = over_ranks(where, local).numpy()
-    return Answers(nll, right > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
+        nll, right, rolled_out = over_ranks(where, local).numpy()
+    return Answers(nll, right > 0.5, rolled_out > 0.5, at[:, 0], *_places(made), max(one.candidates for one in made), _sha256(made))
+
+
+def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor, setting: LongSetting) -> Tensor:
+    """The answers of greedy decoding, in which the model's own stand in place of the right ones: (N,) int64, token by token.
+
+    Rows are read again with what the model says in them until it says the same: what it says depends on what stands before alone,
+    so each reading settles the next answer's token at least, mostly all. Costs nothing where only a row's last is wrong; else
+    one more reading of the row, and one of what follows its first answer for every round: at most as many as tokens are asked for.
+
+    Args:
+        place: (2, N) int64, row and position at which each token of an answer is predicted, in their order.
+        said: (N,) int64, the likeliest ones after the right ones.
+    """
+    wrong = said != batch.targets[place[0], place[1]]
+    last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # of its row: nothing is asked for after it
+    rows = place[0, wrong & ~last].unique()
+    if not len(rows):
+        return said
+    mine = torch.isin(place[0], rows)
+    row, position = torch.searchsorted(rows, place[0, mine]), place[1, mine]
+    tokens, spoken = batch.tokens[rows], said[mine]
+    first = int(position.min()) + 1  # no answer stands before it
+    cache, later, shown = Cache(tokens.size(1)), position >= first, position + 1 < tokens.size(1)
+    decoder(tokens[:, :first], setting.rope, cache=cache)
+    for _ in range(int(row.bincount().max())):
+        tokens[row[shown], position[shown] + 1] = spoken[shown]
+        hidden = decoder(tokens[:, first:], setting.rope, cache=cache.fork(1))
+        before, spoken = spoken, spoken.clone()
+        spoken[later] = likeliest(hidden[row[later], position[later] - first], decoder.head.weight)
+        if torch.equal(spoken, before):
+            break
+    return said.masked_scatter(mine, spoken)
 
 
 def measure_cells(
@@ -128,9 +163,11 @@ def measure_cells(
 ) -> list[dict[str, Plain]]:
     """Accuracy and loss of a task's answers in each cell; arguments as of `answer_cell`. Collective.
 
-    `answer`: share of the questions answered right as a whole; `token`: share of the answers' tokens; both with 95 % Wilson
-    intervals [share, low, high] that take the questions of a row as independent. `by_row`: each row's share of whole
-    answers, for paired comparison, and how many it has. `nll`: nats per token of the answers.
+    `answer`: fraction of the questions answered right as a whole, the right answers before them given; `rollout`: with the model's own
+    in their place; `token`: fraction of the answers' tokens, as `answer`; with 95 % Wilson intervals [fraction, low, high] that
+    take the questions of a row as independent. `chance`, `rollout_chance`: what `Task.guessing` gives of `answer` and `rollout`, or None.
+    `by_row`, `rollout_by_row`: each row's fraction of whole answers, for paired comparison, and how many it has. `nll`: nats per
+    token of the answers.
     """
     setting = setting or LongSetting()
     answered = (answer_cell(decoder, cell, where, RECALL_SEED, text, setting, progress) for cell in cells)
@@ -141,7 +178,7 @@ class Recall(Measurement):
     """Accuracy and loss of tasks' answers by length, as `measure_cells`."""
 
     kind = "recall"
-    version = 2
+    version = 3
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of its rows, or the held-out text is too short for one."""
@@ -181,7 +218,9 @@ class Recall(Measurement):
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         found = []
         for name, cell in zip(self._names(result), result["cells"], strict=True):
-            found.append(Row(cell["label"], name, "answers right", *cell["answer"]))
+            for metric, value, chance in (("answers right", "answer", "chance"), ("right in a roll-out", "rollout", "rollout_chance")):
+                found.append(Row(cell["label"], name, metric, *cell[value], OVER))
+                found += [] if cell[chance] is None else [Row(cell["label"], name, f"{metric}: chance", cell[chance])]
             found.append(Row(cell["label"], name, "loss of answers", cell["nll"]))
         return found
 
@@ -190,7 +229,8 @@ class Recall(Measurement):
 
     def text(self, result: dict[str, Plain]) -> str:
         named = zip(self._names(result), result["cells"], strict=True)
-        return "answers right: " + ", ".join(f"{cell['answer'][0]:.1%} ({name})" for name, cell in named)
+        parts = (f"{cell['answer'][0]:.1%}, in a roll-out {cell['rollout'][0]:.1%} ({name})" for name, cell in named)
+        return f"answers right: {'; '.join(parts)}"
 
     def _names(self, result: dict[str, Plain]) -> list[str]:
         """A name for each cell: task, length, and how the model was used if in several ways."""
@@ -202,9 +242,13 @@ class Recall(Measurement):
 
 
 def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
-    whole, rows = answers.whole, answers.row[answers.place == 0]
+    rows, guessing = answers.row[answers.place == 0], cell.task.guessing
+    whole, rolled_out = answers.whole(answers.right), answers.whole(answers.rolled_out)
     questions = np.bincount(rows, minlength=cell.rows)
-    by_row = np.bincount(rows, whole, cell.rows) / questions
+
+    def by_row(right: np.ndarray) -> list[float]:
+        return [round(float(fraction), 6) for fraction in np.bincount(rows, right, cell.rows) / questions]
+
     return {
         "task": to_plain(cell.task),
         "length": cell.length,
@@ -213,9 +257,13 @@ def _summary(cell: Cell, answers: Answers) -> dict[str, Plain]:
         "candidates": answers.candidates,
         "questions": len(whole),
         "answer": wilson(int(whole.sum()), len(whole)).listed(),
+        "chance": guessing and guessing.given,
+        "rollout": wilson(int(rolled_out.sum()), len(rolled_out)).listed(),
+        "rollout_chance": guessing and guessing.own,
         "token": wilson(int(answers.right.sum()), len(answers.right)).listed(),
         "nll": float(answers.nll.mean(dtype=np.float64)),
-        "by_row": [round(float(share), 6) for share in by_row],
+        "by_row": by_row(whole),
+        "rollout_by_row": by_row(rolled_out),
         "questions_by_row": questions.tolist(),
     }
 

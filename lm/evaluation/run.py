@@ -145,8 +145,9 @@ def print_results(found: list[Evaluated]) -> None:
             table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
             for name in ("run, step", "used", "where")[not several :]:
                 table.add_column(name)
+            over = {row.metric: row.over for one in same for row in one.rows if row.over}
             for metric in metrics:
-                table.add_column(metric, justify="right")
+                table.add_column(f"{metric} [95% over {over[metric]}]" if metric in over else metric, justify="right")
             for one in same:
                 lines: dict[tuple[str, str], dict[str, str]] = {}
                 for row in one.rows:

@@ -11,11 +11,15 @@ _T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.3
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval; NaN where a value was not finite."""
+    """A mean and its 95 % interval; NaN where a value was not finite.
+
+    `over` says what it covers, such as `3 seeds` or `documents, 1 seed`: the noise that would move it in another sample of these.
+    """
 
     mean: float
     low: float
     high: float
+    over: str = ""
 
     def listed(self) -> list[float]:
         """As results keep it: [mean, low, high]."""
@@ -25,6 +29,11 @@ class Interval:
 def groups_of(documents: np.ndarray) -> np.ndarray | None:
     """Rows that are to be resampled together, (rows,): those of one document, if there are at least `FEWEST` documents; else None."""
     return documents if len(np.unique(documents)) >= FEWEST else None
+
+
+def unit_resampled(documents: int, rows: int) -> str:
+    """What a bootstrap of so many rows, from so many documents, resamples: `documents` where `groups_of` has groups, else `rows`."""
+    return "documents" if FEWEST <= documents < rows else "rows"
 
 
 def paired_difference(
@@ -95,10 +104,11 @@ def bootstrap_mean(
 def over_seeds(values: np.ndarray) -> Interval:
     """Mean over seeds with the 95 % Student t interval; `values` is (seeds,), at least two."""
     values = np.asarray(values, dtype=float)
+    over = f"{len(values)} seeds"
     if not np.isfinite(values).all():
-        return Interval(np.nan, np.nan, np.nan)
+        return Interval(np.nan, np.nan, np.nan, over)
     half = t_quantile(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
+    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half), over)
 
 
 def wilson(right: float, trials: int) -> Interval:

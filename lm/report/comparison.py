@@ -12,21 +12,12 @@ import numpy as np
 from lm.attention import table
 from lm.data.tasks import task_names
 from lm.errors import RunError
-from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, wilson
+from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
+from lm.identity import BOOKKEEPING, unlike
 from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting, Validation
 from lm.schema import Plain
 
-# Keys that do not change what is learned; precision and compilation count as environment.json resolved them.
-_BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "data.prepare_workers", "trainer.devices")
-_BOOKKEEPING += (
-    "trainer.micro_batch",
-    "trainer.num_nodes",
-    "trainer.threads",
-    "trainer.accelerator",
-    "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-)
-_NORMALIZER = ("model.normalizer.", "phases")  # what a comparison of normalizers is about
+_NORMALIZER = ("model.normalizer.", "phases", "swap.")  # what a comparison of normalizers is about
 
 
 VALIDATION, LONG = (lambda run: run.validation), (lambda run: run.long_context)
@@ -143,7 +134,7 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     if len(arms) == 1:
         return result
     diff = _config_diff(arms)
-    other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and not key.startswith(_BOOKKEEPING)]
+    other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and not key.startswith(BOOKKEEPING)]
     warning = f"The arms differ in more than the normalizer: {', '.join(other)}." if other else ""
     same_start, start = result.across(lambda run: run.tokens_before)
     if same_start is False:
@@ -172,21 +163,21 @@ def _named(records: list[RunRecord]) -> list[RunRecord]:
 
 def _arms(records: list[RunRecord]) -> list[Arm]:
     groups: dict[tuple[str, int], list[RunRecord]] = {}
-    seen: Counter[tuple[str, int]] = Counter()
+    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
-        key = repr(sorted((k, v) for k, v in record.flat.items() if k != "seed" and not k.startswith(_BOOKKEEPING)))
-        groups.setdefault((key, seen[key, record.seed]), []).append(record)  # a seed run twice is another arm, not a seed
-        seen[key, record.seed] += 1
-    runs = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
+        key = json.dumps(record.learned, sort_keys=True, default=str)
+        groups.setdefault((key, seen[key, record.seeds]), []).append(record)  # a seed run twice is another arm, not a seed
+        seen[key, record.seeds] += 1
+    runs = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]
     labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
-        keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *_BOOKKEEPING))]
+        keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *BOOKKEEPING))]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         for index, group in enumerate(runs):
             if labels[index] in repeated:
-                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={_short(group[0].flat.get(key))}" for key in keys)])
+                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={_short(group[0], key)}" for key in keys)])
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         labels = [f"{label}, {group[0].name}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
         repeated = {label for label, count in Counter(labels).items() if count > 1}
@@ -194,8 +185,9 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
 
 
-def _short(value: Plain) -> Plain:
-    """A path's last part; other values as they are."""
+def _short(run: RunRecord, key: str) -> Plain:
+    """A path's last part, also of the starting weights; other values as they are."""
+    value = run.config[key] if key == "init_from" else run.flat.get(key)
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
@@ -237,9 +229,12 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
         return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
     long = ways_used(comparison.arms)
-    same_code, code = comparison.across(commit)  # equal commits with uncommitted changes say nothing
-    seeds = [tuple(run.seed for run in arm.runs) for arm in comparison.arms]
-    by_arm = "; ".join(f"{arm.label}: {', '.join(map(str, s))}" for arm, s in zip(comparison.arms, seeds, strict=True))
+    same_code, code = comparison.across(lambda run: run.commits)  # equal commits with uncommitted changes say nothing
+    seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in comparison.arms]
+    by_arm = "; ".join(f"{arm.label}: {', '.join(s)}" for arm, s in zip(comparison.arms, seeds, strict=True))
+    unequal = [
+        f"{printable(run.name)}: {'; '.join(found)}" for arm in comparison.arms for run in arm.runs if (found := unlike(run.environment))
+    ]
     return (
         same("tokens seen", lambda run: run.tokens_seen),
         same("tokens in the weights started from", lambda run: run.tokens_before),
@@ -251,11 +246,12 @@ def _checks(comparison: Comparison) -> tuple[Check, ...]:
         *([same("tokens seen, answers", _tokens_asked)] if asked(comparison.arms) else []),
         same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         same("steps", lambda run: run.flat.get("trainer.max_steps")),
-        Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(map(str, seeds[0]))),
+        Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
         same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
         same("parameters outside the normalizer", _parameters_outside),
-        same("precision", lambda run: run.measured("precision")),
-        same("device", lambda run: run.measured("device")),
+        same("precision", lambda run: run.used("precision")),
+        same("device", lambda run: run.used("device")),
+        Check("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
         Check("code", None if same_code and "uncommitted" in code else same_code, code),
     )
 
@@ -276,10 +272,10 @@ def _parameters_outside(run: RunRecord) -> int | None:
     return None if total is None or normalizer is None else total - normalizer
 
 
-def commit(run: RunRecord) -> str | None:
-    """The run's git commit, with whether the tree had changes."""
-    found = run.measured("git_commit")
-    return found and f"{found[:12]}{' with uncommitted changes' if run.measured('git_dirty') else ''}"
+def seeds_shown(seeds: tuple[int, ...]) -> str:
+    """A run's seed, and after it those of the weights it started from, if they differ."""
+    before = " after ".join(map(str, reversed(seeds[:-1])))
+    return f"{seeds[-1]} after {before}" if before else str(seeds[-1])
 
 
 # ---------------------------------------------------------------- differences
@@ -331,9 +327,9 @@ def share_right(arm: Arm, of: tuple[str, str], length: int) -> Interval | None:
     mean, questions = float(np.mean([one.share for one in found])), int(found[0].questions.sum())
     interval = wilson(mean * questions, questions)
     if len(found) == 1:
-        return interval
+        return replace(interval, over="questions, 1 seed")
     seeds = over_seeds(np.array([one.share for one in found]))
-    return Interval(mean, min(interval.low, max(0.0, seeds.low)), max(interval.high, min(1.0, seeds.high)))
+    return Interval(mean, min(interval.low, max(0.0, seeds.low)), max(interval.high, min(1.0, seeds.high)), seeds.over)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,11 +393,11 @@ def _of_shares(interval: Interval | None, note: str) -> tuple[Interval | None, s
     """A difference of shares lies within -1 and 1, and its interval is not a point because all rows, at 0 or 1 say, agree."""
     if interval is None or interval.low == interval.high:
         return None, "all rows, or all seeds, agree: their spread gives no interval" if interval else note
-    return Interval(interval.mean, max(-1.0, interval.low), min(1.0, interval.high)), note
+    return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)), note
 
 
 def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | None]) -> tuple[Interval | None, str]:
-    ours, theirs = ({run.seed: found for run in one.runs if (found := sample(run))} for one in (arm, base))
+    ours, theirs = ({run.seeds: found for run in one.runs if (found := sample(run))} for one in (arm, base))
     for one, samples in ((arm, ours), (base, theirs)):
         if not samples:
             return None, f"{one.label} was not evaluated on it"
@@ -425,8 +421,9 @@ def _difference(arm: Arm, base: Arm, sample: Callable[[RunRecord], _Sample | Non
     if groups is None:
         over = f"{len(mine)} rows of only {documents} documents, as if they were independent"
     note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
-    alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {shared[0]} alone is in both arms"
-    note += f"; {alone}: differences of this size can be noise of the seed"
+    alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"
+    note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
     if len(mine) < FEWEST:
         return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
-    return paired_difference(mine, other, weights, groups), note
+    interval = paired_difference(mine, other, weights, groups)
+    return replace(interval, over=f"{unit_resampled(documents, len(mine))}, 1 seed"), note

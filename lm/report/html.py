@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from lm.attention import table
 from lm.files import replacing
-from lm.report.comparison import Comparison, asked, commit, compare, lengths_asked, printable, show, ways_used
+from lm.report.comparison import Comparison, asked, compare, lengths_asked, printable, seeds_shown, show, ways_used
 from lm.report.plots import Overview, overview
 from lm.report.runs import RunRecord, flatten, read_run
 from lm.report.tables import DIFFERENCE, comparison_tables, notes, to_csv, to_latex, to_markdown
@@ -108,11 +108,11 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("tokens seen", lambda run: run.tokens_seen),
         line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         line("parameters: total / non-embedding / normalizer", _parameters),
-        line("seeds", lambda run: str(run.seed)),
-        line("precision", lambda run: run.measured("precision")),
-        line("torch.compile", lambda run: run.measured("compile")),
-        line("device", lambda run: run.measured("device")),
-        line("commit", commit),
+        line("seeds", lambda run: seeds_shown(run.seeds)),
+        line("precision", lambda run: run.used("precision")),
+        line("torch.compile", lambda run: run.used("compile")),
+        line("device", lambda run: run.used("device")),
+        line("commit", lambda run: run.commits),
         line("versions", lambda run: _pairs(run.environment.get("versions"))),
     ]
 
@@ -187,7 +187,7 @@ def methods(comparison: Comparison) -> str:
         f"(peak learning rate {key('optim.lr')}, betas {key('optim.beta1')} and {key('optim.beta2')}, weight decay "
         f"{key('optim.weight_decay')}, gradients clipped at norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
         f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
-        f"{say(lambda run: run.measured('precision'))}, seeds: {say(lambda run: str(run.seed))}. "
+        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}. "
     )
     if comparison.warning:
         text += f"{comparison.warning} "
@@ -208,13 +208,17 @@ def methods(comparison: Comparison) -> str:
         rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
         names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
         text += (
-            f"Answers are right as wholes, under greedy decoding in fp32, in held-out {rows} ({names}), with 95% intervals: "
+            f"Answers are right as wholes, under greedy decoding in fp32 after the right answers to earlier questions "
+            f"(in a roll-out after the model's own), in held-out {rows} "
+            f"({names}), with 95% intervals: "
             "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out. "
         )
     if any(difference.interval for difference in comparison.differences):
-        given = [difference.note for difference in comparison.differences if difference.interval]
-        ways = ["paired by seed, with 95% Student t intervals over seeds"] if any("Student" in note for note in given) else []
-        if any("bootstrap" in note for note in given):
-            ways.append("paired by row, with 95% percentile bootstrap intervals (10,000 resamples), which do not cover training noise")
+        covered = list(dict.fromkeys(difference.interval.over for difference in comparison.differences if difference.interval))
+        seeds, alone = ([over for over in covered if ("1 seed" in over) == single] for single in (False, True))
+        ways = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
+        if alone:
+            how = "95% percentile bootstrap intervals (10,000 resamples), which say nothing about another seed"
+            ways.append(f"paired by row, with {how}: over {' or '.join(alone)}")
         text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
     return text.strip()

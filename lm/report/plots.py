@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of
+from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
-from lm.report.runs import Curve
+from lm.report.runs import ROLL_OUT, Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"
@@ -41,10 +41,12 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Overview:
-    """The picture, 600 px a panel (PNG at twice that), and its caption."""
+    """The picture, 600 px a panel (PNG at twice that), its legend and footer as text, and its caption."""
 
     svg: str
     png: bytes
+    legend: tuple[str, ...]
+    footer: str
     caption: str
 
 
@@ -65,12 +67,10 @@ def overview(comparison: Comparison) -> Overview:
         captions, cuts = (
             [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
         )
-        handles = [
-            Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=arm.label)
-            for i, arm in enumerate(comparison.arms)
-        ]
+        legend = tuple(f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms)
+        handles = [Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=label) for i, label in enumerate(legend)]
         footer = textwrap.wrap(" ".join(cuts), 82 * len(panels))
-        columns = min(len(handles), 4 if max(len(arm.label) for arm in comparison.arms) < 25 else 2)
+        columns = min(len(handles), 4 if max(map(len, legend)) < 34 else 2)
         rows = -(-len(handles) // columns)
         height = 5.0 + 0.25 * (rows - 1) + 0.16 * len(footer)
         bottom, top = (0.05 + 0.16 * len(footer)) / height, (0.1 + 0.27 * rows) / height
@@ -81,7 +81,17 @@ def overview(comparison: Comparison) -> Overview:
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
         figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    return Overview(svg.getvalue(), png.getvalue(), " ".join(captions))
+    return Overview(svg.getvalue(), png.getvalue(), legend, "\n".join(footer), " ".join(captions))
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+def _bands(what: list[str]) -> str:
+    """What the bands of a panel are, in words; the words for one curve are empty where it has none."""
+    words = "; ".join(filter(None, dict.fromkeys(what)))
+    return f"Bands: {words}." if words else ""
 
 
 # ---------------------------------------------------------------- left panel
@@ -92,7 +102,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     window = max(1, min(points, default=1) // 50) // 2 * 2 + 1
     last = max((c.tokens[-1] for arm in comparison.arms for r in arm.runs for c in (r.training, r.validations) if len(c.tokens)), default=1)
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
-    lows, highs, swaps = [], [], ""
+    lows, highs, bands, swaps = [], [], [], ""
     for index, arm in enumerate(comparison.arms):
         colour = _COLOURS[index % 7]
         tokens, losses = _shared([run.training for run in arm.runs])
@@ -109,6 +119,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             axes.plot(tokens / unit, losses.mean(axis=0), color=colour, marker=_marker(index), markersize=4, linewidth=1.5, zorder=3)
             if len(losses) > 1:
                 axes.fill_between(tokens / unit, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+                bands.append(f"lowest to highest of {_seeds(len(losses))}")
             lows.append(losses.mean(axis=0))
             highs.append(losses.mean(axis=0)[tokens >= 0.05 * tokens[-1]])
     axes.set_title("While training")
@@ -138,7 +149,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     axes.legend(handles=key, loc="best", fontsize=10)
     top = _finite(lows, max)
     cut = f"losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
-    return f"loss against tokens seen.{ends}", cut
+    return f"loss against tokens seen.{ends}", f"{_bands(bands)} {cut}".strip()
 
 
 def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +186,7 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         return "no long-context evaluation.", ""
     inside, lost = [], []
     trained = sorted({run.long_context.seq_len for arm in comparison.arms for run in arm.runs if run.long_context})
-    for index, way, arm, x, mean, low, high in curves:
+    for index, way, arm, x, mean, low, high, _ in curves:
         colour, style = _COLOURS[index % 7], _STYLES[min(ways.index(way), 3)]
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
         axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.8)
@@ -212,15 +223,12 @@ def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if ways != ["as trained"]:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    band = f" Band: 95% bootstrap interval over documents (rows where those are fewer than {FEWEST})" + (
-        " (one seed) or lowest to highest seed (several)." if several else "."
-    )
-    return f"loss by position, mean over rows, from position {_FIRST_POSITION}.{band}{ends}", cut
+    bands = _bands([c[7] for c in curves])
+    return f"loss by position, mean over rows, from position {_FIRST_POSITION}. {bands}{ends}", f"{bands} {cut}".strip()
 
 
-def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
-    """Positions (buckets' middles), mean loss, lower and upper end of the band, each (buckets,)."""
+def _curve(arm: Arm, way: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, str] | None:
+    """Positions (buckets' middles), mean loss, lower and upper end of the band, each (buckets,), and what the band is."""
     runs = [run for run in arm.runs if setting_of(run, way)]
     if not runs:
         return None
@@ -230,10 +238,12 @@ def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
     keep = edges[:-1] >= min(_FIRST_POSITION, edges[-2])
     values = np.array([setting_of(run, way).nll_by_row.mean(axis=0) for run in runs])[:, keep]  # (seeds, buckets)
     if len(runs) > 1:
-        return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0)
-    rows = setting_of(runs[0], way).nll_by_row[:, keep]
-    groups = groups_of(runs[0].long_context.document_by_row)
-    return x[keep], values[0], *(bootstrap_mean(rows, groups=groups) if len(rows) >= FEWEST else (values[0], values[0]))
+        return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(runs))}"
+    rows, documents = setting_of(runs[0], way).nll_by_row[:, keep], runs[0].long_context.document_by_row
+    if len(rows) < FEWEST:
+        return x[keep], values[0], values[0], values[0], ""
+    unit = unit_resampled(len(np.unique(documents)), len(rows))
+    return x[keep], values[0], *bootstrap_mean(rows, groups=groups_of(documents)), f"95% interval over {unit}, 1 seed"
 
 
 # ---------------------------------------------------------------- answers
@@ -242,6 +252,7 @@ def _curve(arm: Arm, way: str) -> tuple[np.ndarray, ...] | None:
 def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     axes.set_title("Answers right, by length of the row")
     each, lengths = asked(comparison.arms), lengths_asked(comparison.arms)
+    bands: list[str] = []
     for index, arm in enumerate(comparison.arms):
         for number, of in enumerate(each):
             points = [(length, share) for length in lengths if (share := share_right(arm, of, length))]
@@ -250,6 +261,7 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             x, (mean, low, high) = [length for length, _ in points], np.array([share.listed() for _, share in points]).T
             if "control" not in of[0]:
                 axes.fill_between(x, low, high, color=_COLOURS[index % 7], alpha=0.13, linewidth=0)
+                bands += [f"95% interval over {share.over}" for _, share in points]
             style = {"color": _COLOURS[index % 7], "marker": _marker(index), "linestyle": _STYLES[number % 4]}
             axes.plot(x, mean, markersize=4, linewidth=1.8, **style)
     for length in sorted({run.seq_len for arm in comparison.arms for run in arm.runs}):
@@ -264,8 +276,25 @@ def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if len(each) > 1:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    band = "Wilson's over questions, for several seeds each end of Student's t over seeds that lies farther out"
-    return f"answers right by length of the row ({'; '.join(names)}). Band: 95% interval, {band}. Grey line: the training length.", ""
+    answers = [one for arm in comparison.arms for run in arm.runs for one in run.answers if one.chance is not None]
+    for chance, rolled_out in sorted({(one.chance, one.way.endswith(ROLL_OUT)) for one in answers}):
+        axes.axhline(chance, color=_GREY, linestyle=":", linewidth=1)
+        axes.annotate(
+            f"chance{', roll-out' if rolled_out else ''} {chance:.1%}",
+            (0, chance),
+            (4, 3),
+            axes.get_yaxis_transform(),
+            textcoords="offset points",
+            color=_GREY,
+            fontsize=9,
+        )
+    how = "Wilson's over questions, for several seeds each end of Student's t over seeds that lies farther out"
+    caption = (
+        f"answers right by length of the row, after the right answers to earlier questions, or in a {ROLL_OUT} after the model's own "
+        f"({'; '.join(names)}). {_bands(bands)} They are {how}. Grey line: the training length. "
+        "Dotted, if any: chance, picking among the answers shown and not yet given."
+    )
+    return caption, _bands(bands)
 
 
 # ---------------------------------------------------------------- all

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lm import identity
 from lm.data.tasks import TASKS
 from lm.errors import RunError
 from lm.schema import Plain, flatten
 
+ROLL_OUT = "roll-out"  # the way of answers after the model's own, in place of the right ones
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
 
@@ -79,6 +81,7 @@ class AnswersRight:
     step: int
     tokens_seen: int
     share: float
+    chance: float | None  # what picking among the answers shown would give of it; None: not one number
     by_row: np.ndarray  # (rows,) share in each row; of needles: in each trial, over all depths
     questions: np.ndarray  # (rows,) independent ones in each
     name: str = ""  # of the task, beside others
@@ -101,8 +104,13 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys."""
-        return flatten(self.config)
+        """The configuration as dotted keys; what decides what is learned as it was used (`lm.identity.learned`)."""
+        return flatten(self.config) | self.learned
+
+    @cached_property
+    def learned(self) -> dict[str, Plain]:
+        """What decides what the run learns, its seed aside: arms differ in it."""
+        return identity.learned(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
@@ -113,7 +121,7 @@ class RunRecord:
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
         """The normalizers of training, each with the step it began after."""
         phases = self.config.get("phases") or []
-        starts = [0, *(round(phase["until"] * self.flat["trainer.max_steps"]) for phase in phases)]
+        starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases)]
         return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=False)] or [
             (0, self.config["model"]["normalizer"])
         ]
@@ -121,6 +129,11 @@ class RunRecord:
     @property
     def seed(self) -> int:
         return self.flat["seed"]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Its seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
+        return identity.seeds(self.config, self.environment)
 
     @property
     def seq_len(self) -> int:
@@ -145,6 +158,17 @@ class RunRecord:
         """Of the held-out tokens, nats per token: what a model without context could reach."""
         return self.validation.unigram_entropy if self.validation else self.measured("unigram_entropy.val")
 
+    def used(self, name: str) -> Plain:
+        """What its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
+        return identity.used(self.environment, name)
+
+    @property
+    def commits(self) -> str | None:
+        """The git commit of each start, with whether the tree had changes."""
+        found = [(one["git_commit"], one.get("git_dirty")) for one in identity.starts(self.environment) if one.get("git_commit")]
+        words = dict.fromkeys(f"{commit[:12]}{' with uncommitted changes' if dirty else ''}" for commit, dirty in found)
+        return ", then ".join(words) or None
+
     def measured(self, path: str) -> Plain:
         """A dotted entry of environment.json, e.g. `parameters.total`; None if it is not there."""
         return flatten(self.environment).get(path)
@@ -164,7 +188,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(lacking)}")
     config = _read_config(folder / "config.yaml")
     environment = _read_json(folder / "environment.json")
-    missing: list[str] = []
+    missing = _missing_of(config, environment, folder / "environment.json")
     lines = _read_metrics(folder / "metrics.jsonl", missing)
     validation, long_context = (_read_evaluation(folder, kind, read) for kind, read in _LOSSES.items())
     asked = config.get("eval") or {}
@@ -219,6 +243,20 @@ def _read_json(path: Path) -> dict[str, Plain]:
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content
+
+
+def _missing_of(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
+    """What environment.json lacks, and what makes its run more than one. Raises RunError where it can't be read as one."""
+    try:
+        found, unlike = identity.starts(environment), identity.unlike(environment)
+        identity.learned(config, environment), identity.seeds(config, environment)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())}; if an older version wrote it, train the run again") from None
+    lacks = [f"its starts used unlike things: {'; '.join(unlike)}"] if unlike else []
+    silent = "environment.json (of an older version, or of an export) does not say"
+    lacks += [f"{silent} what each start used: those it is silent on may be unlike"] if any("precision" not in one for one in found) else []
+    unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
+    return lacks + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])
 
 
 def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, Plain]]:
@@ -301,9 +339,15 @@ def _long_context(content: dict[str, Plain]) -> LongContext:
 
 
 def _recall(content: dict[str, Plain]) -> list[AnswersRight]:
-    return [
-        _answers(content, cell, cell["task"], cell["rows_sha256"], cell["by_row"], cell["questions_by_row"]) for cell in content["cells"]
-    ]
+    """Teacher-forced, and where a row asks several questions, so that it differs, in a roll-out: another way to use the model."""
+    found = []
+    for cell in content["cells"]:
+        rows, questions = cell["rows_sha256"], cell["questions_by_row"]
+        found.append(_answers(content, cell, cell["task"], rows, cell["chance"], cell["by_row"], questions))
+        if max(questions) > 1:
+            own = cell | {"label": f"{cell['label']}, {ROLL_OUT}"}
+            found.append(_answers(content, own, cell["task"], rows, cell["rollout_chance"], cell["rollout_by_row"], questions))
+    return found
 
 
 def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
@@ -318,16 +362,22 @@ def _needle(content: dict[str, Plain]) -> list[AnswersRight]:
         by_trial = np.mean([cell["by_trial"] for cell in cells], axis=0)
         rows = hashlib.sha256(json.dumps([taught, *(cell["trials_sha256"] for cell in cells)]).encode()).hexdigest()
         name = {"name": "needle, control without it" if absent else "needle"}
-        found.append(_answers(content, cells[0], name | task, rows, by_trial, [1] * len(by_trial)))
+        found.append(_answers(content, cells[0], name | task, rows, cells[0]["chance"], by_trial, [1] * len(by_trial)))
     return found
 
 
 def _answers(
-    content: dict[str, Plain], cell: dict[str, Plain], task: dict[str, Plain], rows: str, by_row: Sequence[float], questions: list[int]
+    content: dict[str, Plain],
+    cell: dict[str, Plain],
+    task: dict[str, Plain],
+    rows: str,
+    chance: float | None,
+    by_row: Sequence[float],
+    questions: list[int],
 ) -> AnswersRight:
     shares, counts = np.array(by_row, dtype=float), np.array(questions, dtype=float)
     of = dict(task), str(cell["label"]), int(cell["length"]), str(rows), int(content["step"]), int(content["tokens_seen"])
-    return AnswersRight(*of, float(np.average(shares, weights=counts)), shares, counts)
+    return AnswersRight(*of, float(np.average(shares, weights=counts)), chance, shares, counts)
 
 
 _LOSSES = {"validation": _validation, "long_context": _long_context}

@@ -110,7 +110,8 @@ def _at_training_length(comparison: Comparison) -> Table:
     in_bytes = any(arm.values(bits) for arm in comparison.arms)
     columns += [Column("bits per byte")] if in_bytes else []
     columns += [Column("unigram entropy", nats)]
-    columns += [_difference_column(comparison)] if len(comparison.arms) > 1 else []
+    differences = _Differences.of(comparison, 0, "nats/token")
+    columns += differences.columns
     rows = []
     for arm in comparison.arms:
         tokens = arm.mean(lambda run: run.tokens_seen)
@@ -125,8 +126,7 @@ def _at_training_length(comparison: Comparison) -> Table:
         row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 and not arm.apart(VALIDATION) else None] if several else []
         row += [number(arm.mean(bits, VALIDATION))] if in_bytes else []
         row += [number(arm.mean(lambda run: run.unigram_entropy, VALIDATION))]
-        row += [_difference_cell(comparison, arm, ())] if len(comparison.arms) > 1 else []
-        rows.append(tuple(row))
+        rows.append((*row, *differences.cells(arm, ())))
     return Table("Validation, rows of the training length", LOSSES, tuple(columns), tuple(rows))
 
 
@@ -149,12 +149,13 @@ def _beyond(comparison: Comparison) -> Table:
     labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
     columns = [Column("arm", kind="label"), Column("RoPE", kind="label"), *(Column(f"loss {label}", "nats/token") for label in labels)]
     last = max((run.long_context.length for arm in comparison.arms for run in arm.runs if run.long_context), default=0)
-    columns += [_difference_column(comparison, labels[-1])] if len(comparison.arms) > 1 and labels else []
+    differences = _Differences.of(comparison, 1, "nats/token", labels[-1] if labels else "", last)
+    columns += differences.columns
     rows = []
     for arm in comparison.arms:
         for way in ways_used([arm]):
             row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a), LONG)) for label in labels)]
-            rows.append(tuple(row + ([_difference_cell(comparison, arm, (way,), last)] if len(comparison.arms) > 1 else [])))
+            rows.append((*row, *differences.cells(arm, (way,))))
     return Table("Long rows, by position in training lengths", LOSSES, tuple(columns), tuple(rows))
 
 
@@ -170,32 +171,53 @@ def _answered(comparison: Comparison) -> Table:
     lengths = lengths_asked(comparison.arms)
     trained = {run.seq_len for arm in comparison.arms for run in arm.runs}
     times = {length: f", {length / min(trained):g}x" if len(trained) == 1 else "" for length in lengths}
-    columns = [Column(name, kind="label") for name in ("arm", "task", "used")]
-    columns += [Column(f"{length:,}{times[length]}", SHARES, "share") for length in lengths]
-    several = len(comparison.arms) > 1 and lengths
-    heading = f"difference to {comparison.arms[0].label}, {lengths[-1]:,}" if several else ""
-    columns += [Column(heading, "share, 95% interval", "difference")] if several else []
-    rows = []
-    for of in asked(comparison.arms):
-        for arm in comparison.arms:
-            shares = [share_right(arm, of, length) for length in lengths]
-            if any(shares):
-                rows.append((arm.label, *of, *shares, *([_difference_cell(comparison, arm, of, lengths[-1])] if several else [])))
-    return Table("Answers right, by tokens in the row", SHARES, tuple(columns), tuple(rows))
+    shares = {(arm, of): [share_right(arm, of, length) for length in lengths] for of in asked(comparison.arms) for arm in comparison.arms}
+    shares = {key: row for key, row in shares.items() if any(row)}
+    unit = _with_interval(SHARES, " or over ".join(dict.fromkeys(share.over for row in shares.values() for share in row if share)))
+    columns = [*(Column(name, kind="label") for name in ("arm", "task", "used")), Column("seeds")]
+    columns += [Column(f"{length:,}{times[length]}", unit, "share") for length in lengths]
+    farthest = lengths[-1] if lengths else 0
+    differences = _Differences.of(comparison, 2, SHARES, f"{farthest:,}", farthest)
+    rows = [(arm.label, *of, str(len(arm.runs)), *row, *differences.cells(arm, of)) for (arm, of), row in shares.items()]
+    return Table("Answers right, by tokens in the row", SHARES, (*columns, *differences.columns), tuple(rows))
 
 
-def _difference_column(comparison: Comparison, where: str = "") -> Column:
-    return Column(f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), "nats/token, 95% interval", "difference")
+@dataclass(frozen=True)
+class _Differences:
+    """The differences to the baseline of one table: a column for each thing that their intervals cover; none for one arm."""
+
+    several: bool  # arms
+    found: tuple[Difference, ...]
+    name: str
+    unit: str
+
+    @classmethod
+    def of(cls, comparison: Comparison, parts: int, unit: str, where: str = "", length: int | None = None) -> "_Differences":
+        """Those whose `of` has so many `parts`; if a length is given, those up to there, which the heading calls `where`."""
+        found = (one for one in comparison.differences if len(one.of) == parts and length in (None, one.length))
+        return cls(
+            len(comparison.arms) > 1, tuple(found), f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), unit
+        )
+
+    @property
+    def covered(self) -> list[str]:
+        """What the intervals are over; [""] where there is none."""
+        return list(dict.fromkeys(one.interval.over for one in self.found if one.interval)) or [""] * self.several
+
+    @property
+    def columns(self) -> list[Column]:
+        """A column for each of `covered`."""
+        return [Column(self.name, _with_interval(self.unit, over), "difference") for over in self.covered]
+
+    def cells(self, arm: Arm, of: tuple[str, ...]) -> list[Cell]:
+        """An arm's difference in the column of what it covers."""
+        interval = next((one.interval for one in self.found if (one.arm, one.of) == (arm.label, of)), None)
+        return [interval if interval and interval.over == over else None for over in self.covered]
 
 
-def _difference_cell(comparison: Comparison, arm: Arm, of: tuple[str, ...], length: int | None = None) -> Cell:
-    """The difference of an arm, if it is where the column says: up to `length`."""
-
-    def matches(difference: Difference) -> bool:
-        return difference.arm == arm.label and difference.of == of and length in (None, difference.length)
-
-    found = next(filter(matches, comparison.differences), None)
-    return found and found.interval
+def _with_interval(unit: str, over: str) -> str:
+    """The unit of numbers that have an interval."""
+    return f"{unit}, 95% interval" + (f" over {over}" if over else "")
 
 
 # ---------------------------------------------------------------- formats
@@ -216,17 +238,18 @@ def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """One number a line, of all tables: what it is of, its value, and the ends of its interval if it has one."""
+    """One number a line, of all tables: what it is of, its value, and the ends of its interval, if it has one, and what that covers."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", *labels, "quantity", "unit", "value", "low", "high"])
+    writer.writerow(["table", *labels, "quantity", "unit", "value", "low", "high", "interval over"])
     for table in tables:
         for row in table.rows:
             of = {column.name: cell for column, cell in table.cells(row) if column.kind == "label"}
             for column, cell in table.cells(row):
                 if column.kind != "label" and cell is not None:
-                    values = [column.text(value) for value in cell.listed()] if isinstance(cell, Interval) else [cell, "", ""]
+                    alone = not isinstance(cell, Interval)
+                    values = [cell, "", "", ""] if alone else [*(column.text(value) for value in cell.listed()), cell.over]
                     writer.writerow([table.title, *(of.get(label, "") for label in labels), column.name, column.unit, *values])
     return out.getvalue()
 
@@ -235,9 +258,7 @@ def to_latex(tables: tuple[Table, ...]) -> str:
     """A booktabs tabular a table; units stand in a second line of the heading."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
-        names, units = (
-            [_tex(text) for text in texts] for texts in zip(*((c.name, c.unit and f"({c.unit})") for c in table.columns), strict=True)
-        )
+        names, units = ([_tex(column.name) for column in table.columns], [_tex_unit(column.unit) for column in table.columns])
         lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
         lines += [" & ".join(_tex_cell(*each) for each in table.cells(row)) + " \\\\" for row in table.rows]
@@ -251,6 +272,12 @@ _TEX |= {"<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}"} | {let
 
 def _tex(text: str) -> str:
     return "".join(_TEX.get(letter, letter) for letter in text)
+
+
+def _tex_unit(unit: str) -> str:
+    """In parentheses, a line for each of its parts."""
+    lines = ",\\\\ ".join(_tex(part) for part in unit.split(", "))
+    return unit and f"\\shortstack{{({lines})}}"
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:
@@ -274,7 +301,9 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
         grid = _grid(f"{table.title} ({table.unit})")
         for index in kept:
             column = table.columns[index]
-            heading = column.name if column.unit in table.unit else column.heading
+            heading = (
+                column.name if column.unit in table.unit or column.kind == "share" else column.heading
+            )  # shares without their intervals
             if column.kind == "label":
                 grid.add_column(escape(heading), min_width=8, overflow="fold")
             else:
@@ -284,15 +313,23 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
             grid.add_row(*(escape(text) for index, text in enumerate(cells) if index in kept))
         console.print(grid)
     if comparison.differences:
-        grid = _grid(f"Differences to {comparison.arms[0].label} (losses in nats/token, answers right as a share)")
-        grid.add_column("arm")
-        grid.add_column("of")
-        grid.add_column("mean [95% interval]", no_wrap=True)
-        for difference in comparison.differences:
-            grid.add_row(escape(difference.arm), difference.what, escape(DIFFERENCE.shown(difference.interval)))
-        console.print(grid)
+        console.print(_differences_grid(comparison))
     for text in ([comparison.warning] if comparison.warning else []) + notes(comparison):
         console.print(escape(text), highlight=False)
+
+
+def _differences_grid(comparison: Comparison) -> RichTable:
+    """Each difference in the column of what its interval covers."""
+    grid = _grid(f"Differences to {comparison.arms[0].label} (losses in nats/token, answers right as a share)")
+    grid.add_column("arm")
+    grid.add_column("of")
+    covered = list(dict.fromkeys(one.interval.over for one in comparison.differences if one.interval)) or [""]
+    for over in covered:
+        grid.add_column(f"mean [{_with_interval('', over).removeprefix(', ')}]".replace(" over ", "\nover "), no_wrap=True)
+    for one in comparison.differences:
+        cells = (one.interval if one.interval and one.interval.over == over else None for over in covered)
+        grid.add_row(escape(one.arm), one.what, *(escape(DIFFERENCE.shown(cell)) for cell in cells))
+    return grid
 
 
 def _grid(title: str) -> RichTable:

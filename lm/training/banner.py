@@ -124,11 +124,14 @@ def environment(
     step: int = 0,
     before: dict[str, Plain] | None = None,
 ) -> dict[str, Plain]:
-    """What the results depend on beside the configuration; a run resumed at `step` keeps what was said `before` of its starts."""
+    """What the results depend on beside the configuration; a run resumed at `step` keeps what was said `before` of its starts.
+
+    What this start uses is in `starts`, an entry for each, and beside them.
+    """
     before = before or {}
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
-    return {
+    used = {
         "lm": lm.__version__,
         "git_commit": commit,
         "git_dirty": dirty,
@@ -137,7 +140,12 @@ def environment(
         "precision": precision.value,
         "compile": compiled.value == "true",
         "threads": torch.get_num_threads(),
+        "world_size": config.world_size,
+        "max_steps": config.trainer.max_steps,
         "command": " ".join(["lm", *sys.argv[1:]]),
+    }
+    return {
+        **used,
         "data_fingerprint": store.fingerprint,
         "data": {
             "store": str(store.path),
@@ -152,10 +160,7 @@ def environment(
         **({"row_lengths": train_rows(store, config).shares(config.trainer.max_steps)} if config.data.lengths else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
-        "starts": [
-            *before.get("starts", []),
-            {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "git_commit": commit},
-        ],
+        "starts": [*before.get("starts", []), {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],
     }
 
 

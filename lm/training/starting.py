@@ -15,7 +15,8 @@ from lm.configure import parse
 from lm.data.lengths import Curriculum
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.runs import CHECKPOINTS, TOKENIZER
+from lm.identity import arm, seeds
+from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
 from lm.schema import Plain, flatten, to_plain
 
 # A resumed run may differ from its first start in these; anything else would make it another run.
@@ -159,7 +160,9 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
 
 
 def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights that `init_from` names; where they come from (`path`, `step`, `tokens`), and notes on it.
+    """Give `decoder` the weights that `init_from` names; where they come from, and notes on it.
+
+    The former: `path`, `step`, `tokens`, and what tells like weights of other seeds: `normalizer`, `arm` and `seeds` (lm/identity.py).
 
     Raises:
         RunError: nothing to load there.
@@ -186,7 +189,16 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
     if problems:
         raise ConfigError(problems)
     decoder.load_state_dict(loaded.decoder.state_dict())
-    start = {"path": str(loaded.path), "step": loaded.facts["step"], "tokens": loaded.facts["tokens"]}
+    environment = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
+    source = to_plain(loaded.config), environment
+    start = {
+        "path": str(loaded.path),
+        "step": loaded.facts["step"],
+        "tokens": loaded.facts["tokens"],
+        "normalizer": table.label(to_plain(loaded.decoder.config.normalizer)),
+        "arm": arm(*source),
+        "seeds": list(seeds(*source)),
+    }
     notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
     if store.fingerprint != loaded.facts["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")

@@ -32,7 +32,7 @@ class Example:
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: where each answer is to be given, in order
     evidence: np.ndarray  # (Q, 2) int64: what each is to be read from; (0, 0) if the row doesn't show it
-    candidates: int  # answers of this kind in the row: one who picks any of them is right once in so many
+    candidates: int  # answers of this kind in the row; what picking among them gives: `Task.guessing`
     needles: np.ndarray  # (Q, 2) int64: the evidence with what belongs to it, such as its key or its sentence; (0, 0) likewise
 
     @property
@@ -42,6 +42,25 @@ class Example:
         for start, stop in self.questions:
             marked[start:stop] = True
         return marked[1:]
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """Fraction of the answers that is right by chance: picked among those the row shows, without reading which one is asked for."""
+
+    given: float  # the right answers to earlier questions stand in the row (teacher forcing), and are crossed off
+    own: float  # the picks themselves stand there instead (greedy decoding)
+
+    @classmethod
+    def among(cls, candidates: int, asked: int) -> "Guessing | None":
+        """`asked` different ones of the `candidates` that a row shows, none picked twice; None for one alone: finding it is the task.
+
+        Question i has `candidates` - i answers left under teacher forcing; all `candidates` asked for make H_k / k. One's own picks
+        tell nothing of what is right: they are an arrangement at random, each right once in `candidates`.
+        """
+        if candidates == 1:
+            return None
+        return cls(sum(1 / (candidates - earlier) for earlier in range(asked)) / asked, 1 / candidates)
 
 
 class Task(ABC):
@@ -59,6 +78,11 @@ class Task(ABC):
     @property
     def vocab_size(self) -> int | None:
         """Symbols 0 to V - 1 that rows are made of; None: those of a tokenizer."""
+        return None
+
+    @property
+    def guessing(self) -> Guessing | None:
+        """What chance gives in a test row; None where that is not one number."""
         return None
 
     def problems(self) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm.data.tasks.rows import HELD_OUT, Draw, Example, Task, require, span
+from lm.data.tasks.rows import HELD_OUT, Draw, Example, Guessing, Task, require, span
 from lm.data.tasks.text import Text
 from lm.schema import key
 
@@ -36,6 +36,10 @@ class MQAR(Task):
     @property
     def vocab_size(self) -> int:
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
+
+    @property
+    def guessing(self) -> Guessing | None:
+        return Guessing.among(self.pairs, self.queries)
 
     def problems(self) -> list[tuple[str, str]]:
         found = [("queries", f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
@@ -130,6 +134,10 @@ class Induction(Task):
     def vocab_size(self) -> int:
         return self.symbols + 1
 
+    @property
+    def guessing(self) -> Guessing | None:
+        return Guessing(1 / self.symbols, 1 / self.symbols)
+
     def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
         require(length - 3, "two marks and two symbols", length)
         start = draw.one(length - 2)  # of the mark; the last two tokens are the question and its answer
@@ -162,6 +170,10 @@ class Maximum(Task):
     def vocab_size(self) -> int:
         return self.priorities + self.payloads + self.filler + 1
 
+    @property
+    def guessing(self) -> Guessing | None:
+        return Guessing.among(self.items, 1)
+
     def problems(self) -> list[tuple[str, str]]:
         counts = (("priorities", self.priorities), ("payloads", self.payloads))
         return [("items", f"is more than {name} = {n}") for name, n in counts if n < self.items]
@@ -186,6 +198,7 @@ class FlipFlop(Task):
 
     Symbols: those written, then write, ignore, read, then a start that makes rows of even `length` come out. The first
     instruction is a write, the last a read. What is written is also among the ignored: nothing but the order tells.
+    Chance is not one number: half of the reads follow another read without a write between them and have its answer.
 
     Disjoint: whole rows, by their hash.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from lm.data.tasks.rows import Draw, Example, Task, require
+from lm.data.tasks.rows import Draw, Example, Guessing, Task, require
 from lm.schema import key
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ class Needle(Task):
     distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
     depth: float | None = key(None, "share of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
+
+    @property
+    def guessing(self) -> Guessing | None:
+        return None if self.absent else Guessing.among(self.needles + self.distractors, self.needles)
 
     def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
         total = self.needles + self.distractors

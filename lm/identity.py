@@ -1,0 +1,88 @@
+"""What tells runs apart: what decides what they learn, what each start of them used, and the seeds behind them."""
+
+import hashlib
+import json
+
+from lm.schema import Plain, flatten
+
+# Keys that do not change what is learned.
+BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "data.prepare_workers", "trainer.devices")
+BOOKKEEPING += (
+    "trainer.micro_batch",
+    "trainer.num_nodes",
+    "trainer.threads",
+    "trainer.accelerator",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+)
+_AS_USED = ("precision", "compile", "max_steps")  # keys of `trainer` that a resumed run may change, and that count as they were used
+_UNLIKE_EACH_TIME = ("step", "time", "command")
+
+
+def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
+    """What each start of a run used, as dotted keys: those whose steps the weights have in them.
+
+    A start at step s leaves none of the steps after s that earlier ones made. What the last one used stands beside the list, too.
+
+    Raises:
+        ValueError: `starts` is no list of objects with a step.
+    """
+    found = environment.get("starts", [{"step": 0}])
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) and isinstance(one.get("step"), int) for one in found):
+        raise ValueError("starts is no list of objects with a step")
+    names = ("lm", "git_commit", "git_dirty", "device", "precision", "compile", "versions", "threads", "world_size", "max_steps")
+    last = {name: environment[name] for name in names if name in environment} | found[-1]
+    kept: list[dict[str, Plain]] = []
+    for start in (*found[:-1], last):
+        kept = [earlier for earlier in kept if earlier["step"] < start["step"]] + [flatten(start)]
+    return kept
+
+
+def used(environment: dict[str, Plain], name: str) -> Plain:
+    """What the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if none says."""
+    changes: list[tuple[int, Plain]] = []
+    for start in starts(environment):
+        if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
+            changes.append((start["step"], start[name]))
+    if len(changes) < 2:
+        return changes[0][1] if changes else None
+    return ", ".join(f"from step {step:,} {_short(value)}" if number else _short(value) for number, (step, value) in enumerate(changes))
+
+
+def unlike(environment: dict[str, Plain]) -> list[str]:
+    """What the starts of a run do not share, in words; empty if they used the same."""
+    found = starts(environment)
+    names = dict.fromkeys(name for start in found for name in start if name not in _UNLIKE_EACH_TIME)
+    differing = [name for name in names if len({json.dumps(start[name]) for start in found if start.get(name) is not None}) > 1]
+    return [f"{name} {used(environment, name)}" for name in differing]
+
+
+def _short(value: Plain) -> str:
+    """A value in a few letters: commits cut, truth as in YAML."""
+    return str(value).lower() if isinstance(value, bool) else str(value)[:24]
+
+
+def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
+    """What decides what a run learns, its seed aside, as dotted keys: runs that are alike in it are one arm.
+
+    Precision, compilation and the steps that the schedule was for are those used at each start; starting weights (`init_from`) are
+    named by the arm they are of, not by their path.
+    """
+    found = {key: value for key, value in flatten(config).items() if key != "seed" and not key.startswith(BOOKKEEPING)}
+    as_used = {f"trainer.{name}": used(environment, name) for name in _AS_USED}
+    found |= {key: value for key, value in as_used.items() if value is not None}
+    start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
+    if config.get("init_from") and "arm" in start:
+        found["init_from"] = f"{start['normalizer']}, arm {start['arm']}"
+    return found | {f"swap.{name}": swap[name] for name in ("normalizer", "init", "arm") if name in swap}
+
+
+def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
+    """A name for the arm of a run: a hash of what `learned` gives."""
+    return hashlib.sha256(json.dumps(learned(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
+    """The seeds behind a run's weights: those of the run it started from, then its own; the same one in a row once."""
+    found = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
+    return tuple(seed for number, seed in enumerate(found) if number == 0 or seed != found[number - 1])

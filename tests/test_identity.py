@@ -1,0 +1,171 @@
+"""What runs used and where their weights come from: recorded at every start; reports pool and pair runs by it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from reported import build_run, compared
+
+from lm import identity
+from lm.errors import RunError
+from lm.report import compare, read_run
+from lm.runs import read_config, read_json
+from lm.schema import to_plain
+from lm.swap import swap_run
+from lm.training.run import train
+
+
+def rewrite(folder: Path, **changes: object) -> Path:
+    """A run folder whose environment.json says something else."""
+    path = folder / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def start(step: int, precision: str = "32", compiled: bool = False, **more: object) -> dict[str, object]:
+    return {"step": step, "time": "2026-01-01T00:00:00Z", "precision": precision, "compile": compiled, **more}
+
+
+def arms(*folders: Path) -> list[list[str]]:
+    return [[run.name for run in arm.runs] for arm in compare([read_run(folder) for folder in folders]).arms]
+
+
+# ---------------------------------------------------------------- what was used
+
+
+def test_every_start_says_what_it_used(tiny, tmp_path):
+    assert train(tiny("name=a", "trainer.precision=32", "trainer.max_steps=4", "trainer.compile=false")) == 0
+    assert train(tiny("name=a", "trainer.precision=bf16-mixed", "trainer.compile=false", "resume=auto")) == 0
+    environment = read_json(tmp_path / "runs" / "a" / "environment.json")
+    first, second = environment["starts"]
+    assert [one["step"] for one in (first, second)] == [0, 4]
+    assert [one["precision"] for one in (first, second)] == ["32", "bf16-mixed"]
+    keys = {"lm", "git_commit", "git_dirty", "versions", "device", "precision", "compile", "threads", "world_size", "max_steps", "command"}
+    assert first.keys() == second.keys() == keys | {"step", "time"}
+    assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
+    assert identity.used(environment, "precision") == "32, from step 4 bf16-mixed"
+    assert (
+        "its starts used unlike things: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8"
+        in read_run(tmp_path / "runs" / "a").missing
+    )
+
+
+def test_what_was_dropped_by_going_back_does_not_count():
+    environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
+    assert [one["step"] for one in identity.starts(environment)] == [0, 4]
+    assert identity.used(environment, "precision") == "32"
+    assert identity.unlike(environment) == ["compile false, from step 4 true"]
+
+
+def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
+    asked = [build_run(tmp_path, f"asked-{what}", seed=seed, trainer={"precision": what}) for seed, what in ((1, "auto"), (2, 32))]
+    assert arms(*asked) == [["asked-auto", "asked-32"]]
+    other = rewrite(build_run(tmp_path, "bf16", seed=3, trainer={"precision": "auto"}), starts=[start(0, "bf16-mixed")])
+    assert arms(*asked, other) == [["asked-auto", "asked-32"], ["bf16"]]
+    comparison, _ = compared(*asked, other)
+    assert comparison.warning == "The arms differ in more than the normalizer: trainer.precision."
+    assert [arm.label for arm in comparison.arms] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
+
+
+def test_unlike_histories_are_not_compared_as_like(tmp_path):
+    whole, resumed = build_run(tmp_path, "whole"), build_run(tmp_path, "resumed", seed=2)
+    rewrite(resumed, starts=[start(0), start(100, "bf16-mixed")])
+    assert arms(whole, resumed) == [["whole"], ["resumed"]]
+    comparison, _ = compared(whole, resumed)
+    assert dict(comparison.config_diff)["trainer.precision"] == ("32", "32, from step 100 bf16-mixed")
+    checks = {check.what: check for check in comparison.checks}
+    assert checks["precision"].ok is False
+    assert checks["what each start of a run used"].ok is False
+    assert checks["what each start of a run used"].detail == "resumed: precision 32, from step 100 bf16-mixed"
+    assert "resumed: its starts used unlike things: precision 32, from step 100 bf16-mixed" in comparison.missing
+
+
+def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_path):
+    whole, longer = build_run(tmp_path, "whole"), build_run(tmp_path, "longer", seed=2)
+    rewrite(longer, starts=[start(0, max_steps=100), start(100, max_steps=200)])
+    assert arms(whole, longer) == [["whole"], ["longer"]], "the learning rate had its schedule twice"
+    assert read_run(longer).learned["trainer.max_steps"] == "100, from step 100 200"
+
+
+@pytest.mark.parametrize("what", ["git_commit", "device", "threads", "world_size", "versions"])
+def test_starts_that_differ_in_anything_are_said(tmp_path, what):
+    values = [{"torch": "2.13"}, {"torch": "2.14"}] if what == "versions" else ["2.13", "2.14"]
+    folder = rewrite(build_run(tmp_path, "a"), starts=[start(step, **{what: value}) for step, value in zip((0, 50), values, strict=True)])
+    name = "versions.torch" if what == "versions" else what
+    assert f"its starts used unlike things: {name} 2.13, from step 50 2.14" in read_run(folder).missing
+
+
+# ---------------------------------------------------------------- where weights come from
+
+
+def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, capsys):
+    runs, once = tmp_path / "runs", ["eval.swap_lengths=[1]"]
+    for seed in (1, 2):
+        assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2")) == 0
+        swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", once)
+        for name, normalizer, source in (("soft", "softmax", "base"), ("scalable", "ssmax", "swapped")):
+            more = f"init_from={runs}/{source}-{seed}", f"model.normalizer={normalizer}", "trainer.max_steps=2", f"seed={seed}"
+            assert train(tiny(f"name={name}-{seed}", *more)) == 0
+    folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
+    assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
+    assert compared(*folders)[0].differences[0].interval.over == "2 seeds"
+    started = [read_json(folder / "environment.json")["started_from"] for folder in folders]
+    assert [one["seeds"] for one in started] == [[1], [2], [1], [2]]
+    assert len({one["arm"] for one in started}) == 2
+    assert started[0]["arm"] == identity.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", once)
+    assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
+    assert "1 checkpoint]" in " ".join(capsys.readouterr().out.split()), "what the intervals of a swap cover"
+
+
+def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
+    config = {"seed": 1, "model": {"normalizer": {"name": "ssmax"}}}
+    histories = [
+        {"swap": {"normalizer": "softmax", "init": init, "arm": of}} for init, of in (("match", "a"), ("fit", "a"), ("match", "b"))
+    ]
+    assert len({identity.arm(config, environment) for environment in histories}) == 3
+    assert identity.arm(config, histories[0]) == identity.arm(config | {"seed": 2, "name": "other"}, histories[0])
+
+
+def started_from(root: Path, name: str, seed: int, source: int, arm: str = "abc") -> Path:
+    """A run that began from the weights of a run with seed `source`."""
+    folder = build_run(root, name, seed=seed, init_from=f"runs/{arm}-{source}")
+    return rewrite(folder, started_from={"path": "p", "step": 2, "tokens": 9, "normalizer": "softmax", "arm": arm, "seeds": [source]})
+
+
+def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
+    ours = [started_from(tmp_path, f"a{source}", 7, source) for source in (1, 2, 3)]
+    assert arms(*ours) == [["a1", "a2", "a3"]]
+    assert [read_run(folder).seeds for folder in ours] == [(1, 7), (2, 7), (3, 7)]
+    assert read_run(started_from(tmp_path, "same", 1, 1)).seeds == (1,)
+    theirs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
+    comparison, found = compared(*ours, *theirs)
+    assert found[()].interval.over == "2 seeds"
+    (seeds,) = [check for check in comparison.checks if check.what == "seeds"]
+    assert "7 after 1, 7 after 2, 7 after 3" in seeds.detail
+    assert [arm.label for arm in comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
+    assert arms(*ours, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]
+
+
+# ---------------------------------------------------------------- older run folders
+
+
+def test_what_older_run_folders_do_not_say_is_missing(tmp_path):
+    folder = build_run(tmp_path, "old", init_from="runs/somewhere")
+    rewrite(folder, starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}], started_from={"path": "p", "step": 1, "tokens": 2})
+    run = read_run(folder)
+    assert sum("does not say" in lack for lack in run.missing) == 2
+    assert (run.used("precision"), run.learned["init_from"]) == ("32", "runs/somewhere")
+    once = build_run(tmp_path, "once")
+    environment = json.loads((once / "environment.json").read_text())
+    del environment["starts"]
+    (once / "environment.json").write_text(json.dumps(environment))
+    assert read_run(once).missing == (), "one start: what stands beside the list is what it used"
+
+
+@pytest.mark.parametrize("wrong", [{"starts": "x"}, {"starts": []}, {"starts": [1]}, {"started_from": "x"}, {"started_from": {"arm": "a"}}])
+def test_an_environment_that_can_not_be_read_is_an_error_of_one_line(tmp_path, wrong):
+    folder = rewrite(build_run(tmp_path, "a", init_from="runs/b"), **wrong)
+    with pytest.raises(RunError, match=r"environment.json: ") as caught:
+        read_run(folder)
+    assert "\n" not in str(caught.value)
