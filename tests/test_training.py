@@ -128,9 +128,17 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    cut_back(tmp_path, 2)
+    assert cut_back(tmp_path, 2) == []
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
+
+
+@pytest.mark.parametrize("damaged", [b'{"st', b"", b"[]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "text": "\xff"}', b"\x00\x00"])
+def test_a_damaged_line_in_the_middle_costs_that_line_alone_and_is_told(tmp_path: Path, damaged: bytes):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
+    assert cut_back(tmp_path, 2) == [f"note: {path}: left out what is not readable: line 2"]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -49,10 +49,10 @@ class MetricLog:
             self.mirror.finish()
 
 
-def cut_back(run: Path, step: int) -> None:
-    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
-    (a last line cut short by a kill among them), evaluations, checkpoints, and a swap at `step` itself; and what a kill
-    left half-written."""
+def cut_back(run: Path, step: int) -> list[str]:
+    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
+    evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
+    """
     for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
         for rubbish in part.glob(".*"):
             if rubbish.is_file():
@@ -64,20 +64,27 @@ def cut_back(run: Path, step: int) -> None:
     with contextlib.suppress(RunError):  # none, or damaged
         if load_checkpoint(best)["lm"]["step"] > step:
             best.unlink()
-    metrics = run / METRICS
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        try:
-            found = json.loads(line)
-            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            break
-    if kept or metrics.exists():
-        write_text(metrics, "".join(kept))
     for path in evaluations(run):
         if step_of(path) > step or path == evaluation_path(run, "swap", step):
             path.unlink()
+    return _cut_back_metrics(run / METRICS, step)
+
+
+def _cut_back_metrics(path: Path, step: int) -> list[str]:
+    """Keep the lines up to `step`. Of those that can't be read, only a last one without its end is what a kill leaves."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")  # a kill leaves the last one without its end
+    kept, unreadable = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
+                kept.append(line.decode() + "\n")
+        except (ValueError, KeyError, TypeError):
+            unreadable.append(str(number))
+    write_text(path, "".join(kept))
+    return [f"note: {path}: left out what is not readable: line {', '.join(unreadable)}"] if unreadable else []
 
 
 def wandb_mode(log: LogConfig) -> str:

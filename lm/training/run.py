@@ -12,11 +12,12 @@ from lm.config import Config
 from lm.configure import to_yaml
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
 from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_json, write_json
 from lm.schema import to_plain
+from lm.training.launcher import process_rank
 from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def train(config: Config) -> int:
     Raises:
         LMError: whatever keeps the run from going on; a new run folder is not left behind half-made.
     """
-    main = is_main_process()
+    main = process_rank(config) == 0
     folder = config.run_folder
-    check_launcher(config)
     checkpoint = find_checkpoint(config)
     from lm.evaluation.suite import measurements
 
@@ -97,7 +97,8 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         if checkpoint and checkpoint.name != LAST:
             point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
-        cut_back(folder, first_step)
+        for note in cut_back(folder, first_step):
+            print(note, flush=True)
         if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
             point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
     mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
@@ -179,23 +180,6 @@ def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step
             print_results(evaluate(config, folder, checkpoint, lost))
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
-
-
-def is_main_process() -> bool:
-    """True unless a launcher (torchrun, SLURM, Lightning) says this is another rank."""
-    ranks = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ][:1]
-    return all(rank == "0" for rank in [*ranks, os.environ.get("NODE_RANK", "0"), os.environ.get("GROUP_RANK", "0")])
-
-
-def check_launcher(config: Config) -> None:
-    """Raises ConfigError if the processes are not those that the configuration says."""
-    nodes = config.trainer.num_nodes
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and started != str(config.world_size):
-        reason = f"with num_nodes = {nodes} makes {config.world_size} processes, the launcher started {started}"
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
-    if nodes > 1 and started is None and "SLURM_NTASKS" not in os.environ:
-        raise ConfigError([Problem("trainer.num_nodes", nodes, "needs a launcher on each machine", "use torchrun, see docs/running.md")])
 
 
 def quiet_lightning() -> None:
