@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lm.checkpoints import BEST, load_checkpoint, steps_saved
 from lm.checkpoints import step_of as checkpoint_step
 from lm.config import LogConfig
-from lm.errors import RunError
+from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
 from lm.files import write_text
 from lm.runs import CHECKPOINTS, EVALUATIONS, METRICS
@@ -18,6 +18,9 @@ from lm.schema import Plain
 
 if TYPE_CHECKING:
     import wandb
+
+WANDB_MODES = ("online", "offline", "disabled")
+WANDB_SECONDS = 60.0  # to wait for wandb's server before a run is logged offline
 
 
 class MetricLog:
@@ -88,12 +91,19 @@ def _cut_back_metrics(path: Path, step: int) -> list[str]:
 
 
 def wandb_mode(log: LogConfig) -> str:
-    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials."""
+    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials.
+
+    Raises:
+        ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
+    """
+    asked = os.environ.get("WANDB_MODE")  # empty as containers set it: not asked for
+    if log.wandb == "disabled":
+        return log.wandb
+    if asked and asked not in WANDB_MODES:
+        raise ConfigError([Problem("WANDB_MODE", asked, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
     if log.wandb != "auto":
         return log.wandb
-    if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"]
-    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
+    return asked or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline")
 
 
 def _netrc_has_key() -> bool:
@@ -104,23 +114,28 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def start_wandb(log: LogConfig, folder: Path, name: str, run_id: str, config: dict[str, Plain]) -> "wandb.Run | None":
-    """The wandb run, or None if disabled. Never prompts; if online fails it says so and goes on offline."""
-    mode = wandb_mode(log)
+def start_wandb(mode: str, project: str, folder: Path, name: str, run_id: str, config: dict[str, Plain]) -> "wandb.Run | None":
+    """The wandb run in a mode of `wandb_mode`, or None if disabled. Never prompts; if online fails it says so and goes on offline.
+
+    Raises:
+        RunError: not even offline.
+    """
     if mode == "disabled":
         return None
+    if not os.environ.get("WANDB_MODE"):
+        os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
     import wandb
 
-    def start(mode: str) -> "wandb.Run":
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=60)
-        return wandb.init(
-            project=log.project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=quiet
-        )
-
     try:
-        return start(mode)
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=WANDB_SECONDS)
+        wandb.setup(settings)  # else it says which credentials it found
+        return wandb.init(
+            project=project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=settings
+        )
     except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
+        reason = " ".join(str(error).split())[:120]
         if mode != "online":
-            raise
-        print(f"wandb: online failed ({' '.join(str(error).split())[:120]}); logging offline")
-        return start("offline")
+            raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
+        print(f"wandb: online failed ({reason}); logging offline", flush=True)
+        wandb.teardown()  # the run that failed would hold its id
+        return start_wandb("offline", project, folder, name, run_id, config)

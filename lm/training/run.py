@@ -60,7 +60,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     from lm.training import callbacks
     from lm.training.banner import banner, environment
     from lm.training.device import resolve_compile, resolve_device, resolve_precision
-    from lm.training.metrics import MetricLog, cut_back, start_wandb
+    from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
     from lm.training.module import TrainModule
     from lm.training.progress import Clock, ProgressLine
 
@@ -68,6 +68,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     folder, max_steps = config.run_folder, config.trainer.max_steps
     before = read_json(folder / ENVIRONMENT) if checkpoint else {}
     accelerator, device = resolve_device(config)
+    mode = wandb_mode(config.log)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
@@ -101,7 +102,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
             print(note, flush=True)
         if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
             point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
-    mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
+    mirror = start_wandb(mode, config.log.project, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
     evaluation = config, asked, folder, log, progress, clock, precision.value != "32"
