@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.checkpoints import BEST, load_checkpoint, steps_saved
+from lm.checkpoints import BEST, load_facts, steps_saved
 from lm.checkpoints import step_of as checkpoint_step
 from lm.config import LogConfig
 from lm.errors import ConfigError, Problem, RunError
@@ -65,7 +65,7 @@ def cut_back(run: Path, step: int) -> list[str]:
             path.unlink()
     best = run / CHECKPOINTS / BEST
     with contextlib.suppress(RunError):  # none, or damaged
-        if load_checkpoint(best)["lm"]["step"] > step:
+        if load_facts(best)["step"] > step:
             best.unlink()
     for path in evaluations(run):
         if step_of(path) > step or path == evaluation_path(run, "swap", step):

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from lm.config import Config
 from lm.configure import to_yaml
+from lm.consistency import check_environment
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_json, write_json
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
 from lm.schema import to_plain
 from lm.training.launcher import process_rank
 from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
@@ -55,7 +56,8 @@ def train(config: Config) -> int:
 def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
     import torch
 
-    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path
+    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
+    from lm.loading import TOKENIZER_SHA256
     from lm.model import Decoder, flops_per_token
     from lm.training import callbacks
     from lm.training.banner import banner, environment
@@ -66,21 +68,21 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
 
     quiet_lightning()
     folder, max_steps = config.run_folder, config.trainer.max_steps
-    before = read_json(folder / ENVIRONMENT) if checkpoint else {}
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    first_step, notes, best, start = 0, [], None, before.get("started_from")
+    first_step, notes, best, before = 0, [], None, {}
     if checkpoint:
         saved = load_checkpoint(checkpoint)
         first_step, notes = check_resume(config, store, saved, checkpoint)
+        before = check_environment(folder / ENVIRONMENT, saved["lm"], checkpoint)
         best = saved["lm"]["best"]
         if first_step >= max_steps:
             return _complete(config, asked, checkpoint, first_step, main)
-    phase = config.phase_at(first_step)
+    phase, start = config.phase_at(first_step), before.get("started_from")
     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
     if config.train_only:
         check_train_only(config, decoder)
@@ -91,6 +93,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     compiled = resolve_compile(config, flops, accelerator, before)
 
     facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
+    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     if main:
         print(banner(config, phase, store, decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
@@ -114,6 +117,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
             while step < max_steps and not told_to_stop:
                 if step > first_step:  # a phase has ended: the next one begins with its checkpoint
                     phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
+                    verify(checkpoint)  # Lightning reads it as it is; the one that a run is resumed from has been verified
                     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
                 module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"])
                 hooks = [
