@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import yaml
+
 from lm.attention import table
 from lm.config import Config
+from lm.configure import parse
 from lm.data.lengths import Curriculum
-from lm.errors import Problem, RunError
+from lm.errors import ConfigError, Problem, RunError
 from lm.runs import read_json
 from lm.schema import Plain, flatten, to_plain
 
@@ -13,6 +16,14 @@ from lm.schema import Plain, flatten, to_plain
 # Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
 FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "data.prepare_workers")
 FREE_TO_CHANGE += ("optim.on_nonfinite", "phases", "model.normalizer")
+
+
+def trained_config(facts: dict[str, Plain], path: Path) -> Config:
+    """What the model at `path` says that it was trained with. Raises RunError if that can't be read."""
+    try:
+        return parse(yaml.safe_load(facts["config"]))
+    except (ConfigError, yaml.YAMLError, ValueError) as error:
+        raise RunError(f"{path}: its configuration is not readable: {' '.join(str(error).split())[:300]}") from None
 
 
 def config_problems(config: Config, trained: Config, facts: dict[str, Plain], path: Path) -> list[Problem]:

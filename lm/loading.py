@@ -8,17 +8,16 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import yaml
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.checkpoints import BEST, LAST, bare_weights, check_facts, load_checkpoint, step_of, step_path, steps_saved
 from lm.config import Config, ModelConfig
-from lm.configure import parse, to_yaml
-from lm.consistency import check_environment
+from lm.configure import to_yaml
+from lm.consistency import check_environment, trained_config
 from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.model import Decoder
 from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
@@ -97,9 +96,9 @@ def _load_export(path: Path) -> Loaded:
 def _build(
     description: dict[str, Plain], weights: dict[str, Tensor], path: Path, environment: dict[str, Plain], tokenizer_sha256: str | None
 ) -> Loaded:
+    config = trained_config(description, path)
     facts = {name: value for name, value in description.items() if name != "config"}
     try:
-        config = parse(yaml.safe_load(description["config"]))
         model = config.model_in(facts["phase"])
         if model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
@@ -107,7 +106,7 @@ def _build(
             raise ValueError(reason)
         decoder = Decoder(model, facts["vocab_size"], config.data.seq_len, seed=None)
         decoder.load_state_dict(weights)
-    except (ConfigError, LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError, yaml.YAMLError) as error:
+    except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
     tokenizer = _tokenizer(_folder(path) / TOKENIZER, end_of_text(config), tokenizer_sha256)
     return Loaded(decoder.eval(), tokenizer, config, facts, path, environment)

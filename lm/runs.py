@@ -58,7 +58,8 @@ def read_config(folder: Path) -> Config:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {})]
         if missing:  # a run writes all of them, `log` last
-            raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or resume the run, which writes it anew")
+            again = f"lm.configure.to_yaml(lm.load({str(folder)!r}).config)"
+            raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
         return parse(plain)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {' '.join(str(error).split())[:300]}") from None

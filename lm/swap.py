@@ -115,7 +115,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         if init == "fit" and not count_parameters(new)["normalizer"]:
             label = table.label(to_plain(new.config.normalizer))
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        trained = loaded.environment
+        trained = {**loaded.environment, "data_fingerprint": loaded.facts["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
         rows = swap_rows(store, config)
         where = open_device(config, trained)

@@ -307,6 +307,13 @@ def test_every_model_fits_its_own_weights(name: str):
         assert misfit(model, 300, 32, Decoder(model, 300, 32).state_dict()) == ""
 
 
+@pytest.mark.parametrize("config", ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []"])
+@pytest.mark.parametrize("user", ["resume", "load"])
+def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update(config=config))
+    refuses(use, user, run, r"last\.ckpt: its configuration is not readable")
+
+
 def test_a_run_whose_checkpoint_holds_another_model_is_not_resumed(run: Path, use):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].pop("decoder.norm.weight"))
     refuses(use, "resume", run, r"last\.ckpt: weights and configuration don't fit: norm\.weight is missing")
@@ -329,6 +336,12 @@ def test_an_environment_of_other_data_is_refused(run: Path, use, user: str):
     refuses(use, user, run, r"last\.ckpt: was trained on tokens \w+, .*environment\.json says 0000000000000000")
 
 
+def test_a_swapped_export_knows_its_data(run: Path, tmp_path: Path):
+    swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "out", [])
+    file = tmp_path / "out" / "environment.json"
+    assert read_json(file)["data_fingerprint"] == read_json(run / "environment.json")["data_fingerprint"]
+
+
 @pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew
 def test_another_tokenizer_is_refused(run: Path, use, user: str):
     (run / "tokenizer.json").write_text((run / "tokenizer.json").read_text().replace("endoftext", "endoftexts"))
@@ -348,8 +361,10 @@ def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
             whole.data, whole.model, whole.optim, whole.trainer, whole.eval
         )  # fmt: skip
     file.write_text(content[: content.index("\neval:") + 30])
-    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or resume the run"):
+    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.configure\.to_yaml"):
         evaluate_runs([run])
+    file.write_text(to_yaml(lm.load(run).config))
+    evaluate_runs([run])
 
 
 @pytest.mark.parametrize("change", ["seed: 9", "init_std: 0.5", "val_fraction: 0.3", "lr: 0.5", "n_embd: 64", "normalizer: ssmax"])

@@ -7,12 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from lm.attention import table
 from lm.config import Config
-from lm.configure import parse
-from lm.consistency import config_problems
+from lm.consistency import config_problems, trained_config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs import CHECKPOINTS, TOKENIZER
@@ -91,7 +88,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if "optimizer_states" not in checkpoint:
         folder = config.run_folder
         raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
-    trained = parse(yaml.safe_load(saved["config"]))
+    trained = trained_config(saved, path)
     problems = config_problems(config, trained, saved, path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
