@@ -141,6 +141,8 @@ def _read(path: Path) -> dict[str, object]:
         raise _unreadable(path, error) from None
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
+    if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
+        raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     if checkpoint["lm"].get("format") != FORMAT:
         raise RunError(f"{path}: of checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
     check_facts(checkpoint["lm"], path)

@@ -44,8 +44,11 @@ def write_sealed(path: Path, content: dict[str, Plain]) -> None:
 def read_sealed(path: Path) -> dict[str, Plain]:
     """What `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
     content = read_json(path)
-    if content.pop("sha256", None) != content_sha256(content):
-        raise RunError(f"{path}: was altered (it has not the sha256 that it holds)")
+    sealed = content.pop("sha256", None)
+    if sealed is None:
+        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
+    if sealed != content_sha256(content):
+        raise RunError(f"{path}: was altered (its sha256 differs)")
     return content
 
 

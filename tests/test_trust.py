@@ -182,7 +182,7 @@ def test_no_byte_of_an_exports_description_can_be_flipped(run: Path, tmp_path: P
     for at in range(0, len(content), 7):
         (tmp_path / "lm.json").write_bytes(content)
         flip(tmp_path / "lm.json", at)
-        with pytest.raises(RunError, match=r"lm\.json: (was altered|not readable)"):
+        with pytest.raises(RunError, match=r"lm\.json: (was altered|not readable|holds no sha256)"):
             read_sealed(tmp_path / "lm.json")
 
 
@@ -208,6 +208,13 @@ def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: o
         value = 4
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
     with pytest.raises(RunError, match=rf"last\.ckpt: its `{name}` must be"):
+        lm.load(run)
+
+
+@pytest.mark.parametrize("entry", [{"decoder.norm.weight": 3}, {3: torch.zeros(3)}])
+def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].update(entry))
+    with pytest.raises(RunError, match=r"last\.ckpt: its `state_dict` must hold tensors by their names"):
         lm.load(run)
 
 
@@ -396,7 +403,7 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
     (again,) = evaluate_runs([run], overrides=["eval.rows=5"])
     assert (first.cached, again.cached) == (False, True)
     capsys.readouterr()
-    for damage in (lambda text: text.replace('"loss": ', '"loss": 1'), lambda text: text[:100], lambda text: "[]"):
+    for damage in (lambda text: text.replace('"loss": ', '"loss": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
         caches = list((run / "evaluations" / "cache").glob("*.json"))
         for file in caches:
             file.write_text(damage(file.read_text()))
