@@ -1,5 +1,6 @@
 """What a configuration's single keys can't say: missing values, contradictory pairs."""
 
+import re
 from pathlib import Path
 
 from lm.attention import table
@@ -24,6 +25,9 @@ from lm.config import (
 )
 from lm.data.tasks import Task
 from lm.errors import Problem
+
+# A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
+_BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
 def check(config: Config) -> list[Problem]:
@@ -202,6 +206,9 @@ def check_data(data: DataConfig) -> list[Problem]:
         if len({*special, "", END_OF_TEXT}) < len(special) + 2:
             reason = f"must be different texts, none of them empty or {END_OF_TEXT}"
             problems.append(Problem("data.tokenizer.special_tokens", special, reason))
+        elif words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
+            reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
+            problems.append(Problem("data.tokenizer.special_tokens", special, reason, "set signs beside letters, e.g. <|def|>"))
         elif tokenizer.vocab_size < 257 + len(special):
             reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
             problems.append(Problem("data.tokenizer.vocab_size", tokenizer.vocab_size, reason, f"set it to {257 + len(special)} or more"))
@@ -237,6 +244,8 @@ def check_lengths(config: Config) -> list[Problem]:
             reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
         if not chosen:
             reasons.append("names no length")
+        if rare := [length for length, share in lengths.items() if 0 < share * steps < 1 - 1e-6]:
+            reasons.append(f"gives rows of {rare[0]} less than one step of trainer.max_steps = {steps}")
     else:
         chosen = [] if lengths is None else [lengths]
     wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
@@ -277,11 +286,18 @@ def check_phases(config: Config) -> list[Problem]:
 
 
 def check_shares(config: Config) -> list[Problem]:
-    """Weights below what rows are dealt by: they would never be drawn."""
-    weights = [(f"data.tasks[{index}].weight", share.weight) for index, share in enumerate(config.data.tasks)]
-    if len(config.data.parts) > 1:
-        weights += [(f"data.source.of[{index}].weight", part.weight) for index, part in enumerate(config.data.parts)]
-    return [Problem(path, weight, "is above 0 and below 0.001, the least share there is") for path, weight in weights if 0 < weight < 0.001]
+    """Weights of which a run has less than one row: it would be drawn by luck, if at all."""
+    data, text = config.data, 1 - sum(share.weight for share in config.data.tasks)
+    weights = {f"data.tasks[{index}].weight": (share.weight, share.weight) for index, share in enumerate(data.tasks)}
+    if len(data.parts) > 1 and text > 1e-6:
+        weights |= {f"data.source.of[{index}].weight": (part.weight, part.weight * text) for index, part in enumerate(data.parts)}
+    rows = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
+    remedy = "raise it, train for more steps, or leave it out"
+    return [
+        Problem(path, weight, f"comes to {share * rows:.2g} of the {rows:,} rows of the run, and may never be drawn", remedy)
+        for path, (weight, share) in weights.items()
+        if weight > 0 and share * rows < 1 - 1e-6
+    ]
 
 
 def check_tasks(config: Config) -> list[Problem]:

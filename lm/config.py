@@ -141,7 +141,9 @@ class DataConfig:
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
     min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
     max_document_bytes: int | None = key(None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1)
-    on_error: Literal["fail", "skip"] = key("fail", "at a file or row that can't be read: stop and name it, or leave it out and list it")
+    on_error: Literal["fail", "skip"] = key(
+        "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
+    )
     root: str = key("data", "folder of the prepared token stores")
     prepare_workers: int | None = key(None, "processes that tokenise; the store is the same for any number; null: one a core", ge=1)
     workers: int = key(0, "processes that read batches; 0: the training process itself", ge=0)

@@ -99,7 +99,8 @@ class AttentionBase(nn.Module):
 
 
 def _with(heads: Tensor, features: Tensor | None) -> Tensor:
-    return heads if features is None else torch.cat((heads, features.to(heads.dtype)), -1)
+    """Heads and their features, in the wider of their dtypes: sums over all tokens of a feature would add up its rounding."""
+    return heads if features is None else torch.cat((heads, features), -1)
 
 
 class Attention(AttentionBase):

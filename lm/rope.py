@@ -22,13 +22,13 @@ def rope_rotation(
         scaling: other frequencies, for rows beyond the training length.
         lengths: tokens in a training row and in this one.
     """
-    angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling or AsTrained(), *lengths).to(positions.device)
+    angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling or AsTrained(), *lengths, positions.device)
     return angles.cos().float(), angles.sin().float()
 
 
-def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int) -> Tensor:
+def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int, device: torch.device | str = "cpu") -> Tensor:
     """Radians per token of each turning pair, (rotated / 2,) float64."""
-    pairs = torch.arange(rotated_dims(head_size, rope.fraction) // 2, dtype=torch.float64)
+    pairs = torch.arange(rotated_dims(head_size, rope.fraction) // 2, dtype=torch.float64, device=device)
     theta, s = rope.theta, scaling_factor(scaling, trained, length)
     if isinstance(scaling, ThetaFactor):
         theta *= s

@@ -157,7 +157,7 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
         tensor.requires_grad_()
 
     def step() -> None:
-        out = normalizer.weights(q, k, rows) @ v if dense else normalizer(q, k, v, rows)
+        out = normalizer.weights(q, k, rows).to(v.dtype) @ v if dense else normalizer(q, k, v, rows)
         out.backward(grad)
         q.grad = k.grad = v.grad = None
         if q.is_cuda:

@@ -1,48 +1,89 @@
-"""What only a CUDA GPU can show; run with `-m gpu`."""
+"""What only a CUDA GPU can show; run with `-m gpu`, or all that needs a GPU with `bash scripts/gpu_check.sh`."""
 
+import warnings
+
+import lightning as L
 import pytest
 import torch
-from interpreted import SIZES, dense, every_function, results
+from interpreted import SIZES, dense, either_sum, every_function, results
 from interpreted import inputs as pointwise_inputs
+from test_autocast import check_errors
 from test_normalizers import CASES, every_case, inputs, made
-from test_training import losses
+from test_training import TASK, WITHOUT_TEXT, losses
+from torch import Tensor
 
-from lm.attention.kernels import Pointwise, pointwise, why_tiles
+from lm.attention import table
+from lm.attention.kernels import Pointwise, by_documents, pointwise, why_tiles
 from lm.attention.lengths import Rows
 from lm.loss import linear_cross_entropy
+from lm.training.callbacks import StopOnSignal
+from lm.training.module import TrainModule
 from lm.training.run import train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+HAS_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]
+ENTRIES = sorted(table.ENTRIES)
+COMPILED = ("softmax", "ssmax", "relu2", "entmax15", "linear", "window")  # one of each kind of kernel
+GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 
 
 @every_case
-def test_bf16_on_the_gpu_is_as_near_the_definition_as_the_definition_in_bf16(options: object):
-    length = 300
-    q, k, v = inputs(length, torch.bfloat16, size=64)
-    exact = made(options).weights(q.double(), k.double(), Rows.full(length)) @ v.double()
-    q, k, v = (x.cuda() for x in (q, k, v))
-    normalizer, rows = made(options, torch.float32).cuda(), Rows.full(length, "cuda")
+def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(options: object):
+    length, sizes = 130, [40, 1, 72, 17]
+    normalizer, exact = made(options, torch.float32).cuda(), made(options)
+    q, k, v = inputs(length, normalizer=exact)
+    fast = [x.float().cuda().requires_grad_() for x in (q, k, v)]
+    slow = [x.requires_grad_() for x in (q, k, v)]
+
+    def close(found: Tensor, expected: Tensor, what: str) -> None:
+        error = (found.double().cpu() - expected).abs().max()
+        assert error <= 1e-4 * max(1.0, expected.abs().max()), f"{what}: {error}"
+
+    rows, on_gpu = Rows.full(length), Rows.full(length, "cuda")
+    weights = exact.weights(*slow[:2], rows)
+    close(normalizer.weights(*fast[:2], on_gpu), weights, "weights")
+    expected, found = weights @ slow[2], normalizer(*fast, on_gpu)
+    close(found, expected, "forward")
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    asked = [([*leaves, *one.parameters()], out) for leaves, one, out in ((slow, exact, expected), (fast, normalizer, found))]
+    grads = [torch.autograd.grad(out, leaves, grad.to(out), allow_unused=True, materialize_grads=True) for leaves, out in asked]
+    for number, (a, b) in enumerate(zip(*grads[::-1], strict=True)):
+        close(a, b, f"gradient {number}")
     with torch.no_grad():
-        fast = normalizer(q.float(), k.float(), v, rows).cpu()
-        plain = (normalizer.weights(q, k, rows) @ v).cpu()
-    assert (fast - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2**-8
+        close(
+            by_documents(normalizer, *fast, Rows.packed(sizes, "cuda")),
+            exact.weights(*slow[:2], Rows.packed(sizes)) @ slow[2],
+            "packed",
+        )
+        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), Rows.next(0, 100, length, "cuda"), None)
+        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), Rows.next(100, 30, length, "cuda"), state)
+        close(later, expected[:, :, 100:], "decode")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+@pytest.mark.parametrize("rope", [False, True], ids=["no positions", "rope"])
+@pytest.mark.parametrize("name", CASES)
+def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool):
+    check_errors(name, 1024, rope, "cuda")
+
+
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+@either_sum
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
-def test_the_triton_kernel_is_the_definition_forward_and_backward(f: Pointwise, dtype: torch.dtype, length: int, size: int, width: int):
+def test_the_triton_kernel_is_the_definition_forward_and_backward(
+    f: Pointwise, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
+):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
     assert why_tiles(torch.device("cuda"), dtype, size) == ""
     given = pointwise_inputs(length, size, width, dtype, rows=3)
-    exact = results(dense, f, *(x.double() for x in given))
+    exact = results(dense, f, *(x.double() for x in given), over_sum)
     on_gpu = [x.cuda() for x in given]
-    found, again, plain = (results(route, f, *on_gpu) for route in (pointwise, pointwise, dense))
+    found, again, plain = (results(route, f, *on_gpu, over_sum) for route in (pointwise, pointwise, dense))
     for a, b, c, d in zip(found, again, plain, exact, strict=True):
         assert torch.equal(a, b)
         allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
-        assert (a.cpu() - d).abs().max() <= allowed
+        assert (a.cpu() - d).abs().max() <= allowed + 1e-4 * over_sum * max(1.0, d.abs().max())  # small sums are divided by
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():
@@ -60,19 +101,66 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
         assert torch.allclose(a, b, atol=2e-4)
 
 
-@pytest.mark.parametrize("compiled", ["false", "true"])
-@pytest.mark.parametrize("name", sorted({options.name for options in CASES.values()}))
-def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: str, compiled: str):
-    common = [f"model.normalizer={name}", "trainer.max_steps=20", "trainer.checkpoint_every=10"]
-    gpu = [*common, "trainer.accelerator=gpu", "trainer.precision=bf16-mixed", f"trainer.compile={compiled}"]
-    cpu = tiny("name=cpu", *common)
-    whole, parts = tiny("name=whole", *gpu), tiny("name=parts", *gpu, "resume=auto")
-    train(cpu)
-    train(whole)
-    train(parts)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: str):
+    common = [f"model.normalizer={name}", "trainer.max_steps=20", "trainer.checkpoint_every=10", "eval.every=20"]
+    cpu, whole, parts = tiny("name=cpu", *common), tiny("name=whole", *common, *GPU), tiny("name=parts", *common, *GPU, "resume=auto")
+    for config in (cpu, whole, parts):
+        train(config)
     checkpoints = parts.run_folder / "checkpoints"
     (checkpoints / "last.ckpt").unlink()
     (checkpoints / "step-000010.ckpt").rename(checkpoints / "last.ckpt")
     train(parts)
     assert losses(whole.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.05)
     assert losses(parts.run_folder) == pytest.approx(losses(whole.run_folder), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_run_learns_as_the_eager_one_does(tiny, name: str):
+    common = [f"model.normalizer={name}", "trainer.max_steps=20", "eval.every=20", *GPU]
+    eager, compiled = tiny("name=eager", *common), tiny("name=compiled", *common, "trainer.compile=true")
+    train(eager)
+    train(compiled)
+    assert losses(compiled.run_folder) == pytest.approx(losses(eager.run_folder), abs=0.05)
+
+
+def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: pytest.MonkeyPatch):
+    alone, ddp = tiny("name=alone", *GPU), tiny("name=ddp", *GPU)
+    train(alone)
+    trainer, used = L.Trainer, []
+
+    def with_ddp(**options: object) -> L.Trainer:
+        made = trainer(**{**options, "strategy": "ddp"})
+        used.append(made.strategy)
+        return made
+
+    monkeypatch.setattr(L, "Trainer", with_ddp)
+    train(ddp)
+    assert used[0]._get_process_group_backend() == "nccl"
+    torch.distributed.destroy_process_group()
+    assert losses(ddp.run_folder) == pytest.approx(losses(alone.run_folder), abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
+def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+    """CUDA's own count of what makes the host wait."""
+    caught, counts = [], []
+    start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
+
+    def started(self, *arguments):
+        torch.cuda.set_sync_debug_mode("warn")
+        start(self, *arguments)
+
+    def ended(self, trainer, module, *arguments):
+        torch.cuda.set_sync_debug_mode("default")
+        counts.append((trainer.global_step, len(caught)))
+        end(self, trainer, module, *arguments)
+
+    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
+    monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: caught.append(str(message)) if "synchroniz" in str(message) else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        train(tiny("name=waits", "eval.every=8", *GPU, *options))
+    by_step = dict(counts)
+    assert [by_step[step] - by_step[step - 1] for step in range(3, 9)] == [1] * 6, caught[-3:]

@@ -15,6 +15,7 @@ from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer
 from lm.configure import load
 from lm.data.batches import TrainRows, train_rows
+from lm.data.inspect import described
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -115,6 +116,27 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
         load(["configs/softmax.yaml", f"data.source={source}"])
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ([], r"^data\.source\.of\[1\]\.weight = 0\.004: comes to 0\.26 of the 64 rows of the run.* train for more steps"),
+        (["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"], r"of\[1\]\.weight = 0\.004: comes to 0\.96 of the 2,400"),
+        (["data.tasks=[{weight: 0.01, task: needle}]"], r"data\.tasks\[0\]\.weight = 0\.01: comes to 0\.64 of the 64 rows"),
+    ],
+)
+def test_a_weight_of_which_the_run_has_no_row_is_refused(options: list[str], problem: str):
+    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
+    tiny = [str(ROOT / "tests" / "tiny.yaml"), source]
+    with pytest.raises(ConfigError, match=problem):
+        load([*tiny, *options])
+    load([*tiny, *options, "trainer.max_steps=400"])
+
+
+def test_sources_of_filler_alone_need_no_rows():
+    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
+    load([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
+
+
 # ---------------------------------------------------------------- copies, short and long documents
 
 
@@ -181,7 +203,11 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
         "line 6",
     ):
         assert any(place in line for line in unreadable["first"])
-    assert "7 files or rows unreadable, the first:" in summary(store)
+    folder, lines = Path(mixed.source.paths[0]), (b"{\n", b'{"text": "caf\xe9"}\n', b'{"text": 3}\n', b"[1]\n")
+    lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
+    assert unreadable["bytes"] == lost
+    assert f"7 files, documents or rows ({lost:,} bytes) unreadable, the first:" in summary(store)
+    assert f"unreadable   7 files, documents or rows, {lost:,} bytes" in list(described(store, 0))
 
 
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
@@ -216,17 +242,17 @@ def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: i
 def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     store = prepare(data)
-    first = store.train.parts[0].n_tokens
+    edges = np.cumsum([0, *(part.n_tokens for part in store.train.parts)])
     for weights in ([0.25, 0.75], [1.0, 0.0]):
         rows = TrainRows(store, 32, 16, seed=1, weights=weights)
-        starts = [stream.starts(np.arange(400)) for stream in rows.streams]
-        spans = [(0, first), (first, store.train.n_tokens)][: len(starts)]
-        for found, (begin, end) in zip(starts, spans, strict=True):
-            assert begin <= found.min()
-            assert found.max() + 32 < end + (end == first)
+        for stream, begin, end in zip(rows.streams, edges[:-1], edges[1:], strict=False):
+            part = store.train.tokens[begin:end]
+            drawn, _ = stream.rows(np.arange(400), 32)
+            for row, start in zip(drawn, stream.starts(np.arange(400)), strict=True):
+                assert np.array_equal(row, np.take(part, range(start, start + 33), mode="wrap"))
         if rows.deck:
             streams, _ = rows.deck.deal(np.arange(2000))
-            assert (streams == 0).mean() == 0.25
+            assert (streams == 0).sum() == pytest.approx(500, abs=2)
         assert rows.rows(3).shape == (16, 33)
 
 

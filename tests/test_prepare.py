@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, start, state, stored_texts, write_texts
 
-from lm.config import Config, DataConfig, Files, Package, TrainedTokenizer
+from lm.config import Config, DataConfig, Files, Mixture, Package, Part, TrainedTokenizer
 from lm.data.prepare import check_rows, prepare
 from lm.data.sources import documents
 from lm.data.store import Store
@@ -143,6 +143,29 @@ def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: py
     assert store.val.n_documents >= 1
     asked = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
     assert ("documents are held out whole" in capsys.readouterr().out) == asked
+
+
+@pytest.mark.parametrize("n_others", [1, 20])
+def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Path, n_others: int):
+    """All copies have one hash; of a few documents it is the smallest at times."""
+    for number in range(4):
+        texts = [f"document {n} of some words " * 5 for n in range(n_others)] + [f"a line {number} that stands everywhere " * 3] * 60
+        folder = write_texts(tmp_path / f"texts{number}", texts)
+        data = files_config(folder, tmp_path, tokenizer=TrainedTokenizer(258), deduplicate=False)
+        store = prepare(data)
+        assert 1 <= store.val.n_documents <= max(1, n_others // 2 + 1)
+        assert store.train.n_documents >= 60
+
+
+def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
+    """The line is one of many documents in one source, and all or most of another."""
+    for number in range(6):
+        line, others = f"a line {number} that stands everywhere ", [f"document {n} of {number} words " * 5 for n in range(3)]
+        for name, texts in (("few", [line, *others]), ("most", [line] * 50 + [f"another {number} " * 9]), ("all", [line] * 30)):
+            write_texts(tmp_path / str(number) / name, texts)
+        parts = [Part(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
+        data = DataConfig(Mixture(parts), TrainedTokenizer(258), root=str(tmp_path / "stores"), deduplicate=False)
+        assert [part.n_documents > 0 for part in prepare(data).train.parts] == [True, True, True]
 
 
 def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):

@@ -16,7 +16,8 @@ from texts import TEXTS, one_line_error, start, stored_texts, write_parquet, wri
 from lm.config import DataConfig, Files, Hub, Package, TrainedTokenizer
 from lm.data.packages import PACKAGES
 from lm.data.prepare import prepare
-from lm.data.sources import documents, expand, identity
+from lm.data.sources import Unreadable, documents, expand, identity
+from lm.errors import DataError
 
 # ---------------------------------------------------------------- sources
 
@@ -99,6 +100,111 @@ def test_a_truncated_zst_file_is_noticed(tmp_path: Path):
     assert "runcated" in one_line_error(Files(paths=[str(path)]))
 
 
+# ---------------------------------------------------------------- what is left out, and what is kept
+
+
+def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
+    """The documents that can be read, and what is told of the others."""
+    errors: list[Unreadable] = []
+    return list(documents(source, on_error=errors.append)), errors
+
+
+def write_compressed(path: Path, content: bytes) -> bytes:
+    with pyarrow.output_stream(str(path), compression="detect") as file:
+        file.write(content)
+    return path.read_bytes()
+
+
+ENTRIES = [f"entry {n}: é " + hashlib.sha256(str(n).encode()).hexdigest() * 20 for n in range(2000)]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_path: Path, suffix: str):
+    contents = [entry.encode() for entry in ENTRIES]
+    places = []
+    for number, size in ((0, 0), (1234, 1), (1999, 1200)):
+        contents[number] = contents[number][:size] + b"\xff" + contents[number][size:]
+        places.append(len(b"\n\n".join(contents[:number])) + 2 * (number > 0) + size)
+    path = tmp_path / f"dictionary.txt{suffix}"
+    write_compressed(path, b"\n\n".join(contents))
+    kept, errors = skipping(Files([str(path)], separator="\n\n"))
+    assert kept == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
+    assert [str(error) for error in errors] == [
+        f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)" for place in places
+    ]
+    assert [error.n_bytes for error in errors] == [len(contents[number]) for number in (0, 1234, 1999)]
+
+
+def test_a_damaged_file_without_a_separator_is_left_out_whole(tmp_path: Path):
+    content = b"x" * 100_000 + b"\xff" + b"y" * 100_000
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.txt").write_bytes(b"text")
+    kept, (error,) = skipping(Files([str(tmp_path)]))
+    assert (kept, error.n_bytes) == (["text"], len(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"), [("a.txt", b"\xef\xbb\xbfa\xff", 4), ("a.jsonl", b'\xef\xbb\xbf{"text": "\xff"}', 13)]
+)
+def test_the_place_of_a_damaged_byte_counts_the_byte_order_mark(tmp_path: Path, name: str, content: bytes, place: int):
+    (tmp_path / name).write_bytes(content)
+    assert f"not UTF-8 at byte {place};" in one_line_error(Files([str(tmp_path / name)]))
+
+
+def test_bad_lines_are_left_out_alone_with_their_bytes(tmp_path: Path):
+    lines = [b'{"text": "a"}\n', b'{"text": "\xff"}\n', b"{\n", b'{"text": 1}\n', b"[]\n", b'{"body": ""}\n', b'{"text": "b"}']
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    kept, errors = skipping(Files([str(tmp_path)]))
+    assert kept == ["a", "b"]
+    assert [error.n_bytes for error in errors] == [len(line) for line in lines[1:-1]]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str, suffix: str):
+    """All but some 64 kB, and never a part of a document."""
+    rows = [json.dumps({"text": entry}, ensure_ascii=False) for entry in ENTRIES] if kind == "jsonl" else ENTRIES
+    separator = "\n" if kind == "jsonl" else "\n<|>\n"
+    path = tmp_path / f"texts.{kind}{suffix}"
+    packed = write_compressed(path, separator.join(rows).encode())
+    path.write_bytes(packed[: len(packed) // 2])
+    kept, (error,) = skipping(Files([str(path)], separator=separator))
+    assert kept == ENTRIES[: len(kept)]
+    assert len("".join(kept)) > 0.5 * len("".join(ENTRIES)) - 200_000
+    assert str(path) in str(error)
+    assert "runcated" in str(error)
+    if kind == "txt":
+        kept, (error,) = skipping(Files([str(path)]))
+        assert kept == []
+        assert error.n_bytes > 0.5 * len("".join(ENTRIES)) - 200_000
+
+
+def test_a_changed_byte_of_a_compressed_file_is_noticed_by_its_end_and_what_comes_before_is_kept(tmp_path: Path):
+    path = tmp_path / "texts.txt.gz"
+    packed = bytearray(write_compressed(path, "\n\n".join(ENTRIES).encode()))
+    packed[len(packed) // 2] ^= 0x55
+    path.write_bytes(packed)
+    kept, errors = skipping(Files([str(path)], separator="\n\n"))
+    assert kept[:900] == ENTRIES[:900]
+    assert "can't be read (damaged?)" in str(errors[-1])
+
+
+def test_of_a_damaged_parquet_file_the_other_row_groups_are_kept(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"id": list(range(2000)), "text": ENTRIES})
+    pyarrow.parquet.write_table(table, path, row_group_size=500, compression="zstd", use_dictionary=False)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(1)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 50] = b"\xff" * 50
+    path.write_bytes(content)
+    kept, (error,) = skipping(Files([str(path)]))
+    assert kept == ENTRIES[:1000] + ENTRIES[1500:]
+    assert f"{path}: row group 3 of 4: can't be read (damaged?)" in str(error)
+    assert error.n_bytes == column.total_compressed_size
+    with pytest.raises(DataError, match="row group 3 of 4"):
+        list(documents(Files([str(path)])))
+
+
 def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     path = write_parquet(tmp_path / "a.parquet", {"body": ["a"], "text": [None]})
     assert "row 1: column 'text' holds NoneType" in one_line_error(Files(paths=[str(path)]))
@@ -176,6 +282,27 @@ def test_bad_hub_settings_are_one_line(hub: Hub, streaming: bool):
     assert "'default'" in one_line_error(dataclasses.replace(source, config="en"))
     assert "row 1: column 'id' holds int" in one_line_error(dataclasses.replace(source, column="id"))
     assert "no such folder" in one_line_error(dataclasses.replace(source, dataset="./nowhere"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: Hub, streaming: bool):
+    rows = [b"first", b"caf\xe9", None, *(text.encode() for text in TEXTS)]
+    texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts, "id": list(range(len(rows)))})
+    source = dataclasses.replace(hub, streaming=streaming)
+    kept, errors = skipping(source)
+    assert kept == ["first", *TEXTS]
+    assert ["row 2: column 'text' is not UTF-8" in str(errors[0]), "row 3: column 'text' holds NoneType" in str(errors[1])] == [True, True]
+    assert [error.n_bytes for error in errors] == [4, 0]
+    assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", *TEXTS[:2]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skipped(hub: Hub, streaming: bool):
+    path = Path(hub.dataset) / "train.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match=r"^data\.source\.dataset: "):
+        skipping(dataclasses.replace(hub, streaming=streaming))
 
 
 def test_without_a_network_the_hub_is_one_line(tmp_path: Path):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from lm.config import DataConfig
-from lm.data.prepare import prepare
+from lm.data.prepare import prepare, store_of
 from lm.data.store import Store, fingerprint
 from lm.data.writing import write_manifest
 from lm.errors import DataError
@@ -46,8 +47,15 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
     path = prepare(data).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(DataError, match="format 3"):
+    with pytest.raises(DataError, match="format 4"):
         Store.open(path)
+
+
+def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
+    store = prepare(data)
+    old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
+    write_manifest(old, {**store.manifest, "format": 3})
+    assert store_of(data, store.fingerprint).path == store.path
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import pytest
 from texts import TEXTS, files_config, stored_texts, write_texts
 
 from lm.config import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.configure import load
 from lm.data.encoding import Encoder, cuts_between_words, pieces
 from lm.data.packages import read_archive
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
-from lm.errors import DataError
+from lm.errors import ConfigError, DataError
 
 
 def test_a_trained_tokenizer_knows_every_byte_and_is_deterministic():
@@ -87,6 +88,20 @@ def test_bytes_per_token_are_the_corpus_mean_where_the_vocabulary_does_not_say(t
     assert sorted(stored_texts(store)) == sorted(LETTERS)
 
 
+def test_bytes_per_token_are_those_that_a_byte_level_decoder_gives(tmp_path: Path):
+    letters = {
+        "<eos>": 0,
+        "a": 1,
+        "é": 2,
+        "漢": 3,
+        "Ã©": 4,
+    }  # the second is one byte of no character; the third no byte, and stands for itself
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    model = {"type": "WordLevel", "vocab": letters, "unk_token": "a"}
+    spec = words_tokenizer(tmp_path / "letters.json", 5, model=model, decoder=decoder)
+    assert token_bytes(load_tokenizer(Path(spec.path), "<eos>")).tolist() == [0, 1, 1, 3, 2]
+
+
 def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
     spec = words_tokenizer(tmp_path / "letters.json", 70_000)
     store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
@@ -112,17 +127,99 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, chang
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"normalizer": {"type": "Lowercase"}},  # as many bytes as before
-        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-    ],
-)
-def test_a_byte_level_tokenizer_that_changes_text_is_refused(data: DataConfig, tmp_path: Path, changes: dict[str, dict[str, str]]):
-    path = write_tokenizer(tmp_path / "tokenizer.json", **changes)
+WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+A, B, END = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [A, B], "special_tokens": {"</s>": {"id": "</s>", "ids": [400], "tokens": ["</s>"]}}}
+CHANGING = {  # settings of a tokenizer.json under which text would not come back
+    "lower case (as many bytes as before)": {"normalizer": {"type": "Lowercase"}},
+    "Unicode normalisation": {"normalizer": {"type": "NFC"}},
+    "stripping": {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+    "a prefix": {"normalizer": {"type": "Prepend", "prepend": "_"}},
+    "replacing": {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}},
+    "a prefix space": {"pre_tokenizer": WITH_SPACE},
+    "no bytes before merging": {"pre_tokenizer": None},
+    "dropping spaces": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, WITH_SPACE]}},
+    "no decoder": {"decoder": None},
+    "another decoder": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+    "the text twice": {"post_processor": {**TEMPLATE, "single": [A, A]}},
+    "added token that swallows spaces before it": {"added": {"content": "word1", "lstrip": True}},
+    "added token that swallows spaces behind it": {"added": {"content": "word1", "rstrip": True}},
+    "added token beyond ASCII": {"added": {"content": "naï"}},
+    "marks where words go on": {"model": {"continuing_subword_prefix": "##", "merges": []}},
+    "marks where words end": {"model": {"end_of_word_suffix": "</w>", "merges": []}},
+}
+HARMLESS = {  # settings under which the store is as exact as without
+    "truncation": {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+    "no dropout": {"model": {"dropout": 0.0}},
+    "whole words first": {"model": {"ignore_merges": True}},
+    "fused unknown tokens": {"model": {"fuse_unk": True}},
+    "byte fallback": {"model": {"byte_fallback": True}},
+    "a token for unknown text": {"model": {"unk_token": "<|endoftext|>"}},
+    "a token at the end": {"post_processor": {**TEMPLATE, "single": [A, END]}},
+    "prefix space in offsets": {"post_processor": WITH_SPACE},
+    "no words": {"pre_tokenizer": {**WITH_SPACE, "add_prefix_space": False, "use_regex": False}},
+    "an added word": {"added": {"content": "word1"}},
+    "an added word by itself": {"added": {"content": "word1", "single_word": True}},
+    "an added word, normalized": {"added": {"content": "word1", "normalized": True}},
+    "an added word that is special": {"added": {"content": "word1", "special": True}},
+}
+
+
+def changed_tokenizer(path: Path, changes: dict[str, dict], vocab_size: int = 400) -> TokenizerFile:
+    """A byte-level tokenizer.json with other settings: of the file, its model (`model`) and with another token (`added`)."""
+    tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(vocab_size))
+    tokenizer.add_special_tokens(["</s>"])
+    made = json.loads(tokenizer.to_str())
+    token = {"id": vocab_size + 1, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    made["added_tokens"] += [token | changes["added"]] if "added" in changes else []
+    made["model"] |= changes.get("model", {})
+    path.write_text(json.dumps(made | {name: value for name, value in changes.items() if name not in ("added", "model")}))
+    return TokenizerFile(str(path), "</s>")
+
+
+@pytest.mark.parametrize("changes", CHANGING.values(), ids=CHANGING.keys())
+def test_a_byte_level_tokenizer_that_changes_text_is_refused(data: DataConfig, tmp_path: Path, changes: dict[str, dict]):
     with pytest.raises(DataError, match="does not give text back unchanged"):
-        prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(path), "</s>")))
+        prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
+
+
+@pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS.keys())
+def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(data: DataConfig, tmp_path: Path, changes: dict[str, dict]):
+    store = prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+    assert store.manifest["token_bytes"] == "exact"
+
+
+def test_a_tokenizer_that_cuts_at_random_is_refused(data: DataConfig, tmp_path: Path):
+    spec = changed_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.1}})
+    with pytest.raises(DataError, match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text other tokens each time; set it to null"):
+        prepare(dataclasses.replace(data, tokenizer=spec))
+
+
+@pytest.mark.parametrize("special", ["Document", "Ġword"])
+@pytest.mark.parametrize("as_end", [True, False])
+def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path: Path, special: str, as_end: bool):
+    spec = changed_tokenizer(tmp_path / "tokenizer.json", {"added": {"content": special, "special": True}})
+    ids = json.loads(Path(spec.path).read_text())["model"]["vocab"]
+    assert special in ids, "the case is none otherwise"
+    spec = TokenizerFile(spec.path, special) if as_end else spec
+    with pytest.raises(DataError, match=f"the text '.*' has the special token '{special}' in it as a word") as caught:
+        prepare(dataclasses.replace(data, tokenizer=spec))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("special", ["def", "a", "Ġdef", "Ġ<", "¡a", "<<<", "123", "'s", "don't", "漢字", " "])
+def test_special_tokens_that_may_be_words_are_refused(special: str):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.special_tokens = .* may be a word of the text.*<\|def\|>"):
+        load(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
+
+
+@pytest.mark.parametrize("special", ["<|pad|>", "<pad>", "[SEP]", "</s>", "_x", "don't_"])
+def test_text_never_becomes_a_special_token_however_often_it_has_it(special: str):
+    load(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
+    texts = [f"{special} {special}{special}\n{special}é 1{special}2" * 50]
+    tokenizer = train_tokenizer(iter(texts), TrainedTokenizer(261, [special]))
+    assert not np.isin(encode(tokenizer, texts)[0], [0, 1]).any()
 
 
 def test_special_tokens_have_ids_of_their_own_that_text_never_becomes(data: DataConfig):

@@ -1,21 +1,28 @@
 """Training: the run folder, the optimizer and its schedule, what stops a run, and what is refused."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import lm
-from folders import losses, metrics, poison, same, weights
+from folders import curve, losses, metrics, poison, same, weights
 
 from lm.checkpoints import load_checkpoint, steps_saved
 from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig
 from lm.configure import parse
 from lm.errors import ConfigError, RunError
 from lm.model import Decoder
+from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import cut_back, wandb_mode
+from lm.training.module import TrainModule
 from lm.training.optim import lr_factor, make_optimizer
 from lm.training.run import train
+
+TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
+WITHOUT_TEXT = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.recall.length_factors=[]"]
 
 
 def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.CaptureFixture):
@@ -50,6 +57,57 @@ def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):
     train(one)
     train(many)
     assert losses(one.run_folder) == pytest.approx(losses(many.run_folder), abs=1e-4)
+
+
+def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
+    """Also across a resume, and where tasks leave each step another number of targets."""
+    for name, options in (("text", []), ("task", [TASK, *WITHOUT_TEXT])):
+        each = tiny(f"name={name}-each", *options)
+        few = tiny(f"name={name}-few", "log.every=3", *options)
+        train(each)
+        train(tiny(f"name={name}-few", "log.every=3", *options))
+        checkpoints = few.run_folder / "checkpoints"
+        (checkpoints / "last.ckpt").unlink()
+        (checkpoints / "step-000004.ckpt").rename(checkpoints / "last.ckpt")
+        before = curve(few.run_folder)
+        train(tiny(f"name={name}-few", "log.every=3", "resume=auto", *options))
+        assert curve(few.run_folder) == before
+        steps = losses(each.run_folder)
+        assert [step for step, _ in before] == [1, 3, 6, 8]
+        for (step, loss), first in zip(before, (0, 1, 3, 6), strict=True):
+            assert loss == pytest.approx(sum(steps[first:step]) / (step - first), rel=1e-6 if name == "text" else 0.05)
+
+
+@pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
+def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+    """Counted on a CPU as calls of what brings a tensor's values to the host; on a GPU: test_gpu.py."""
+    seen, by_step = Counter(), []
+
+    def counted(name: str):
+        function = getattr(torch.Tensor, name)
+
+        def call(*arguments, **options):
+            seen[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
+
+    def started(self, *arguments):
+        seen.clear()
+        start(self, *arguments)
+
+    def ended(self, trainer, module, *arguments):
+        by_step.append((trainer.global_step, dict(seen)))
+        end(self, trainer, module, *arguments)
+
+    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
+    monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
+    train(tiny("name=waits", "eval.every=8", *options))
+    assert [waits for _, waits in by_step if waits] == [{"tolist": 1}] * 8
 
 
 # ---------------------------------------------------------------- refusals
@@ -202,3 +260,5 @@ def test_rows_of_several_lengths_are_trained_and_logged(tiny):
         tiny("data.lengths={7: 1.0}")
     with pytest.raises(ConfigError, match=r"sum to 1, not to 0.9"):
         tiny("data.lengths={8: 0.4, 32: 0.5}")
+    with pytest.raises(ConfigError, match=r"gives rows of 8 less than one step of trainer\.max_steps = 8"):
+        tiny("data.lengths={8: 0.1, 32: 0.9}")

@@ -8,15 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.kernels import fused_softmax
+from lm.attention.kernels import fused_softmax, without_autocast
 from lm.attention.lengths import Rows
 from lm.attention.normalizers import Normalizer, logits
 
 
 class ALiBi(Normalizer):
-    """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409."""
+    """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    So for any H; its authors' code interleaves two such series where H is no power of two.
+    """
+
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         heads = torch.arange(1, self.shape.n_head + 1, device=q.device)
         slopes = (2.0 ** (-8 * heads / self.shape.n_head)).view(-1, 1, 1)
         z = logits(q, k) - (slopes * rows.distance()).to(q.dtype)
@@ -31,7 +34,7 @@ class Window(Normalizer):
 
     options: table.Window
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         near = rows.visible() & (rows.distance() < self.options.size)
         return logits(q, k).masked_fill(~near, -math.inf).softmax(-1)
 
@@ -74,7 +77,7 @@ class ScaleInvariant(Normalizer):
 
     options: table.ScaleInvariant
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         visible = rows.visible()
         distance = rows.distance().clamp(min=0.0)
         square = 2 * (torch.log1p(distance / self.options.tau) - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
@@ -85,7 +88,7 @@ class ScaleInvariant(Normalizer):
 class Forget(Normalizer):
     """softmax(z + c_i - c_j), c the running sum of ln f, f = sigmoid(w.x + b) a gate of each token and head: arXiv 2503.02130.
 
-    Sums are in fp32. w starts at 0 and b at 5, so that a token is first forgotten at a rate of 0.7 %.
+    Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %.
     """
 
     def initialise(self) -> None:
@@ -94,11 +97,11 @@ class Forget(Normalizer):
 
     def key_features(self, x: Tensor) -> Tensor:
         """ln f, (B, H, T, 1)."""
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         visible = rows.visible()
         k, log_f = k[..., :-1], k[..., -1]
         so_far = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count

@@ -10,8 +10,10 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +28,14 @@ if TYPE_CHECKING:
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time by `by_query_blocks`
 TILE = 256  # queries and keys of one tile of `pointwise`
+SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
 LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
 OLDEST_TRITON = (3, 4)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context in which the dtypes of operands alone decide what is computed in."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 class _Definition(nn.Module):
@@ -53,7 +61,10 @@ def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[int, int, int]]:
 
 
 class _ByQueryBlocks(torch.autograd.Function):
-    """Forward block by block without a graph; the backward pass makes each block's graph again."""
+    """Forward block by block without a graph; the backward pass makes each block's graph again.
+
+    Both without autocast, which does not reach the backward pass: the dtypes given decide alone, so that it recomputes the same function.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, definition: _Definition, rows: Rows, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
@@ -61,10 +72,11 @@ class _ByQueryBlocks(torch.autograd.Function):
         ctx.definition, ctx.rows = definition, rows
         names = [name for name, _ in definition.named_parameters()]
         values = dict(zip(names, parameters, strict=True))
-        parts = [
-            torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(a, b, s)))
-            for a, b, s in _blocks(q, k, rows)
-        ]
+        with without_autocast(v.device):
+            parts = [
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(a, b, s)))
+                for a, b, s in _blocks(q, k, rows)
+            ]
         return torch.cat(parts, 2)
 
     @staticmethod
@@ -75,10 +87,10 @@ class _ByQueryBlocks(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in (q, k, v, *parameters)]
         for a, b, s in _blocks(q, k, ctx.rows):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
-            with torch.enable_grad():
+            with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
                 out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.rows.part(a, b, s)))
-            found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
+                found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
             places = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for place, value in zip(places, found, strict=True):
                 if value is not None:
@@ -233,46 +245,84 @@ def _tiles(length: int) -> list[tuple[int, int]]:
 
 
 class _Pointwise(torch.autograd.Function):
-    """Causal tiles of f(q.k) v on (N, T, D) tensors, N = B x H; sums in fp32 (or wider)."""
+    """Causal tiles of f(q.k + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None; `over_sum`: divided by each row's sum.
+
+    Scores, f and sums are in fp32 (or wider), weights as wide as v.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, f: Pointwise, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.f = f
+    def forward(ctx: FunctionCtx, f: Pointwise, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
         wide = torch.promote_types(v.dtype, torch.float32)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        for a, b in _tiles(q.size(1)):
-            total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
-            for c, d in _tiles(b):
-                w = f.value_(q[:, a:b] @ k[:, c:d].transpose(1, 2))
-                total += (w.tril_() if c == a else w) @ v[:, c:d]
-            out[:, a:b] = total
-        return out
+        out = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
+        sums = torch.empty((*v.shape[:2], 1), dtype=wide, device=v.device) if over_sum else None
+        qw, kw = q.to(wide), k.to(wide)
+        summed = v.to(out.dtype)  # of rows over their sums nothing is rounded: their gradients are what is left of a difference
+        with without_autocast(v.device):  # as in the backward pass
+            for a, b in _tiles(q.size(1)):
+                total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
+                row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide, device=v.device)
+                for c, d in _tiles(b):
+                    w = f.value_(_scores(qw, kw, shift, a, b, c, d))
+                    w = (w.tril_() if c == a else w).to(out.dtype)
+                    total += w @ summed[:, c:d]
+                    if over_sum:
+                        row_sum += w.sum(-1, keepdim=True)
+                if over_sum:
+                    sums[:, a:b] = row_sum.masked_fill_(row_sum < SMALLEST_SUM, torch.inf)
+                    total /= row_sum
+                out[:, a:b] = total
+        ctx.save_for_backward(q, k, v, shift, *((out, sums) if over_sum else ()))
+        ctx.f = f
+        return out.to(v.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        q, k, v = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, shift, *of_sums = ctx.saved_tensors
+        grad, mean = gradient_of_sums(grad, v.dtype, *of_sums) if of_sums else (grad, None)
         wide = torch.promote_types(v.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        for a, b in _tiles(q.size(1)):
-            qa, ga = q[:, a:b], grad[:, a:b]
-            for c, d in _tiles(b):
-                w, dz = ctx.f.derivative_(qa @ k[:, c:d].transpose(1, 2), ga @ v[:, c:d].transpose(1, 2))
-                if c == a:
-                    w, dz = w.tril_(), dz.tril_()
-                dq[:, a:b] += dz @ k[:, c:d]
-                dk[:, c:d] += dz.transpose(1, 2) @ qa
-                dv[:, c:d] += w.transpose(1, 2) @ ga
-        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        qw, kw, vw, gw = (x.to(wide) for x in (q, k, v, grad))
+        dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
+        dshift = None if shift is None else torch.zeros_like(shift)
+        with without_autocast(v.device):
+            for a, b in _tiles(q.size(1)):
+                for c, d in _tiles(b):
+                    dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
+                    if mean is not None:
+                        dw -= mean[:, a:b]
+                    w, dz = ctx.f.derivative_(_scores(qw, kw, shift, a, b, c, d), dw)
+                    if c == a:
+                        w, dz = w.tril_(), dz.tril_()
+                    if dshift is not None:
+                        dshift[:, a:b] += dz.sum(-1)
+                    w, dz = w.to(v.dtype), dz.to(v.dtype)
+                    dq[:, a:b] += dz @ k[:, c:d]
+                    dk[:, c:d] += dz.transpose(1, 2) @ q[:, a:b]
+                    dv[:, c:d] += w.transpose(1, 2) @ grad[:, a:b]
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
 
 
-def tiles(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
+    """q.k + shift of queries a to b and keys c to d, (N, b - a, d - c)."""
+    z = q[:, a:b] @ k[:, c:d].transpose(1, 2)
+    return z if shift is None else z.add_(shift[:, a:b].unsqueeze(-1))
+
+
+def gradient_of_sums(grad: Tensor, dtype: torch.dtype, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """For rows divided by their sums, (N, T, 1), or by infinity: the gradient of the undivided output, in `dtype`, and its mean over a
+    row's weights, (N, T, 1), to be subtracted from each weight's own.
+
+    Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `out` in fp32.
+    """
+    grad = (grad / sums).to(dtype)
+    return grad, (grad.to(out.dtype) * out).sum(-1, keepdim=True)
+
+
+def tiles(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """`pointwise` on any device, holding one tile of weights a head."""
-    if shift is not None:  # one more dimension: the shift in queries, 1 in keys
-        q = torch.cat((q, shift.unsqueeze(-1).expand(*q.shape[:3], 1).to(q.dtype)), -1)
-        k = F.pad(k, (0, 1), value=1.0)
-    return _Pointwise.apply(f, *(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, q.shape[:2])
+    if shift is not None:
+        shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
+    return _Pointwise.apply(f, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
 
 
 def interpreted() -> bool:
@@ -313,31 +363,39 @@ def _trial(device: torch.device) -> str:
     Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
     """
     try:
-        from lm.attention import triton_kernels
-
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-            leaves = [one.detach().requires_grad_() for one in x]
-            outs = [route(Relu2(), *leaves, None) for route in (triton_kernels.pointwise, tiles)]
-            found, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
-        if all((a - b).abs().max() <= b.abs().max() / 32 for a, b in zip(found, expected, strict=True)):
+            shift = x[0][..., 0].float()
+            ways = product((Relu2(), Relu(), Sigmoid()), (None, shift), (False, True))
+            wrong = [f.kind for f, b, over_sum in ways if not _agree(f, x, b, over_sum, grad)]
+        if not wrong:
             return ""
-        problem = "its results are not those of the tiles"
+        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong))})"
     except Exception as error:  # whatever Triton, the compilers it calls or the driver may raise
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     warnings.warn(f"the Triton kernel does not work on {device}, tiles take its place: {problem}", stacklevel=2)
     return f"the Triton kernel does not work here: {problem}"
 
 
+def _agree(f: Pointwise, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
+    """True if the Triton kernel gives what the tiles give, forward and backward, for bf16 `x` (q, k, v)."""
+    from lm.attention import triton_kernels
+
+    leaves = [one.detach().requires_grad_() for one in (*x, *([] if shift is None else [shift]))]
+    outs = [route(f, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.pointwise, tiles)]
+    found, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
+    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(found, expected, strict=True))
+
+
 @torch.compiler.disable
-def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None) -> Tensor:
+def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """sum_{j <= i} f(q_i.k_j + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 
     q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or None for 0.
-    Scores are not scaled: scale q.
+    Scores are not scaled: scale q. `over_sum`: each row divided by its sum of f, which f must keep from being negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
-        return tiles(f, q, k, v, shift)
+        return tiles(f, q, k, v, shift, over_sum)
     from lm.attention import triton_kernels
 
-    return triton_kernels.pointwise(f, q, k, v, shift)
+    return triton_kernels.pointwise(f, q, k, v, shift, over_sum)

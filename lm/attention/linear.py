@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import table
+from lm.attention.kernels import without_autocast
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer
 from lm.attention.pointwise import divided
@@ -20,10 +21,10 @@ FEATURES = {
 
 
 class Linear(Normalizer):
-    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each.
+    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each (our choice).
 
-    phi: elu + 1 (arXiv 2006.16236), relu, exp, or the identity. With `decay` a fixed g = 1 - 2^(-5 - 3 h / (H - 1))
-    for heads h = 0 ... H - 1, slowest last (after RetNet, arXiv 2307.08621).
+    phi: elu + 1 (arXiv 2006.16236), relu, exp (of 20 at most, so that sums stay finite), or the identity. With `decay` a fixed
+    g = 1 - 2^(-5 - h) for heads h = 0 ... H - 1 (RetNet, arXiv 2307.08621).
     """
 
     options: table.Linear
@@ -36,14 +37,13 @@ class Linear(Normalizer):
     def log_decay(self, like: Tensor) -> Tensor:
         """ln g of each head, (H,) <= 0."""
         heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
-        g = 1 - 2 ** (-5 - 3 * heads / max(1, self.shape.n_head - 1))
-        return g.log() if self.options.decay else torch.zeros_like(g)
+        return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 
     def factor(self, rows: Rows) -> Tensor | None:
         """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
         return None if self.options.n == "sum" else 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, k = self.features(q, k)
         visible, factor = rows.visible(), self.factor(rows)
         decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
@@ -61,7 +61,7 @@ class Linear(Normalizer):
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
-        with torch.autocast(q.device.type, enabled=False):  # the state sums over all tokens
+        with without_autocast(q.device):  # the state sums over all tokens
             out, state = self.chunks(q, k, v, state)
         return divided(out[..., :width], out[..., width:], factor).to(dtype), state
 

@@ -1,6 +1,6 @@
 """Normalizers: how attention scores become weights. The base of every family, and how one is made.
 
-Each class gives the same function twice: `weights`, the definition on dense scores, and `forward`,
+Each class gives the same function twice: `define`, the definition on dense scores, and `forward`,
 the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.kernels import by_query_blocks
+from lm.attention.kernels import by_query_blocks, without_autocast
 from lm.attention.lengths import Rows
 
 
@@ -70,12 +70,21 @@ class Normalizer(nn.Module, ABC):
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
         return {}
 
-    @abstractmethod
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        """The definition: dense weights (B, H, T, S), masked entries 0, in the dtype of `q`.
+        """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is.
+
+        Scores, thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
+        anything from 0.6 to 12.
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
+        with without_autocast(q.device):
+            return self.define(q.to(wide), k.to(wide), rows)
+
+    @abstractmethod
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        """`weights` for q and k of one dtype, fp32 or wider, and without autocast: what a family writes down."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.

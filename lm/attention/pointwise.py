@@ -4,22 +4,24 @@ import math
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
+from lm.attention.kernels import SMALLEST_SUM, Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
-SMALLEST_SUM = 1e-6  # a row without a positive score has weights 0
-
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1)."""
+    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1); fp32 or wider.
+
+    A row whose total is below `SMALLEST_SUM` has weights 0: of relu^2 one whose scores are all negative, or below 1e-12.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
-        return rows / total.clamp(min=SMALLEST_SUM)
-    return rows * factor.unsqueeze(-1).to(rows.dtype)
+        total = total.to(wide)
+        return rows.to(wide) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
+    return rows * factor.unsqueeze(-1).to(wide)
 
 
 class PointwiseNormalizer(Normalizer):
@@ -35,7 +37,7 @@ class PointwiseNormalizer(Normalizer):
     def factor(self, rows: Rows) -> Tensor | None:
         """r as fp32, broadcastable to (B, H, T); None: rows are divided by their sum."""
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z, shift, factor = logits(q, k), self.shift(rows), self.factor(rows)
         if shift is not None:
             z = z + shift.unsqueeze(-1).to(z.dtype)
@@ -45,11 +47,9 @@ class PointwiseNormalizer(Normalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
             return super().forward(q, k, v, rows)
-        q, width, factor = q / math.sqrt(q.size(-1)), v.size(-1), self.factor(rows)
-        if factor is None:  # one more value, 1: it sums the row
-            v = F.pad(v, (0, 1), value=1.0)
-        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(rows))
-        return divided(out[..., :width], out[..., width:], factor)
+        q, factor = q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1)), self.factor(rows)
+        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(rows), over_sum=factor is None)
+        return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
     def explain(self, device: str = "cpu") -> str:
         why = why_tiles(torch.device(device), torch.float32, self.shape.head_size)

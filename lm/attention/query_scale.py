@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.kernels import fused_softmax
+from lm.attention.kernels import fused_softmax, without_autocast
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -30,7 +30,7 @@ class QueryScale(Normalizer):
         c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
         return c.double().expand(self.shape.n_head, self.shape.train_length)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z = logits(q, k)
         scale = self.scale(rows)
         if scale is not None:
@@ -131,7 +131,7 @@ class LogN(AtBase):
 
 
 class SqrtLogN(QueryScale):
-    """softmax(c sqrt(2 ln n) z): keeps the largest of n Gaussian logits at a fixed share; c learned per layer and head.
+    """softmax(c sqrt(2 ln n) z), the growth of the largest of n Gaussian logits; c learned per layer and head.
 
     c starts at 1 / mean sqrt(2 ln n) over a training row.
     """
@@ -183,10 +183,15 @@ class InfoScale(AtBase):
         return ((1 - self.row_length(rows) ** power).sqrt() / math.sqrt(1 - self.base**power)).unsqueeze(-2)
 
 
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last dimension, in fp32 or wider."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+
+
 class Cosine(QueryScale):
     """softmax(g cos(q, k)) or softmax(g ln n cos(q, k)): unit queries and keys (arXiv 2010.04245; Su, kexue.fm 9859: 4 ln n).
 
-    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D).
+    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D) (our choice).
     """
 
     options: table.Cosine
@@ -206,11 +211,11 @@ class Cosine(QueryScale):
     def scale_by_position(self) -> Tensor | None:
         return None  # a factor on other logits than softmax's
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().weights(F.normalize(q, dim=-1), F.normalize(k, dim=-1), rows)
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().define(unit(q), unit(k), rows)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return super().forward(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, rows)
+        return super().forward(unit(q), unit(k), v, rows)
 
 
 class PN(QueryScale):
@@ -265,14 +270,14 @@ class QASSMax(Normalizer):
     def scaled(self, q: Tensor, rows: Rows) -> Tensor:
         """q (B, H, T, D) times both factors, in fp32 or wider."""
         q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             log_n = self.row_length(rows).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
             base = self.base(log_n).unflatten(-1, (self.shape.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
         return q * base * gate
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = logits(self.scaled(q, rows).to(q.dtype), k)
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z = logits(self.scaled(q, rows), k)
         return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:

@@ -24,20 +24,24 @@ class Sink(Normalizer):
     def initialise(self) -> None:
         self.b = nn.Parameter(torch.full((self.shape.n_head,), self.options.init))
 
-    def sink(self) -> Tensor:
-        """b, (H,)."""
+    def sink(self, device: torch.device) -> Tensor:
+        """b, (H,), on the device of the scores."""
         return self.b
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z = logits(q, k).masked_fill(~rows.visible(), -math.inf)
-        b = self.sink().to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+        b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         size = q.size(-1)
-        # Eight more dimensions (the kernel's granularity), of which one carries b: 1 in queries, b sqrt(D) in the sink.
-        one = F.pad(torch.ones_like(q[..., :1]), (0, 7))
-        sink = F.pad((self.sink() * math.sqrt(size)).to(k).view(1, -1, 1, 1), (size, 7)).expand(k.size(0), -1, -1, -1)
+        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
+        # in the sink.
+        one = F.pad(torch.ones_like(q[..., :2]), (0, 6))
+        b = self.sink(q.device) * math.sqrt(size)
+        rest = b - b.detach().to(v.dtype)
+        both = torch.stack((b - rest.detach(), rest.detach()), -1).to(k)
+        sink = F.pad(both.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
         q, k = torch.cat((q, one), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
         if rows.causal:  # one more query in front keeps the triangle square
@@ -54,8 +58,8 @@ class Softmax1(Sink):
     def initialise(self) -> None:
         """No parameters."""
 
-    def sink(self) -> Tensor:
-        return torch.zeros(self.shape.n_head)
+    def sink(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape.n_head, device=device)
 
     def explain(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit 0 and value 0"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import table
+from lm.attention.kernels import without_autocast
 from lm.attention.lengths import RowLength, Rows
 from lm.attention.normalizers import Normalizer, logits
 
@@ -23,7 +24,7 @@ def below_largest(z: Tensor, rows: Rows) -> Tensor:
 class Sparsemax(Normalizer):
     """relu(z - tau), tau such that the row sums to one: the projection onto the simplex, arXiv 1602.02068."""
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z = below_largest(logits(q, k), rows)
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
@@ -36,26 +37,26 @@ class Sparsemax(Normalizer):
 class Entmax15(Normalizer):
     """relu(z / 2 - tau)^2, tau such that the row sums to one: alpha-entmax with alpha = 1.5, arXiv 1905.05702."""
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         return self.entmax(logits(q, k), rows)
 
     def entmax(self, z: Tensor, rows: Rows) -> Tensor:
         """1.5-entmax of logits z (B, H, T, S), over the visible keys."""
-        z = below_largest(z, rows) / 2
+        z = 1 + below_largest(z, rows) / 2  # 0 to 1, and what is 0 has no weight: sums of many such entries then have nothing to cancel
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         mean = high.cumsum(-1) / rank
         spread = high.square().cumsum(-1) - rank * mean.square()  # of the first `rank` entries
         inside = (1 - spread) / rank
         candidates = mean - inside.clamp(min=1e-30).sqrt()
-        size = ((candidates <= high) & (inside > 0)).sum(-1, keepdim=True).clamp(min=1)
+        size = ((candidates <= high) & (inside > 0) & (high > 0)).sum(-1, keepdim=True).clamp(min=1)
         return (z - candidates.gather(-1, size - 1)).relu().square()
 
 
 class ASEntmax(Entmax15):
     """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), for each query and head: arXiv 2506.16640.
 
-    w_b and w_g start at 0: the factor is then 1 + ln 2 at every n.
+    w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n.
     """
 
     options: table.ASEntmax
@@ -66,12 +67,12 @@ class ASEntmax(Entmax15):
 
     def query_features(self, x: Tensor) -> Tensor:
         """b and g, (B, H, T, 2)."""
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             x = x.to(self.w_b.dtype)
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
         return torch.stack((b, g), -1).transpose(1, 2)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
         log_n = RowLength(self.options.n)(rows).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
         growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
@@ -79,11 +80,16 @@ class ASEntmax(Entmax15):
 
 
 class Softpick(Normalizer):
-    """relu(e^z - 1) / sum |e^z - 1|: no sink, exact zeros, a row sum of at most 1, arXiv 2504.20966."""
+    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): no sink, exact zeros, a row sum of at most 1, arXiv 2504.20966.
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    The 1e-8 is its source's: it takes weight from rows whose scores all lie within about 1e-8 of 0.
+    """
+
+    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         visible = rows.visible()
         z = logits(q, k)
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
-        a = (torch.exp(z.masked_fill(~visible, -torch.inf) - top) - torch.exp(-top)).masked_fill(~visible, 0.0)
+        # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
+        large, small = torch.exp(z.clamp(max=top) - top) - torch.exp(-top), torch.expm1(z.clamp(max=1.0)) * torch.exp(-top)
+        a = torch.where(z < 1, small, large).masked_fill(~visible, 0.0)
         return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)

@@ -2,7 +2,8 @@
 
 Importing this needs `triton`; whether it is used is decided in `lm.attention.kernels`. Sums and f are in fp32 whatever
 the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
-bits. Shapes: N = rows x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128.
+bits. Shapes: N = rows x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
+b, (N, T). `SUMMED`: rows are divided by their sums, (N, T), and gradients of weights are relative to their row's mean, (N, T).
 """
 
 import torch
@@ -11,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.kernels import Pointwise, interpreted
+from lm.attention.kernels import SMALLEST_SUM, Pointwise, gradient_of_sums, interpreted
 
+FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(interpreted())  # Triton's interpreter would multiply the bit patterns of bf16 numbers
 PIECE = 128  # values a program holds at a time; wider ones are further programs, which make the weights again
 
@@ -23,13 +25,14 @@ def _function(z, KIND: tl.constexpr):
     if KIND == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
-    else:
+    elif KIND == "relu2":
         value = tl.where(z < 0, 0.0, z)
-        if KIND == "relu2":
-            slope = 2 * value
-            value = value * value
-        else:
-            slope = tl.where(z > 0, 1.0, 0.0)
+        slope = 2 * value
+        value = value * value
+    else:
+        tl.static_assert(KIND == "relu", "no function of this kind")
+        value = tl.where(z < 0, 0.0, z)
+        slope = tl.where(z > 0, 1.0, 0.0)
     return value, slope
 
 
@@ -56,9 +59,9 @@ def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _shift(b, i, T, SHIFTED: tl.constexpr):
+def _row(b, i, T, THERE: tl.constexpr):
     """b[i]; zeros if there is none."""
-    if SHIFTED:
+    if THERE:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:
         return tl.zeros(i.shape, tl.float32)
@@ -73,36 +76,44 @@ def _place(T, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, b, out, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    q, k, v, b, out, sums, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs, of one piece of the values: over the keys up to it."""
     n, first = _place(T, BLOCK)
     i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
-    q_i, b_i = _tile(q + n * T * D, i, d, T, D), _shift(b + n * T, i, T, SHIFTED)
-    total = tl.zeros((BLOCK, BLOCK_E), tl.float32)
+    q_i, b_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED)
+    total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) + b_i[:, None]
         w, _ = _function(z, KIND)
-        w = tl.where(i[:, None] >= j[None, :], w, 0.0)
-        total = _dot(w.to(v.dtype.element_ty), _tile(v, j, e, T, E), total)
+        w = tl.where(i[:, None] >= j[None, :], w, 0.0).to(v.dtype.element_ty)
+        total = _dot(w, _tile(v, j, e, T, E), total)
+        if SUMMED:
+            row_sum += tl.sum(w.to(tl.float32), 1)
+    if SUMMED:
+        row_sum = tl.where(row_sum < FLOOR, float("inf"), row_sum)
+        total /= row_sum[:, None]
+        if tl.program_id(1) == 0:
+            tl.store(sums + n * T + i, row_sum, mask=i < T)
     _store(out + n * T * E, total, i, e, T, E)
 
 
 @triton.jit
 def _backward_queries(
-    q, k, v, b, grad, dq, db, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    q, k, v, b, grad, mean, dq, db, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of dq and db: over the keys up to it."""
     n, first = _place(T, BLOCK)
     i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
-    q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _shift(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
+    q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
+    mean_i = _row(mean + n * T, i, T, SUMMED)
     dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
@@ -112,7 +123,7 @@ def _backward_queries(
         for more in range(BLOCK_E, E, BLOCK_E):
             dw = _dot(_tile(grad, i, more + e, T, E), tl.trans(_tile(v, j, more + e, T, E)), dw)
         _, slope = _function(z, KIND)
-        dz = tl.where(i[:, None] >= j[None, :], dw * slope, 0.0)
+        dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
         db_i += tl.sum(dz, 1)
     _store(dq + n * T * D, dq_i, i, d, T, D)
@@ -122,8 +133,8 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q, k, v, b, grad, dk, dv, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr,
+    q, k, v, b, grad, mean, dk, dv, T,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """A block of dk and of the first piece of dv (`FIRST`), or of another piece of dv: over the queries from it on.
@@ -134,13 +145,13 @@ def _backward_keys(
     j, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     if not FIRST:
         e += (tl.program_id(1) + 1) * BLOCK_E
-    q, b, v, grad = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E
+    q, b, v, grad, mean = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E, mean + n * T
     k_j, v_j = _tile(k + n * T * D, j, d, T, D), _tile(v, j, e, T, E)
     dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
     for start in range(first, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
         q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
-        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) + _shift(b, i, T, SHIFTED)[None, :]
+        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) + _row(b, i, T, SHIFTED)[None, :]
         w, slope = _function(z, KIND)
         seen = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
         dv_j = _dot(tl.where(seen, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
@@ -148,13 +159,14 @@ def _backward_keys(
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
             for more in range(BLOCK_E, E, BLOCK_E):
                 dw = _dot(_tile(v, j, more + e, T, E), tl.trans(_tile(grad, i, more + e, T, E)), dw)
-            dk_j = _dot(tl.where(seen, dw * slope, 0.0).to(q.dtype.element_ty), q_i, dk_j)
+            dz = tl.where(seen, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
+            dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
         _store(dk + n * T * D, dk_j, j, d, T, D)
     _store(dv + n * T * E, dv_j, j, e, T, E)
 
 
-def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool) -> dict[str, int | str | bool]:
+def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool) -> dict[str, int | str | bool]:
     """The constants of a launch for inputs of `dtype`, head size `size`, values `width` wide.
 
     Fixed, not tuned: chosen so that what the compiler makes needs few spilled registers and, on GPUs that have
@@ -166,6 +178,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool)
         "D": size,
         "E": width,
         "SHIFTED": shifted,
+        "SUMMED": summed,
         "KIND": kind,
         "BLOCK": 64 if dtype == torch.bfloat16 else 32,
         "BLOCK_D": block_d,
@@ -179,34 +192,39 @@ class _Pointwise(torch.autograd.Function):
     """On contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, k, v, shift)
-        ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None)
-        blocks, out = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), torch.empty_like(v)
+    def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+        ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
+        blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
+        out = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
+        sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None
+        nothing = q  # stands for what there is not
+        given = q, k, v, nothing if shift is None else shift, out, sums if summed else nothing
         with torch.cuda.device_of(q):
-            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](q, k, v, q if shift is None else shift, out, q.size(1), **ctx.options)
-        return out
+            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*given, q.size(1), **ctx.options)
+        ctx.save_for_backward(q, k, v, shift, *((out, sums) if summed else ()))
+        return out.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, shift = ctx.saved_tensors
+        q, k, v, shift, *of_sums = ctx.saved_tensors
+        grad, mean = gradient_of_sums(grad, v.dtype, *of_sums) if of_sums else (grad, q)
         blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
-        inputs = q, k, v, b, grad.contiguous()
+        inputs = q, k, v, b, grad.contiguous(), mean.contiguous()
         with torch.cuda.device_of(q):
             _backward_queries[(blocks,)](*inputs, dq, db, q.size(1), **ctx.options)
             _backward_keys[(blocks,)](*inputs, dk, dv, q.size(1), FIRST=True, **ctx.options)
             if pieces > 1:
                 _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST=False, **ctx.options)
-        return None, dq, dk, dv, None if shift is None else db
+        return None, None, dq, dk, dv, None if shift is None else db
 
 
-def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
     """As `lm.attention.kernels.pointwise`, for tensors that `kernels.why_tiles` has nothing against."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _Pointwise.apply(f.kind, q, k, v, shift).unflatten(0, shape[:2])
+    return _Pointwise.apply(f.kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lm.config import Config, TaskShare
+from lm.data.deck import Deck
 from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
 from lm.data.tasks import Task, Text, example
@@ -21,7 +22,6 @@ from lm.errors import ConfigError, Problem
 from lm.loss import IGNORED
 
 _PARTS = 2**62  # keeps the draws of a mixture's parts apart from those of epochs
-DECK = 1000  # rows in which the streams have exactly their shares
 
 
 class Batch(NamedTuple):
@@ -76,40 +76,38 @@ class Stream(Protocol):
 
 
 class TextStream:
-    """Rows of a part of a split: the tokens from `first` to `first + n_tokens`.
+    """Rows of a part of a split, the tokens from `first` to `first + n_tokens`, which is a circle: after its last token comes its first.
 
-    Epoch e cuts them, from an offset of its own below `seq_len`, into `rows_per_epoch` rows of
-    `seq_len` + 1 tokens (each row's last token is the next one's first) and visits them in an order of its own.
-    Every token is a target once an epoch, but for fewer than 2 x `seq_len` at the two ends of the part.
+    Every document begins with the end-of-text token, so that this seam is a border of documents like any other. Epoch e cuts the
+    circle, from a place of its own, into `rows_per_epoch` rows of `seq_len` + 1 tokens (each row's last token is the next one's first)
+    and visits them in an order of its own. Every token is a target once an epoch, but for the fewer than `seq_len` before the cut.
 
     Raises:
         ValueError: the part has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_rows` says so kindly).
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, entropy: tuple[int, ...]):
-        self.split, self.first, self.seq_len, self.entropy = split, first, seq_len, entropy
+        self.split, self.first, self.n_tokens, self.seq_len, self.entropy = split, first, n_tokens, seq_len, entropy
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no row of {seq_len + 1}")
-        # One row less than fits: each offset below seq_len then gives the same number of rows.
-        self.rows_per_epoch = max(1, n_tokens // seq_len - 1)
-        self.n_offsets = min(seq_len, n_tokens - self.rows_per_epoch * seq_len)
+        self.rows_per_epoch = n_tokens // seq_len
         self._epochs: dict[int, np.ndarray] = {}
 
     def epoch_starts(self, epoch: int) -> np.ndarray:
-        """Where the rows of an epoch begin, in the order they are visited: int64 (rows_per_epoch,).
+        """Where in the part the rows of an epoch begin, in the order they are visited: int64 (rows_per_epoch,).
 
         Drawn from raw PCG64 output, which never changes between NumPy versions (those of `Generator` may).
         """
         if epoch not in self._epochs:
             random = np.random.PCG64(np.random.SeedSequence((*self.entropy, epoch))).random_raw(self.rows_per_epoch + 1)
-            offset = self.first + int(random[-1]) % self.n_offsets
+            cut = int(random[-1]) % self.n_tokens
             # A step may straddle two epochs, so the one before is kept.
             self._epochs = {before: starts for before, starts in self._epochs.items() if before == epoch - 1}
-            self._epochs[epoch] = offset + self.seq_len * np.argsort(random[:-1], kind="stable")
+            self._epochs[epoch] = (cut + self.seq_len * np.argsort(random[:-1], kind="stable")) % self.n_tokens
         return self._epochs[epoch]
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """Where the rows in slots (k,) begin: int64 (k,)."""
+        """Where in the part the rows in slots (k,) begin: int64 (k,)."""
         epochs, places = np.divmod(slots, self.rows_per_epoch)
         found = np.empty_like(slots)
         for epoch in np.unique(epochs):
@@ -119,7 +117,7 @@ class TextStream:
     def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """As `Stream.rows`: the tokens of a slot are the same whatever the length."""
         cut = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return windows(self.split, cut.ravel(), length), None
+        return around(self.split, cut.ravel(), length, self.first, self.n_tokens), None
 
 
 class TaskStream:
@@ -138,25 +136,6 @@ class TaskStream:
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         made = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])
-
-
-class Deck:
-    """Deals the slots of a run to streams by weight: of every `DECK` in a row, each stream has its share to the nearest slot."""
-
-    def __init__(self, weights: list[float], entropy: tuple[int, ...]):
-        exact = np.array(weights) * DECK
-        counts = np.floor(exact).astype(np.int64)
-        counts[np.argsort(counts - exact, kind="stable")[: DECK - counts.sum()]] += 1
-        cards = np.repeat(np.arange(len(weights)), counts)
-        self.cards = cards[np.argsort(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(DECK), kind="stable")]
-        self.counts = counts
-        self.earlier = np.array([(self.cards[:i] == card).sum() for i, card in enumerate(self.cards)])  # of the same stream in the deck
-
-    def deal(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream that has each of slots (k,) of the run, and which of its own slots that is: both int64 (k,)."""
-        decks, places = np.divmod(slots, DECK)
-        streams = self.cards[places]
-        return streams, decks * self.counts[streams] + self.earlier[places]
 
 
 class TrainRows:
@@ -203,7 +182,7 @@ class TrainRows:
             return shares, streams
         split, first = self.store.train, 0
         for number, (part, weight) in enumerate(zip(split.parts, weights, strict=True)):
-            if rest * weight > 1e-6:
+            if weight:
                 entropy = self.entropy if len(weights) == 1 else (*self.entropy, _PARTS + number)
                 shares.append(rest * weight)
                 streams.append(TextStream(split, first, part.n_tokens, self.seq_len, entropy))
@@ -233,7 +212,8 @@ class TrainRows:
         length = self.length(step)
         last, per_slot = self.batch_rows if count is None else first + count, self.seq_len // length
         if self.natural:
-            rows = windows(self.store.train, self.natural.row_starts(step)[first * per_slot : last * per_slot], length)
+            starts, split = self.natural.row_starts(step)[first * per_slot : last * per_slot], self.store.train
+            rows = around(split, starts, length, 0, split.n_tokens)
             return rows, None, np.ones(len(rows), bool)
         slots = step * self.batch_rows + np.arange(first, last)
         if self.deck is None:
@@ -324,6 +304,13 @@ def train_loader(
 ) -> TrainLoader:
     """Process `rank`'s micro-batches of steps `first_step` to `max_steps`; `len` counts from step 0."""
     return TrainLoader(MicroBatches(rows, rank, world, micro_batch), first_step, max_steps, workers, pin_memory)
+
+
+def around(split: Split, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
+    """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`: int64 (k, length + 1)."""
+    place = starts[:, None] + np.arange(length + 1)
+    place[place >= n_tokens] -= n_tokens
+    return split.at(first + place).astype(np.int64)
 
 
 # ---------------------------------------------------------------- held-out rows

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from lm.config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress
-from lm.data.sources import documents, label, licence
+from lm.data.sources import OnError, Unreadable, documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
 from lm.data.tasks import example
 from lm.data.tasks.store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
@@ -33,7 +34,7 @@ from lm.schema import Plain
 
 SCAN, JOURNAL = "scan.npz", "journal.json"
 JOURNAL_BYTES = 64 << 20  # text between entries in the journal
-LISTED = 100  # unreadable files and rows that the manifest names
+LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # what becomes of a document
 
 
@@ -46,7 +47,7 @@ class Scan:
     fate: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier one)
     ends: np.ndarray  # (sources,) int64: documents up to the end of each source
     left_out: dict[str, int]  # documents left out, by reason
-    unreadable: dict[str, Plain]  # count of files and rows, and the first of them
+    unreadable: dict[str, Plain]  # how many files, documents and rows, of how many bytes, and the first of them
 
     @property
     def part(self) -> np.ndarray:
@@ -156,7 +157,7 @@ def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     return {
         "licence": terms,
         "left_out": {},
-        "unreadable": {"count": 0, "first": []},
+        "unreadable": {"count": 0, "bytes": 0, "first": []},
         "vocab_size": size,
         "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
         "dtype": token_dtype(size),
@@ -245,12 +246,13 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     """
     hashes, sizes, ends = array("Q"), array("q"), []
     left_out = {"blank": 0, "short": 0, "long": 0}
-    unreadable: dict[str, Plain] = {"count": 0, "first": []}
+    unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
-    def skip(error: DataError) -> None:
+    def skip(error: Unreadable) -> None:
         if data.on_error == "fail":
             raise error
         unreadable["count"] += 1
+        unreadable["bytes"] += error.n_bytes
         if len(unreadable["first"]) < LISTED:
             unreadable["first"].append(str(error))
 
@@ -272,11 +274,9 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     if data.deduplicate:
         fate[:] = COPY
         fate[np.unique(hash_array, return_index=True)[1]] = TRAIN
-    held_out = [
-        _smallest(hash_array[begin:end][fate[begin:end] == TRAIN], size_array[begin:end][fate[begin:end] == TRAIN], data.val_fraction)
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-    fate[np.isin(hash_array, np.concatenate(held_out)) & (fate == TRAIN)] = VAL
+    spans = [slice(*edge) for edge in pairwise([0, *ends])]
+    sources = [_by_hash(hash_array[one][fate[one] == TRAIN], size_array[one][fate[one] == TRAIN]) for one in spans]
+    fate[np.isin(hash_array, _held_out(sources, data.val_fraction)) & (fate == TRAIN)] = VAL
     if not (fate == VAL).any() or not (fate == TRAIN).any():
         is_text = any(isinstance(part.source, Files) for part in data.parts)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
@@ -288,22 +288,32 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     return Scan(hash_array, size_array, fate, end_array, left_out, unreadable)
 
 
-def _smallest(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """The smallest of a source's hashes: of at least `fraction` of its text, but never of all; of none if there is only one.
+def _by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different hashes of documents in order, and the bytes of text that each has: a document, or all copies of one."""
+    different, which = np.unique(hashes, return_inverse=True)
+    return different, np.bincount(which, sizes)
 
-    A document with more than half of the text stays in training, unless `fraction` is as large, and at most half of the others is held out.
+
+def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
+    """The hashes to hold out: the smallest of each source, of at least `fraction` of its text, but never of all.
+
+    A hash with more than half of a source's text stays in training, unless `fraction` is as large, and at most half of the others
+    is held out.
+
+    Args:
+        sources: of each what `_by_hash` gives.
     """
-    distinct = np.unique(hashes)
-    if len(distinct) < 2:
-        return distinct[:0]
-    wanted, last = fraction * sizes.sum(), distinct[-2]
-    fitting = sizes <= max(fraction, 0.5) * sizes.sum()
-    if not fitting.all():
-        hashes, sizes = hashes[fitting], sizes[fitting]
-        wanted, last = min(wanted, sizes.sum() / 2), hashes.max()
-    order = np.argsort(hashes, kind="stable")
-    reached = np.searchsorted(np.cumsum(sizes[order]), wanted)
-    return np.unique(hashes[hashes <= min(hashes[order[reached]], last)])
+    large = np.concatenate([hashes[sizes > max(fraction, 0.5) * sizes.sum()] for hashes, sizes in sources])
+    return np.concatenate([_smallest(hashes, sizes, np.isin(hashes, large), fraction) for hashes, sizes in sources])
+
+
+def _smallest(hashes: np.ndarray, sizes: np.ndarray, large: np.ndarray, fraction: float) -> np.ndarray:
+    """The smallest of a source's hashes, of at least `fraction` of its text; never those that are `large`, and never all."""
+    wanted, most = fraction * sizes.sum(), len(hashes) - 1
+    if large.any():
+        hashes, sizes = hashes[~large], sizes[~large]
+        wanted, most = min(wanted, sizes.sum() / 2), len(hashes)
+    return hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))]
 
 
 def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
@@ -313,7 +323,7 @@ def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
     return f" ({text})" if text else ""
 
 
-def _texts(data: DataConfig, part: int, skip: Callable[[DataError], None], refuse: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
+def _texts(data: DataConfig, part: int, skip: OnError, refuse: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
     """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, but for those that are blank, too short or too long."""
     for text in documents(data.parts[part].source, Path(data.root), skip):
         if not text or text.isspace():
@@ -331,7 +341,7 @@ def _texts(data: DataConfig, part: int, skip: Callable[[DataError], None], refus
 def _read_again(data: DataConfig, scan: Scan, done: int) -> Iterator[Document]:
     """The scan's documents from number `done` on, copies left out. Raises DataError if the sources do not give the same."""
 
-    def skip(error: DataError) -> None:
+    def skip(error: Unreadable) -> None:
         if data.on_error == "fail":
             raise error
 

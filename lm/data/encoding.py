@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import token_dtype
-from lm.data.tokenizer import encode, parse_tokenizer, token_bytes, vocab_size
+from lm.data.tokenizer import encode, parse_tokenizer, special_tokens, token_bytes, vocab_size
 from lm.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Encoded:
 
 
 class Encoder:
-    """Texts to tokens. Raises DataError for a text that the tokens would not give back."""
+    """Texts to tokens. Raises DataError for a text that the tokens would not give back, or that has a special one among them."""
 
     def __init__(self, json: str, end_of_text: str):
         self.tokenizer = parse_tokenizer(json, end_of_text)
@@ -55,8 +55,11 @@ class Encoder:
         self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
         self.cut = cuts_between_words(self.tokenizer)
         self.bytes = token_bytes(self.tokenizer)
+        self.special = special_tokens(self.tokenizer)
         plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
-        self.bytes_tell = self.bytes is not None and plain  # as many bytes as the text's are the text's
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        back = all(one.special or self.tokenizer.decode([index]) == one.content for index, one in added)
+        self.bytes_tell = self.bytes is not None and plain and back  # as many bytes as the text's are the text's
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all texts one after the other, each beginning with end of text; and how many each has."""
@@ -79,13 +82,21 @@ class Encoder:
     def _check(self, text: str, document: np.ndarray) -> None:
         if self.bytes_tell and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
             return
-        back = self.tokenizer.decode(document[1:].tolist(), skip_special_tokens=False)
+        tokens = document[1:]
+        back = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         if back != text:
             place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
             before, after = (repr(each[max(0, place - 10) : place + 20]) for each in (text, back))
             raise DataError(
                 f"data.tokenizer: does not give text back unchanged: {before} comes back as {after}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
+            )
+        if self.special[tokens].any():
+            place = int(np.flatnonzero(self.special[tokens])[0])
+            around = self.tokenizer.decode(tokens[max(0, place - 3) : place + 4].tolist(), skip_special_tokens=False)
+            raise DataError(
+                f"data.tokenizer: the text {around!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "
+                "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
             )
 
 

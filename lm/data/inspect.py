@@ -40,7 +40,7 @@ def described(store: Store, samples: int) -> Iterator[str]:
     exact = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
     yield f"tokens       {store.train.shards[0].dtype} in {shards} shard(s), {exact}"
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
-    yield f"unreadable   {manifest['unreadable']['count']:,}"
+    yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
     yield ""
     yield f"{'':<6} {'source':<24} {'documents':>12} {'tokens':>16} {'bytes':>18} {'bytes/token':>12}  licence"

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
+from lm.data.deck import DECK, Deck
 from lm.data.store import Split
 
 SHORTEST = 16  # tokens of the shortest row of natural lengths
-BLOCK = 1024  # steps whose lengths are drawn together
-_LENGTHS = 2**63  # keeps the draws of lengths apart from those of epochs
+_LENGTHS = 2**63  # keeps the draws of lengths apart from those of rows
 
 
 class NoFullStep(ValueError):
@@ -43,20 +43,16 @@ class Curriculum:
 
 
 class Mixture:
-    """Lengths drawn for each step, each with its share of the steps (which is its share of the tokens)."""
+    """Lengths dealt to the steps, each with its share of the steps (which is its share of the tokens)."""
 
     def __init__(self, shares: Mapping[int, float], entropy: tuple[int, ...]):
-        self.names, self.entropy = sorted(shares), entropy
+        self.names = sorted(shares)
         self.shortest = int(self.names[0])
-        self.edges = np.cumsum([shares[name] for name in self.names[:-1]])
-        self._block, self._drawn = -1, np.empty(0)
+        self.deck = Deck([shares[name] for name in self.names], (*entropy, _LENGTHS))
 
     def __call__(self, step: int) -> int:
-        block, place = divmod(step, BLOCK)
-        if block != self._block:
-            raw = np.random.PCG64(np.random.SeedSequence((*self.entropy, _LENGTHS, block))).random_raw(BLOCK)
-            self._block, self._drawn = block, raw / 2**64
-        return int(self.names[int(np.searchsorted(self.edges, self._drawn[place], side="right"))])
+        deck, place = divmod(step, DECK)
+        return int(self.names[self.deck.cards(deck)[0][place]])
 
 
 class NaturalRows:
@@ -64,8 +60,9 @@ class NaturalRows:
 
     A document of D tokens gives D // `longest` pieces of `longest` and one for each binary digit of the rest, down to
     `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
-    are left out, others in each epoch. A step has rows of one length. In an epoch each length has as many
-    steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for another epoch.
+    are left out, others in each epoch. The first token of all follows the last. A step has rows of one length. In an epoch each
+    length has as many steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for
+    another epoch. Pieces of a length that fill no step are never read.
 
     Args:
         longest: tokens of the longest row, a power of two.
@@ -79,7 +76,6 @@ class NaturalRows:
         self.entropy, self.step_tokens, self.shortest = entropy, step_tokens, SHORTEST
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
-        sizes[-1] -= 1  # the last token of all has no next one
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST
         self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
         begun = np.zeros_like(sizes)
@@ -95,7 +91,7 @@ class NaturalRows:
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
             raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
-        self.wasted = 1 - self.steps_per_epoch * step_tokens / max(1, int(sizes.sum()))  # share of the tokens left out of an epoch
+        self.wasted = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # share of the tokens left out of an epoch
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:

@@ -66,7 +66,8 @@ def store_of(data: DataConfig, wanted: str) -> Store | None:
     """The store in `data.root` with this fingerprint, whatever has become of the sources since; None if there is none."""
     for path in sorted(Path(data.root).glob(f"*/{MANIFEST}")):
         try:
-            found = fingerprint(json.loads(path.read_bytes())["files"])
+            manifest = json.loads(path.read_bytes())
+            found = fingerprint(manifest["files"]) if manifest["format"] == FORMAT else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # damaged, or something else
         if found == wanted:
@@ -82,8 +83,9 @@ def summary(store: Store) -> str:
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
     words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
     counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]
-    if unreadable := manifest["unreadable"]["count"]:
-        counts.append(f"{unreadable:,} files or rows unreadable, the first: {manifest['unreadable']['first'][0]}")
+    if (unreadable := manifest["unreadable"])["count"]:
+        lost = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
+        counts.append(f"{lost} unreadable, the first: {unreadable['first'][0]}")
     left_out = f" ({', '.join(counts)})" if counts else ""
     asked = manifest["val_fraction"]
     near = asked / 2 <= val.n_bytes / n_bytes <= 2 * asked

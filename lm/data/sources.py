@@ -1,7 +1,7 @@
 """Where the text comes from: an installed package, local files, or a dataset of the Hugging Face hub.
 
 `documents` reads a source's documents one at a time, again at every call; `identity` is plain data that
-changes exactly when they do. Memory is bounded by the longest document (of parquet: by 256 of them).
+changes exactly when they do. Memory is bounded by the longest document (of parquet and the hub: by `ROWS` of them).
 """
 
 import codecs
@@ -12,8 +12,9 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lm.config import Files, Hub, Package, Source
 from lm.data.hashes import FileHashes
@@ -21,11 +22,30 @@ from lm.data.packages import PACKAGES, package_texts
 from lm.errors import DataError
 from lm.schema import Plain
 
-OnError = Callable[[DataError], None]
+if TYPE_CHECKING:
+    import pyarrow
+
 ROOT = Path("data")
+BLOCK = 1 << 14  # bytes read at a time
+ROWS = 256  # of parquet and the hub, likewise
 
 
-def stop(error: DataError) -> NoReturn:
+class Unreadable(DataError):
+    """A file, document or row that can't be read.
+
+    Attributes:
+        n_bytes: what is lost with it: bytes of the document or row, or of the file on disk where it can't be read any further.
+    """
+
+    def __init__(self, reason: str, n_bytes: int = 0):
+        super().__init__(reason)
+        self.n_bytes = n_bytes
+
+
+OnError = Callable[[Unreadable], None]
+
+
+def stop(error: Unreadable) -> NoReturn:
     """`data.on_error: fail`."""
     raise error
 
@@ -33,8 +53,8 @@ def stop(error: DataError) -> NoReturn:
 def documents(source: Source, root: Path = ROOT, on_error: OnError = stop) -> Iterator[str]:
     """The source's documents in a fixed order, blank ones included.
 
-    `root`: `data.root`, where fetched packages are. `on_error` is told of each file or row that can't be read, which is
-    left out if it returns.
+    `root`: `data.root`, where fetched packages are. `on_error` is told of each file, document or row that can't be read, which
+    is left out if it returns; of a file that can't be read any further, what comes before.
 
     Raises:
         DataError: naming the file, dataset or row that can't be read, and why.
@@ -160,112 +180,160 @@ def _file_documents(paths: list[Path], source: Files, on_error: OnError) -> Iter
     for path in paths:
         try:
             yield from READERS[_kind(path)](path, source, on_error)
-        except DataError as error:
+        except Unreadable as error:
             on_error(error)
         except (OSError, pyarrow.ArrowException) as error:
-            on_error(DataError(f"{path}: can't be read (damaged?): {one_line(error)}"))
+            on_error(_damaged(str(path), error, path.stat().st_size if path.exists() else 0))
 
 
-def _open(path: Path) -> io.BufferedReader:
-    """The file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file."""
-    import pyarrow
+class _Stream(io.RawIOBase):
+    """A file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file.
 
-    return io.BufferedReader(pyarrow.input_stream(path, compression="detect"), 1 << 20)
+    Raises:
+        Unreadable: where it is damaged; all but some 64 kB before that has been read.
+    """
+
+    def __init__(self, path: Path):
+        import pyarrow
+
+        self.path, self.errors = path, (OSError, pyarrow.ArrowException)
+        self.file = pyarrow.OSFile(str(path))
+        self.stream = pyarrow.input_stream(self.file, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        try:
+            return self.stream.readinto(buffer)
+        except self.errors as error:
+            raise _damaged(str(self.path), error, self.file.size() - self.file.tell()) from None
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
-    if not source.separator:
-        yield "".join(_characters(path))
-        return
-    overlap = len(source.separator) - 1
-    begun: list[str] = []  # a document's text so far, in pieces: joining them at every block would be quadratic
-    tail = ""  # may hold the beginning of a separator
-    for block in _characters(path):
-        first, *others = (tail + block).split(source.separator)
-        for other in others:
-            yield "".join((*begun, first))
-            begun, first = [], other
-        cut = max(0, len(first) - overlap)
-        begun.append(first[:cut])
-        tail = first[cut:]
-    yield "".join((*begun, tail))
-
-
-def _characters(path: Path) -> Iterator[str]:
-    """The text in blocks, without a byte order mark; line ends stay as they are."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
-    with _open(path) as file:
-        while True:
-            block = file.read(1 << 20)
-            pending = len(decoder.getstate()[0])
+    separator, begin = source.separator.encode(), 0
+    with io.BufferedReader(_Stream(path), BLOCK) as file:
+        for content in _cut(file, separator):
             try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: not UTF-8 at byte {done - pending + error.start}; {TO_UTF8}") from None
-            yield text if done else text.removeprefix("\ufeff")
-            done += len(block)
-            if not block:
-                return
+                text = _decoded(content, begin, str(path))
+            except Unreadable as error:
+                on_error(error)
+            else:
+                yield text
+            begin += len(content) + len(separator)
+
+
+def _cut(file: io.BufferedReader, separator: bytes) -> Iterator[bytearray]:
+    """What is between the separators: in UTF-8 none begins within a character."""
+    begun = bytearray()
+    try:
+        while block := file.read1(BLOCK):
+            searched = max(0, len(begun) + 1 - len(separator))
+            begun += block
+            while separator and (end := begun.find(separator, searched)) >= 0:
+                yield begun[:end]
+                del begun[: end + len(separator)]
+                searched = 0
+    except Unreadable as damage:
+        damage.n_bytes += len(begun)
+        raise
+    yield begun
+
+
+def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
+    """The text of bytes that begin at byte `begin` of a file, without a byte order mark; line ends stay as they are."""
+    mark = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
+    try:
+        return content[mark:].decode() if mark else content.decode()
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}", len(content)) from None
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
-    done = 0
-    with _open(path) as file:
+    begin = 0
+    with io.BufferedReader(_Stream(path), BLOCK) as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}: line {number}"
-            row = None
+            where, row = f"{path}: line {number}", None
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = _value(json.loads(text), source.column, where) if text.strip() else None
-            except UnicodeDecodeError as error:
-                on_error(DataError(f"{where}: not UTF-8 at byte {done + error.start}; {TO_UTF8}"))
-            except (ValueError, RecursionError) as error:
-                on_error(DataError(f"{where}: not valid JSON: {one_line(error)}"))
-            except DataError as error:
+                text = _decoded(line, begin, where)
+                row = _value(json.loads(text), source.column, where, len(line)) if text.strip() else None
+            except Unreadable as error:
                 on_error(error)
+            except (ValueError, RecursionError) as error:
+                on_error(Unreadable(f"{where}: not valid JSON: {one_line(error)}", len(line)))
             if row is not None:
                 yield row
-            done += len(line)
+            begin += len(line)
 
 
 def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
+    import pyarrow
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
         names = file.schema_arrow.names
         if source.column not in names:
-            raise _no_column(str(path), source.column, names)
-        number = 0
-        for batch in file.iter_batches(256, columns=[source.column]):
-            for scalar in batch.column(source.column):
-                number += 1
-                text = None
-                try:
-                    text = _value({source.column: scalar.as_py()}, source.column, f"{path}: row {number}")
-                except UnicodeDecodeError:
-                    on_error(DataError(f"{path}: row {number}: column '{source.column}' is not UTF-8; {TO_UTF8}"))
-                except DataError as error:
-                    on_error(error)
-                if text is not None:
-                    yield text
+            raise _no_column(str(path), source.column, names, path.stat().st_size)
+        first = 0
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            try:
+                yield from _column_texts(file.iter_batches(ROWS, [number], [source.column]), source.column, str(path), on_error, first)
+            except (OSError, pyarrow.ArrowException) as error:
+                columns = [group.column(index) for index in range(group.num_columns)]
+                n_bytes = sum(one.total_compressed_size for one in columns if one.path_in_schema == source.column)
+                on_error(_damaged(f"{path}: row group {number + 1} of {file.num_row_groups}", error, n_bytes))
+            first += group.num_rows
 
 
-def _value(row: Plain, column: str, where: str) -> str:
+def _column_texts(
+    tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]", column: str, where: str, on_error: OnError, first: int = 0
+) -> Iterator[str]:
+    """The texts in a column of tables, the first of whose rows is number `first` + 1."""
+    number = first
+    for table in tables:
+        if column not in table.schema.names:
+            raise _no_column(where, column, table.schema.names)
+        for scalar in table.column(column):
+            number += 1
+            text, row = None, f"{where}: row {number}"
+            try:
+                text = _value({column: scalar.as_py()}, column, row)
+            except UnicodeDecodeError:
+                n_bytes = scalar.as_buffer().size
+                on_error(Unreadable(f"{row}: column '{column}' is not UTF-8; {TO_UTF8}", n_bytes))
+            except Unreadable as error:
+                on_error(error)
+            if text is not None:
+                yield text
+
+
+def _value(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
+    """The text of a row, which is lost with its `n_bytes` if it isn't one."""
     if not isinstance(row, dict):
-        raise DataError(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line")
+        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
     if column not in row:
-        raise _no_column(where, column, list(row))
+        raise _no_column(where, column, list(row), n_bytes)
     value = row[column]
     if not isinstance(value, str):
-        raise DataError(f"{where}: column '{column}' holds {type(value).__name__}, not text; remove the row or set data.source.column")
+        kind = type(value).__name__
+        raise Unreadable(f"{where}: column '{column}' holds {kind}, not text; remove the row or set data.source.column", n_bytes)
     if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a character, which no encoding can hold
-        raise DataError(f"{where}: column '{column}' holds a lone surrogate, not valid Unicode; remove it")
+        raise Unreadable(f"{where}: column '{column}' holds a lone surrogate, not valid Unicode; remove it", n_bytes)
     return value
 
 
-def _no_column(where: str, column: str, names: Iterable[str]) -> DataError:
-    return DataError(f"{where}: no column '{column}'; set data.source.column to one of: {', '.join(names) or '(no columns)'}")
+def _no_column(where: str, column: str, names: Iterable[str], n_bytes: int = 0) -> Unreadable:
+    known = ", ".join(names) or "(no columns)"
+    return Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}", n_bytes)
+
+
+def _damaged(where: str, error: Exception, n_bytes: int) -> Unreadable:
+    return Unreadable(f"{where}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 
 READERS: dict[str, Callable[[Path, Files, OnError], Iterator[str]]] = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
@@ -287,16 +355,10 @@ def _hub_documents(source: Hub, on_error: OnError) -> Iterator[str]:
     names = dataset.column_names
     if names is not None and source.column not in names:
         raise _no_column(where, source.column, names)
-    rows = iter(dataset if names is None else dataset.select_columns([source.column]))
-    number = 0
-    while number != source.max_documents and (row := _hub_call(source, lambda _: next(rows, None))) is not None:
-        number += 1
-        try:
-            text = _value(row, source.column, f"{where}: row {number}")
-        except DataError as error:
-            on_error(error)
-        else:
-            yield text
+    chosen = dataset if names is None else dataset.select_columns([source.column])
+    tables = chosen.with_format("arrow").iter(ROWS)  # of which a row that isn't UTF-8 can be left out
+    read = iter(lambda: _hub_call(source, lambda _: next(tables, None)), None)
+    yield from islice(_column_texts(read, source.column, where, on_error), source.max_documents)
 
 
 def _builder(datasets, source: Hub):

@@ -26,7 +26,7 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
 FULL_CHECK_BYTES = 2**28  # hashed in less than a second by a slow core
@@ -84,7 +84,10 @@ class Split:
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts` (k,), across the borders of shards: (k, length), in the store's dtype."""
-        index = np.asarray(starts)[:, None] + np.arange(length)
+        return self.at(np.asarray(starts)[:, None] + np.arange(length))
+
+    def at(self, index: np.ndarray) -> np.ndarray:
+        """The tokens at an index of any shape, in the store's dtype."""
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
         shard, within = np.divmod(index, self.shard_tokens)

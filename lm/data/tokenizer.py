@@ -74,7 +74,7 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """The tokenizer of a tokenizer.json, set up so that text that looks like a special token stays text.
 
     Raises:
-        DataError: the file is missing or invalid, or has no token `end_of_text`.
+        DataError: the file is missing or invalid, cuts text at random, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
     try:
@@ -90,6 +90,8 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json)
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise DataError(f"model.dropout = {dropout:g} gives a text other tokens each time; set it to null in the file")
     if tokenizer.token_to_id(end_of_text) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"
@@ -106,6 +108,13 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
+def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
+    """Which tokens are special: (V,) bool."""
+    result = np.zeros(vocab_size(tokenizer), bool)
+    result[[index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special]] = True
+    return result
+
+
 def vocab_size(tokenizer: "Tokenizer") -> int:
     """One more than the largest id."""
     return max(tokenizer.get_vocab().values()) + 1
@@ -113,13 +122,14 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     """UTF-8 bytes that each token stands for, (V,) fp32, special tokens 0; None if it is not byte-level."""
-    from tokenizers import decoders
+    from tokenizers import decoders, pre_tokenizers
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
-    result = np.zeros(vocab_size(tokenizer), np.float32)
+    result, alphabet = np.zeros(vocab_size(tokenizer), np.float32), set(pre_tokenizers.ByteLevel.alphabet())
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
-        result[index] = len(token)  # a byte-level vocabulary spells each byte as one character
+        # A byte-level vocabulary spells each byte as one character; what it can't have spelled stands for itself.
+        result[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
     for index, added in tokenizer.get_added_tokens_decoder().items():
         result[index] = 0 if added.special else len(added.content.encode())
     return result

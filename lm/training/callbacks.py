@@ -65,6 +65,10 @@ class StopOnSignal(StepCallback):
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
+    def told(self) -> bool:
+        """True if a signal has come to this process."""
+        return bool(self.signal)
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take the handlers back from Lightning, whose own would act inside the signal."""
         for number in self.SIGNALS:
@@ -72,14 +76,15 @@ class StopOnSignal(StepCallback):
                 signal.signal(number, self._note)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """All ranks agree to stop if one was told to."""
-        if trainer.strategy.reduce_boolean_decision(bool(self.signal), all=False):
+        """Stop where all ranks have agreed to because one was told to."""
+        if module.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
 
 
 class Metrics(StepCallback):
-    """Logs loss, gradient norm, learning rate and speed every `log.every` steps, and at the first and last."""
+    """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
+    rate; speed."""
 
     def __init__(self, record: MetricLog, config: Config, progress: ProgressLine, clock: Clock):
         self.record, self.config, self.progress, self.clock = record, config, progress, clock
@@ -94,10 +99,9 @@ class Metrics(StepCallback):
         """Reduce, log, and show the step."""
         max_steps = self.config.trainer.max_steps
         if step % self.config.log.every and step not in (1, max_steps):
-            module.step_nll = None
             self.progress.advance(step)
             return
-        loss = module.take_step_loss()
+        loss = module.take_loss()
         now = self.clock.seconds()
         speed = (step - self.last_step) * module.step_tokens / max(now - self.last_time, 1e-9)
         self.last_step, self.last_time = step, now

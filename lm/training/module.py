@@ -1,6 +1,7 @@
 """The LightningModule: one optimizer step on rows that are a pure function of the step."""
 
 import math
+from collections.abc import Callable
 
 import lightning as L
 import torch
@@ -29,7 +30,16 @@ class TrainModule(L.LightningModule):
 
     MOST_SKIPPED = 10  # steps in a row whose update may be left out before the run stops after all
 
-    def __init__(self, config: Config, phase: int, store: Store, decoder: Decoder, compiled: bool, wandb_id: str = ""):
+    def __init__(
+        self,
+        config: Config,
+        phase: int,
+        store: Store,
+        decoder: Decoder,
+        compiled: bool,
+        wandb_id: str = "",
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ):
         super().__init__()
         self.config, self.phase, self.store, self.decoder = config, phase, store, decoder
         self._freeze(decoder)
@@ -39,10 +49,11 @@ class TrainModule(L.LightningModule):
             lengths = len(train_rows(store, config).shares(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_rows // config.micro_batch
-        self.step_nll: Tensor | None = None
         self.has_ignored = bool(config.data.tasks)  # tokens that are no target
-        self.micro_targets, self.step_targets = 0, config.optim.batch_tokens  # of this rank so far; of the step just made, over all ranks
-        self.grad_norm = self.last_lr = math.nan
+        self.sums: Tensor | None = None  # of this rank's micro-batches so far: loss (nats), targets; (2,) float64 on the device
+        self.told_to_stop, self.stop = told_to_stop, False  # this process was; all have agreed to, after the step just made
+        self.step_loss = self.grad_norm = self.last_lr = math.nan
+        self.nll_since_line, self.targets_since_line = 0.0, 0  # over all ranks
         self.best: dict[str, float] | None = None  # `step` and validation `loss` of the lowest so far
         self.skipped = self.skipped_in_a_row = 0
         self.before_swap: list[Decoder] = []  # the model a phase's swap began with; in a list, or it would be part of this module
@@ -74,9 +85,9 @@ class TrainModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
         nll, self.row_length = self.loss_sum(batch), batch.tokens.size(1)
-        self.step_nll = nll.detach() if self.step_nll is None else self.step_nll + nll.detach()
-        if self.has_ignored:
-            self.micro_targets += int((batch.targets != IGNORED).sum())
+        targets = (batch.targets != IGNORED).sum() if self.has_ignored else nll.new_full((), batch.targets.numel())
+        sums = torch.stack((nll.detach().double(), targets.double()))
+        self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)
 
@@ -94,35 +105,40 @@ class TrainModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the global norm; all ranks agree on what to do about a loss or gradient that is not finite."""
-        limit = self.config.optim.grad_clip or math.inf
+        """Clip by the global norm; a loss or gradient that is not finite is the same on all ranks. Collective.
+
+        All that the host must know of the step comes from the device in one transfer, the step's only wait for it.
+        """
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
-        if self.has_ignored:
-            self._divide_by_targets(trained)
-        norms = torch.nn.utils.get_total_norm([p.grad for p in trained])
-        self.grad_norm = float(norms)
-        bad = not math.isfinite(self.grad_norm) or not bool(self.step_nll.isfinite())
-        if self.trainer.strategy.reduce_boolean_decision(bad, all=False):  # a loss is of one rank, gradients are of all
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # of the mean over tokens, not targets
+        nll, targets, stop = self._over_ranks()
+        nll, targets, stop, self.grad_norm = torch.stack((nll, targets, stop, norm.double())).tolist()
+        self.stop, targets = stop > 0, max(1, int(targets))
+        if targets != self.step_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
+            factor = self.step_tokens / targets
+            torch._foreach_mul_([p.grad for p in trained], factor)
+            norm, self.grad_norm = norm * factor, self.grad_norm * factor
+        self.step_loss = nll / targets
+        if not (math.isfinite(self.grad_norm) and math.isfinite(nll)):
             self._refuse_update(trained)
             return
         self.skipped_in_a_row = 0
-        torch.nn.utils.clip_grads_with_norm_(trained, limit, norms)
+        self.nll_since_line += nll
+        self.targets_since_line += targets
+        torch.nn.utils.clip_grads_with_norm_(trained, self.config.optim.grad_clip or math.inf, norm)
 
-    def _divide_by_targets(self, trained: list[Tensor]) -> None:
-        """Turn the gradient of the mean over the step's tokens into that of the mean over its targets. Collective."""
-        counted, self.micro_targets = torch.tensor(self.micro_targets, device=self.device), 0
+    def _over_ranks(self) -> Tensor:
+        """Loss, targets, and how many ranks were told to stop: (3,) float64, sums over all ranks; starts the next step's."""
+        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.told_to_stop())))), None
         if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(counted)
-        self.step_targets = max(1, int(counted))
-        torch._foreach_mul_([p.grad for p in trained], self.step_tokens / self.step_targets)
+            torch.distributed.all_reduce(sums)
+        return sums
 
     def _refuse_update(self, trained: list[Tensor]) -> None:
         """Leave this step's update out (`on_nonfinite: skip`), or raise RunError."""
         self.skipped += 1
         self.skipped_in_a_row += 1
-        where = (
-            f"step {self.global_step + 1}: the loss is {float(self.step_nll) / self.step_targets:g}, the gradient's norm {self.grad_norm:g}"
-        )
+        where = f"step {self.global_step + 1}: the loss is {self.step_loss:g}, the gradient's norm {self.grad_norm:g}"
         if self.config.optim.on_nonfinite == "stop":
             advice = (
                 "lower optim.lr or raise optim.warmup_steps, in a run of another name; or leave such steps out: optim.on_nonfinite=skip"
@@ -142,13 +158,11 @@ class TrainModule(L.LightningModule):
         largest = max(finite, key=finite.get, default="")
         return first + (f", largest finite norm {finite[largest]:.3g} in {largest}" if largest else "")
 
-    def take_step_loss(self) -> float:
-        """Mean loss (nats per target) of the step just made, over all ranks; starts the next sum. Collective."""
-        assert self.step_nll is not None
-        nll, self.step_nll = self.step_nll, None
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(nll)
-        return float(nll) / self.step_targets
+    def take_loss(self) -> float:
+        """Mean loss (nats per target) of the steps since this was last asked, over all ranks; NaN if all their updates were left out."""
+        mean = self.nll_since_line / self.targets_since_line if self.targets_since_line else math.nan
+        self.nll_since_line, self.targets_since_line = 0.0, 0
+        return mean
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; `on_before_optimizer_step` sets its learning rates."""
@@ -161,6 +175,7 @@ class TrainModule(L.LightningModule):
         best = facts["best"]  # a run that goes back may find the weights gone; then the next validation is the best
         self.best = best if best and is_saved(self.config.run_folder / CHECKPOINTS, best["step"]) else None
         self.elapsed_s = facts["elapsed_s"]
+        self.nll_since_line, self.targets_since_line = facts["nll_since_line"], facts["targets_since_line"]
         if facts["phase"] != self.phase:
             self._swap(checkpoint)
         # Count Lightning's micro-batches anew: the resumed run may split a step otherwise (micro_batch, devices).
@@ -198,6 +213,8 @@ class TrainModule(L.LightningModule):
             "best": self.best,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "nll_since_line": self.nll_since_line,
+            "targets_since_line": self.targets_since_line,
             "elapsed_s": self.elapsed_s,
             "wandb_id": self.wandb_id,
         }

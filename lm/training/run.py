@@ -119,7 +119,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
                     phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
                     verify(checkpoint)  # Lightning reads it as it is; the one that a run is resumed from has been verified
                     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
-                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"])
+                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"], stop.told)
                 hooks = [
                     stop,
                     callbacks.Metrics(log, config, progress, clock),

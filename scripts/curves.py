@@ -1,0 +1,147 @@
+"""Training curves that a change of the code must keep: 20 steps of tiny models, of each kind of block, data and training.
+
+python scripts/curves.py                   compare with tests/curves.json, to a tolerance: other machines round otherwise
+python scripts/curves.py --write           write tests/curves.json; the commit says why they had to change, and what proves them right
+python scripts/curves.py --commits A [B]   both commits (B: HEAD) on this machine, each by its own copy of this script: equal to the bit
+
+Losses, gradient norms and validation losses are compared, as metrics.jsonl has them.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+Curves = dict[str, dict[str, list[float]]]  # by case and number
+
+ROOT = Path(__file__).resolve().parent.parent
+PINNED = ROOT / "tests" / "curves.json"
+NAMES = ("train/loss", "train/grad_norm", "val/loss", "swap/loss_after")
+TOLERANCE = 2e-3  # relative
+
+SYMBOLS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
+CASES = {
+    "softmax": [],
+    "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none", "model.qk_norm=true"],
+    "GPT-2's choices": [
+        "model.position=learned", "model.norm=layer", "model.mlp=gelu", "model.bias=true", "model.tied=true",
+    ],
+    "gated attention units, relu2": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
+    "gated attention units, relu2 over its sum": ["model.block=gau", "model.n_head=1", "model.normalizer={name: relu2, n: sum}"],
+    "layers": ["model.normalizer=[{name: window, size: 8}, forget, entmax15]", "model.n_layer=3"],
+    "learned scales": ["model.normalizer=[qassmax, asentmax, sink, sigmoid]", "model.n_layer=4"],
+    "bf16": ["model.normalizer=[ssmax, relu2, entmax15]", "model.n_layer=3", "trainer.precision=bf16-mixed"],
+    "mixture": [
+        "data.source={name: mixture, of: [{weight: 0.7, source: {name: files, paths: [CORPUS/a]}}, "
+        "{weight: 0.3, source: {name: files, paths: [CORPUS/b]}}]}",
+    ],
+    "isolated documents of several lengths": ["data.documents=isolate", "data.lengths={8: 0.5, 32: 0.5}"],
+    "documents' lengths": ["data.lengths=documents"],
+    "task": ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", *SYMBOLS],
+    "micro-batches, dropout, WSD": ["trainer.micro_batch=2", "model.dropout=0.1", "optim.schedule={name: wsd, decay_fraction: 0.5}"],
+    "swap": ["phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"],
+}  # fmt: skip
+
+
+def write_corpus(folder: Path) -> None:
+    """Two folders of made-up documents, the same every time."""
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefghiklmnoprstuvw", k=drawn.randint(2, 7))) for _ in range(300)]
+    weights = [1 / (rank + 2) for rank in range(300)]
+    for name, sizes in (("a", (400, 20, 300, 60, 500, 200, 10, 350)), ("b", (300, 30, 200, 250))):
+        (folder / name).mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            sentences = [" ".join(drawn.choices(words, weights, k=drawn.randint(4, 12))) + "." for _ in range(size)]
+            (folder / name / f"{number:02d}.txt").write_text(" ".join(sentences))
+
+
+def in_a_process(arguments: list[str]) -> None:
+    """`lm train` with these arguments."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lm", "train", *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {result.stderr.strip()}")
+
+
+def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = in_a_process) -> Curves:
+    """Train the named cases; by case and number, the values in the order of the steps."""
+    if not (folder / "corpus").exists():
+        write_corpus(folder / "corpus")
+    common = [
+        f"{ROOT}/tests/tiny.yaml",
+        f"data.source={{name: files, paths: [{folder}/corpus/a]}}",
+        f"data.root={folder}/data",
+        f"runs={folder}/runs",
+    ]
+    common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.length_factor=0", "log.every=1"]
+
+    def train(case: str) -> dict[str, list[float]]:
+        name = f"case-{list(CASES).index(case)}"
+        options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
+        run([*common, *options, f"name={name}"])
+        lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        found = {number: [line[number] for line in lines if number in line] for number in NAMES}
+        return {number: values for number, values in found.items() if values}
+
+    if jobs == 1:
+        return {name: train(name) for name in names}
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(names, pool.map(train, names), strict=True))
+
+
+def differences(ours: Curves, theirs: Curves, tolerance: float) -> list[str]:
+    """What differs by more than a relative tolerance (0: at all), a line each."""
+    found = [f"{case}: only one has it" for case in ours.keys() ^ theirs.keys()]
+    for case in ours.keys() & theirs.keys():
+        for name in dict.fromkeys((*ours[case], *theirs[case])):
+            a, b = ours[case].get(name, []), theirs[case].get(name, [])
+            apart = [step for step, (x, y) in enumerate(zip(a, b, strict=False), 1) if not abs(x - y) <= tolerance * abs(y)]
+            if len(a) != len(b) or apart:
+                place = f"from value {apart[0]} on: {a[apart[0] - 1]!r}, {b[apart[0] - 1]!r}" if apart else f"{len(a)} and {len(b)} values"
+                found.append(f"{case}: {name}: {place}")
+    return sorted(found)
+
+
+def at_commit(commit: str, jobs: int) -> Curves:
+    """The curves of a commit, by its own script, in a work tree of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree, out = Path(folder, "tree"), Path(folder, "curves.json")
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
+        try:
+            subprocess.run([sys.executable, "scripts/curves.py", "--out", str(out), "--jobs", str(jobs)], cwd=tree, check=True)
+            return json.loads(out.read_text())
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def main() -> int:
+    """Compare; exit status 1 if something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commits", nargs="+", metavar="COMMIT")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the curves there instead of comparing them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    if arguments.commits:
+        first, second = [*arguments.commits, "HEAD"][:2]
+        found = differences(at_commit(first, arguments.jobs), at_commit(second, arguments.jobs), 0)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            ours = curves(list(CASES), Path(folder), arguments.jobs)
+        if arguments.write or arguments.out:
+            (arguments.out or PINNED).write_text(json.dumps(ours, indent=1) + "\n")
+            return 0
+        found = differences(ours, json.loads(PINNED.read_text()), TOLERANCE)
+    print("\n".join(found) or f"{len(CASES)} curves: equal")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""What a GPU does with all of this: tests, kernels, speed, memory. One table, one JSON; exit status 1 if anything failed.
+
+bash scripts/gpu_check.sh [--out runs/gpu_check] [--only tests kernels ...]
+
+Under 9 minutes on a GPU of the H100's class. Without a GPU every part runs at a tiny size on the CPU, to check the script itself.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench import attention as attention_step
+from bench import interleaved
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch.profiler import ProfilerActivity, profile
+
+from lm.attention import table
+from lm.attention.kernels import why_tiles
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Shape, make_normalizer
+from lm.attention.query_scale import QueryScale
+from lm.config import ModelConfig
+from lm.configure import load
+from lm.data.batches import Batch
+from lm.evaluation.devices import Device
+from lm.evaluation.loss import HeldOut, nll_by_token
+from lm.model import Decoder, flops_per_token
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+FUSED = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}  # by a part of a kernel's name
+
+Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
+
+
+def main() -> int:
+    """Run the parts, print their table, write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name() if ON_GPU else f"{platform.machine()} CPU, tiny sizes: this checks the script, not a GPU"
+    print(f"{name}; torch {torch.__version__}, python {platform.python_version()}\n", flush=True)
+    facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(), "parts": {}}
+    for part in arguments.only:
+        started = time.perf_counter()
+        try:
+            lines = PARTS[part](arguments.out)
+        except Exception as error:  # a part that fails must not hide what the others show
+            traceback.print_exc()
+            lines = [(part, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", "failed")]
+        seconds = time.perf_counter() - started
+        facts["parts"][part] = {"seconds": round(seconds, 1), "lines": lines}
+        print(f"== {part} ({seconds:.0f} s)")
+        for what, figure, state in lines:
+            print(f"{what:<44} {figure:<52} {state}", flush=True)
+        (arguments.out / "gpu_check.json").write_text(json.dumps(facts, indent=1) + "\n")
+    failed = [what for part in facts["parts"].values() for what, _, state in part["lines"] if state == "failed"]
+    print(f"\n{len(failed)} failed{': ' + ', '.join(failed) if failed else ''}; {arguments.out / 'gpu_check.json'}")
+    return bool(failed)
+
+
+def tests(out: Path) -> list[Line]:
+    """`pytest -m gpu`, by test."""
+    file, processes = out / "tests.xml", max(1, min(8, (os.cpu_count() or 1) // 2))
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), f"--junitxml={file}", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, "tests/test_gpu.py"], capture_output=True, text=True, check=False, env=environment)
+    (out / "tests.txt").write_text(result.stdout + result.stderr)
+    if not file.exists():
+        return [("pytest -m gpu", result.stdout.strip().splitlines()[-1], "failed")]
+    states: dict[str, Counter[str]] = {}
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = case.get("name").partition("[")[0].removeprefix("test_").replace("_", " ")
+        found = {child.tag for child in case} & {"failure", "error", "skipped"}
+        states.setdefault(name, Counter())["skipped" if found == {"skipped"} else "failed" if found else "passed"] += 1
+    return [
+        (
+            name,
+            ", ".join(f"{count} {state}" for state, count in counts.items()),
+            next(word for word, state in (("failed", "failed"), ("ok", "passed"), ("skipped", "skipped")) if counts[state]),
+        )
+        for name, counts in states.items()
+    ]
+
+
+def backends(out: Path) -> list[Line]:
+    """Which of SDPA's kernels each query-scale entry runs on, forward and backward, by the names that the profiler saw."""
+    lines = []
+    heads, length = (12, 1024) if ON_GPU else (2, 64)
+    for name, option in table.SINGLE.items():
+        normalizer = make_normalizer(option(), Shape(heads, 64, 64 * heads, length)).to(DEVICE)
+        if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
+            continue
+        q, k, v = (torch.randn(4, heads, length, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        rows = Rows.full(length, DEVICE)
+        normalizer(q, k, v, rows).sum().backward()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+        with profile(activities=activities) as profiled:
+            normalizer(q, k, v, rows).sum().backward()
+        names = [event.key for event in profiled.key_averages() if not ON_GPU or event.self_device_time_total > 0]
+        found = dict.fromkeys(label for word, label in FUSED.items() for one in names if word in one.lower())
+        lines.append((f"SDPA's kernel for {name}", ", ".join(found) or "math", "ok" if found or not ON_GPU else "failed"))
+    return lines
+
+
+def kernels(out: Path) -> list[Line]:
+    """Attention alone, forward and backward, of every entry over softmax; and which route the elementwise ones take."""
+    arguments = argparse.Namespace(bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type)
+    why = why_tiles(DEVICE, torch.bfloat16, 64)
+    lines = [("kernel of relu2, relu, sigmoid", why or "Triton", "ok" if not why or not ON_GPU else "failed")]
+    times = interleaved({name: attention_step(option(), arguments) for name, option in table.SINGLE.items()}, 5 if ON_GPU else 1)
+    base = float(np.median(times["softmax"]))
+    shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"
+    return lines + [
+        (f"{name}, {shape}", f"{1e3 * np.median(taken):.2f} ms, {np.median(taken) / base:.2f} x softmax", "ok")
+        for name, taken in times.items()
+    ]
+
+
+def speed(out: Path) -> list[Line]:
+    """Tokens/s and model FLOP utilisation of whole training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
+    lines = []
+    peak = get_available_flops(DEVICE, torch.bfloat16) if ON_GPU else None
+    for length in (1024, 8192) if ON_GPU else (32,):
+        for normalizer, compiled in (("softmax", False), ("softmax", True), ("ssmax", True), ("relu2", False)):
+            torch.cuda.empty_cache()
+            tokens, flops, seconds, memory = train_steps(normalizer, length, compiled and ON_GPU)
+            used = f", MFU {flops * tokens / seconds / peak:.1%}" if peak else ""
+            name = f"{normalizer}, {length:,}, {'compiled' if compiled else 'eager'}"
+            lines.append((name, f"{tokens / seconds:,.0f} tokens/s{used}, {memory / 2**30:.1f} GiB", "ok"))
+    return lines
+
+
+def model(normalizer: str) -> ModelConfig:
+    """GPT-2's shape with RoPE; tiny without a GPU."""
+    shape = ["configs/softmax.yaml", "configs/models/gpt2-124m.yaml", "model.position=rope", f"model.normalizer={normalizer}"]
+    small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=64"]
+    return load([*shape, *([] if ON_GPU else small)]).model
+
+
+def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
+    """Tokens of a step, FLOPs of a token, median seconds of a step (forward, backward, AdamW, bf16), peak memory in bytes."""
+    step_tokens, vocab, rounds = (65536, 50304, 10) if ON_GPU else (64, 100, 1)
+    decoder = Decoder(model(normalizer), vocab, length).to(DEVICE)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
+    loss = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss
+    rows = torch.randint(vocab, (step_tokens // length, length + 1), device=DEVICE)
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+
+    def step() -> None:
+        for part in rows.split(max(1, 16384 // length)):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
+                value = loss(Batch.of(part))
+            (value / step_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    times = interleaved({"step": step}, rounds)["step"]
+    return step_tokens, flops_per_token(decoder), float(np.median(times)), torch.cuda.max_memory_allocated() if ON_GPU else 0
+
+
+def long(out: Path) -> list[Line]:
+    """The loss by position of one row of 131,072 tokens, at GPT-2's shape with RoPE."""
+    length, vocab, lines = (131072, 50304, []) if ON_GPU else (256, 100, [])
+    for normalizer in ("softmax", "ssmax", "relu2"):
+        decoder = Decoder(model(normalizer), vocab, 1024).to(DEVICE)
+        tokens = np.random.default_rng(0).integers(vocab, size=(1, length + 1))
+        before = torch.cuda.memory_allocated() if ON_GPU else 0
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        nll = nll_by_token(decoder, HeldOut(tokens, np.ones(vocab, np.float32), ""), Device(DEVICE, True))
+        seconds = time.perf_counter() - started
+        peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
+        state = "ok" if np.isfinite(nll).all() else "failed"
+        lines.append((f"evaluation of {length:,} tokens, {normalizer}", f"{seconds:.1f} s, peak memory +{peak / 2**30:.2f} GiB", state))
+    return lines
+
+
+PARTS: dict[str, Callable[[Path], list[Line]]] = {
+    "tests": tests, "backends": backends, "kernels": kernels, "speed": speed, "long": long,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Attention under bf16 autocast, as training runs it, against the same in fp64: forward and backward, every entry."""
+
+from functools import cache
+
+import pytest
+import torch
+from test_normalizers import CASES
+from torch import Tensor
+
+from lm.attention import table
+from lm.attention.kernels import Relu2 as Square
+from lm.attention.kernels import by_query_blocks, tiles
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Shape, make_normalizer
+from lm.config import ModelConfig, NoPosition, Rope
+from lm.model import Attention, Context
+from lm.rope import rope_rotation
+
+HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256
+INPUTS = ("dq", "dk", "dv")
+
+# Relative errors may be so many times softmax's; 2 where nothing is said.
+LARGER = {
+    "ssmax, init 1": (4.5, "logits are ln n times softmax's, and so is what the rounding of q and k does to them"),
+    "ssmax without s": (4.5, "as with s = 1"),
+    "relu": (10.0, "its derivative jumps at 0: where RoPE leaves q and k to be rounded, a score may change its sign"),
+}
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def results(options: object, length: int, rope: bool, exact: bool, device: str = "cpu") -> dict[str, Tensor]:
+    """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64 on the CPU, else under autocast."""
+    device = "cpu" if exact else device
+    position = Rope() if rope else NoPosition()
+    config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * SIZE, position=position, normalizer=options)
+    attention = Attention(config, TRAIN_LENGTH, 0)
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in attention.normalizer.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()  # what is drawn by the decoder
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+    dtype = torch.float64 if exact else torch.float32
+    attention.to(device, dtype)
+    q, k, v, grad = (torch.randn(1, HEADS, length, SIZE, generator=drawn).bfloat16().to(device) for _ in range(4))
+    x = torch.randn(1, length, HEADS * SIZE, generator=drawn).bfloat16().to(device)
+    rows = Rows.full(length, device)
+    rotation = rope_rotation(rows.positions, SIZE, position) if rope else None
+    leaves = [one.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for one in (q, k, v)]
+    x = x.to(dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16, enabled=not exact):
+        out = attention.attend(x, *leaves, Context(rows, rotation, 1.0, None))
+    parameters = dict(attention.normalizer.named_parameters())
+    grad = grad.transpose(1, 2).flatten(2).to(out.dtype)
+    wanted = [*leaves, x, *parameters.values()]
+    found = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+    found = (out.detach(), *found)
+    return {name: value.cpu() for name, value in zip(("out", *INPUTS, "dx", *parameters), found, strict=True)}
+
+
+def errors(options: object, length: int, rope: bool, device: str = "cpu") -> dict[str, float]:
+    """Relative errors of what isn't 0."""
+    found, exact = (results(options, length, rope, one, device) for one in (False, True))
+    return {name: relative(found[name], value) for name, value in exact.items() if value.norm() > 0}
+
+
+@cache
+def softmax_errors(length: int, rope: bool, device: str = "cpu") -> dict[str, float]:
+    return errors(table.Softmax(), length, rope, device)
+
+
+def check_errors(name: str, length: int, rope: bool, device: str = "cpu") -> None:
+    """Errors are at most twice softmax's, or as `LARGER` says."""
+    base, factor = softmax_errors(length, rope, device), LARGER.get(name, (2.0, ""))[0]
+    for what, error in errors(CASES[name], length, rope, device).items():
+        if what in base:
+            assert error <= factor * base[what], what
+        else:  # gradients that softmax doesn't have; sums over the tokens, of both signs
+            assert error <= 0.05 * factor, what
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["no positions", "rope"])
+@pytest.mark.parametrize("length", [64, 1024, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int, rope: bool):
+    check_errors(name, length, rope)
+
+
+def test_a_row_of_entmax_sums_to_one_under_autocast():
+    """Sorted, summed and thresholded in bf16 it gave 0.6 to 12."""
+    q, k, _ = (torch.randn(1, HEADS, 1024, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    for options in (table.Entmax15(), table.Sparsemax()):
+        normalizer = make_normalizer(options, Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+        with torch.autocast("cpu", torch.bfloat16):
+            sums = normalizer.weights(q.bfloat16(), k.bfloat16(), Rows.full(1024)).sum(-1)
+        assert sums.dtype == torch.float32
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
+    normalizer = make_normalizer(CASES[name], Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+    x = torch.randn(1, 20, HEADS * SIZE, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    q = k = x.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+    features = normalizer.query_features(x), normalizer.key_features(x)
+    q, k = (one if more is None else torch.cat((one, more), -1).detach() for one, more in zip((q, k), features, strict=True))
+    plain = normalizer.weights(q, k, Rows.full(20))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = normalizer.weights(q, k, Rows.full(20))
+        assert normalizer.weights(q.bfloat16(), k.bfloat16(), Rows.full(20)).dtype == torch.float32
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("route", ["blocks", "tiles"])
+def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: str, monkeypatch: pytest.MonkeyPatch):
+    """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
+    monkeypatch.setattr("lm.attention.kernels.TILE", 16)
+    entmax = make_normalizer(table.Entmax15(), Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+    given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    found = []
+    for forward in (False, True):
+        for backward in (False, True):
+            q, k, v = (one.detach().requires_grad_() for one in given[:3])
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                out = by_query_blocks(entmax, q, k, v, Rows.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                found.append((out, *torch.autograd.grad(out, (q, k, v), given[3])))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,31 @@
+"""Training curves of tiny models, pinned: a change that must move them says so and writes them again (scripts/curves.py)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lm.configure import load
+from lm.training.run import train
+from scripts.curves import CASES, PINNED, TOLERANCE, curves, differences
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("curves")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_curve_is_as_it_was(case: str, folder: Path):
+    found = curves([case], folder, 1, lambda arguments: train(load(arguments)))
+    assert not differences(found, {case: json.loads(PINNED.read_text())[case]}, TOLERANCE)
+
+
+def test_what_differs_is_named():
+    ours = {"a": {"train/loss": [1.0, 2.0]}, "b": {}}
+    assert differences(ours, {"a": {"train/loss": [1.0, 2.0]}, "b": {}}, 0) == []
+    assert differences(ours, {"a": {"train/loss": [1.0, 2.001]}, "b": {}}, TOLERANCE) == []
+    assert differences(ours, {"a": {"train/loss": [1.0, 2.1]}}, TOLERANCE) == [
+        "a: train/loss: from value 2 on: 2.0, 2.1",
+        "b: only one has it",
+    ]

@@ -1,0 +1,348 @@
+"""Every entry and each of its options at two values, against definitions written anew: plain Python, one weight at a time.
+
+Nothing here uses lm/attention but to ask it for what is compared: dense weights, the fast path, and decoding.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+import torch
+
+from lm.attention import table
+from lm.attention.lengths import Rows
+from lm.attention.normalizers import Normalizer, Shape, make_normalizer
+
+HEADS, SIZE, WIDTH, TRAIN, LENGTH = 3, 6, 5, 11, 23
+MATCH = TRAIN / math.lgamma(TRAIN + 1)  # 1 / mean ln n over a sequence of the training length
+Vector = list[float]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query of one head and all keys that it sees, its own the last; parameters as arrays by name."""
+
+    options: object
+    p: dict[str, np.ndarray]
+    h: int
+    q: np.ndarray  # (SIZE,)
+    k: np.ndarray  # (n, SIZE)
+    x: np.ndarray  # (n, WIDTH), the layer's input at each key
+
+    @property
+    def position(self) -> int:
+        return len(self.k) - 1
+
+    @property
+    def n(self) -> float:
+        policy = self.options.n
+        return {"visible": len(self.k), "sample": LENGTH}.get(policy) or float(policy.partition(":")[2])
+
+    @property
+    def z(self) -> Vector:
+        return [sum(a * b for a, b in zip(self.q, key, strict=True)) / math.sqrt(SIZE) for key in self.k]
+
+    @property
+    def back(self) -> list[int]:
+        """How many tokens back each key is."""
+        return [self.position - j for j in range(len(self.k))]
+
+    @property
+    def base(self) -> float:
+        return TRAIN if self.options.base == "train" else self.options.base
+
+
+def softmax(z: Vector, extra: float | None = None) -> Vector:
+    """e^z over its sum, to which e^extra is added."""
+    top = max([*z, *([] if extra is None else [extra])])
+    total = sum(math.exp(x - top) for x in z) + (0 if extra is None else math.exp(extra - top))
+    return [math.exp(x - top) / total for x in z]
+
+
+def scaled(c: Callable[[Query], float]) -> Callable[[Query], Vector]:
+    return lambda query: softmax([c(query) * z for z in query.z])
+
+
+def ssmax(query: Query) -> float:
+    s = query.p["s"][query.h] if query.options.scale == "learned" else 1.0
+    return s * math.log(query.n) + (query.p["b"][query.h] if query.options.bias else 0.0)
+
+
+def log_n(query: Query) -> float:
+    c = math.log(query.n) / math.log(query.base)
+    return max(1.0, c) if query.options.clip else c
+
+
+def yarn(query: Query) -> float:
+    return (0.1 * math.log(query.n / query.base) + 1) ** 2 if query.n > query.base else 1.0
+
+
+def llama4(query: Query) -> float:
+    return 1 + query.options.attn_scale * math.log(1 + math.floor((query.position + 1) / query.options.floor_scale))
+
+
+def infoscale(query: Query) -> float:
+    return math.sqrt(1 - query.n ** (-2 / SIZE)) / math.sqrt(1 - query.base ** (-2 / SIZE))
+
+
+def cosine(query: Query) -> Vector:
+    gain = query.p["g"][query.h] * (math.log(query.n) if query.options.log_n else 1.0)
+    return softmax([gain * float(query.q @ key) / math.sqrt(float(query.q @ query.q) * float(key @ key)) for key in query.k])
+
+
+def p_n(query: Query) -> float:
+    known = query.p["p"]
+    return query.p["s"][query.h] * known[min(query.position, len(known) - 1)] + query.p["b"][query.h]
+
+
+def qassmax(query: Query) -> Vector:
+    def mlp(name: str, given: np.ndarray) -> np.ndarray:
+        hidden = query.p[f"{name}.hidden.weight"] @ given + query.p[f"{name}.hidden.bias"]
+        gelu = np.array([x * 0.5 * (1 + math.erf(x / math.sqrt(2))) for x in hidden])
+        return query.p[f"{name}.out.weight"] @ gelu + query.p[f"{name}.out.bias"]
+
+    base = mlp("base", np.array([math.log(query.n)]))[query.h * SIZE : (query.h + 1) * SIZE]
+    q = query.q * base * (1 + np.tanh(mlp("gate", query.q)))
+    return softmax([float(q @ key) / math.sqrt(SIZE) for key in query.k])
+
+
+def relu2(query: Query) -> Vector:
+    if query.options.n == "sum":
+        squares = [max(z, 0.0) ** 2 for z in query.z]
+        return [a / sum(squares) if sum(squares) else 0.0 for a in squares]
+    if query.options.form == "1/n^2":
+        return [max(z * math.sqrt(SIZE) / query.n, 0.0) ** 2 for z in query.z]
+    return [max(z, 0.0) ** 2 / query.n for z in query.z]
+
+
+def sigmoid(query: Query) -> Vector:
+    b = query.p["b"][query.h] if query.options.bias else 0.0
+    return [1 / (1 + math.exp(-(z - math.log(query.n) + b))) for z in query.z]
+
+
+def bisected(z: Vector, alpha: float) -> Vector:
+    """alpha-entmax: relu((alpha - 1) z - tau)^(1 / (alpha - 1)), tau found by halving."""
+    z = [(alpha - 1) * x for x in z]
+    low, high = max(z) - 1, max(z)
+    for _ in range(200):
+        tau = (low + high) / 2
+        low, high = (tau, high) if sum(max(x - tau, 0.0) ** (1 / (alpha - 1)) for x in z) > 1 else (low, tau)
+    return [max(x - low, 0.0) ** (1 / (alpha - 1)) for x in z]
+
+
+def asentmax(query: Query) -> Vector:
+    b = math.log1p(math.exp(float(query.p["w_b"][query.h] @ query.x[-1])))
+    g = 2 * math.tanh(float(query.p["w_g"][query.h] @ query.x[-1]))
+    scale = 1 + b * max(math.log(query.n), math.log(2)) ** g
+    return bisected([scale * z for z in query.z], 1.5)
+
+
+def softpick(query: Query) -> Vector:
+    total = sum(abs(math.expm1(z)) for z in query.z)
+    return [max(math.expm1(z), 0.0) / total for z in query.z]
+
+
+def alibi(query: Query) -> Vector:
+    slope = 2 ** (-8 * (query.h + 1) / HEADS)
+    return softmax([z - slope * t for z, t in zip(query.z, query.back, strict=True)])
+
+
+def window(query: Query) -> Vector:
+    near = softmax(query.z[-query.options.size :])
+    return [0.0] * (len(query.k) - len(near)) + near
+
+
+def scale_invariant(query: Query) -> Vector:
+    found = []
+    for z, t in zip(query.z, query.back, strict=True):
+        square = 2 * (math.log(t / query.options.tau + 1) - 0.5 + 1)
+        found.append(math.sqrt(square) * z - square + 1)
+    return softmax(found)
+
+
+def forget(query: Query) -> Vector:
+    gates = [1 / (1 + math.exp(-(float(query.p["w"][query.h] @ x) + query.p["b"][query.h]))) for x in query.x]
+    return softmax([z + sum(math.log(f) for f in gates[j + 1 :]) for j, z in enumerate(query.z)])
+
+
+def linear(query: Query) -> Vector:
+    phi = {
+        "elu": lambda x: x + 1 if x > 0 else math.exp(x),
+        "relu": lambda x: max(x, 0.0),
+        "exp": math.exp,
+        "identity": lambda x: x,
+    }[query.options.features]
+    g = 1 - 2 ** (-5 - query.h) if query.options.decay else 1.0
+    root = SIZE**0.25
+    found = [sum(phi(a / root) * phi(b / root) for a, b in zip(query.q, key, strict=True)) for key in query.k]
+    found = [a * g**t for a, t in zip(found, query.back, strict=True)]
+    total = sum(found) if query.options.n == "sum" else query.n
+    return [a / total if total else 0.0 for a in found]
+
+
+DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
+    "softmax": scaled(lambda query: 1.0),
+    "ssmax": scaled(ssmax),
+    "log_n": scaled(log_n),
+    "sqrt_log_n": scaled(lambda query: query.p["c"][query.h] * math.sqrt(2 * math.log(query.n))),
+    "llama4": scaled(llama4),
+    "yarn": scaled(yarn),
+    "infoscale": scaled(infoscale),
+    "cosine": cosine,
+    "p_n": scaled(p_n),
+    "qassmax": qassmax,
+    "softmax1": lambda query: softmax(query.z, 0.0),
+    "sink": lambda query: softmax(query.z, query.p["b"][query.h]),
+    "relu2": relu2,
+    "relu": lambda query: [max(z, 0.0) / query.n for z in query.z],
+    "sigmoid": sigmoid,
+    "sparsemax": lambda query: bisected(query.z, 2.0),
+    "entmax15": lambda query: bisected(query.z, 1.5),
+    "asentmax": asentmax,
+    "softpick": softpick,
+    "alibi": alibi,
+    "window": window,
+    "scale_invariant": scale_invariant,
+    "forget": forget,
+    "linear": linear,
+}
+
+LENGTHS = ("visible", "sample", "fixed:7")
+CASES = [
+    table.Softmax(),
+    *(table.SSMax(n=n) for n in LENGTHS),
+    *(table.SSMax(scale="none", bias=bias) for bias in (False, True)),
+    *(table.SSMax(bias=True, init=init) for init in ("match", "unit", 0.43)),
+    *(table.LogN(n=n) for n in LENGTHS),
+    *(table.LogN(base=5.0, clip=clip) for clip in (False, True)),
+    *(table.SqrtLogN(n=n) for n in LENGTHS),
+    *(table.Llama4(floor_scale=f, attn_scale=a) for f, a in ((4.0, 0.1), (4.0, 0.3), (7.0, 0.3))),
+    *(table.YaRN(n=n) for n in LENGTHS),
+    table.YaRN(base=5.0, n="visible"),
+    *(table.InfoScale(n=n) for n in LENGTHS),
+    table.InfoScale(base=5.0),
+    *(table.Cosine(log_n=one, n=n) for one, n in ((False, "visible"), (True, "visible"), (True, "sample"))),
+    table.PN(),
+    *(table.QASSMax(n=n) for n in LENGTHS),
+    table.Softmax1(),
+    *(table.Sink(init=init) for init in (0.0, 1.5)),
+    *(table.Relu2(n=n) for n in (*LENGTHS, "sum")),
+    *(table.Relu2(n=n, form="1/n^2") for n in LENGTHS),
+    *(table.Relu(n=n) for n in LENGTHS),
+    *(table.Sigmoid(n=n) for n in LENGTHS),
+    table.Sigmoid(bias=True),
+    table.Sparsemax(),
+    table.Entmax15(),
+    *(table.ASEntmax(n=n) for n in LENGTHS),
+    table.Softpick(),
+    table.ALiBi(),
+    *(table.Window(size=size) for size in (1, 4, 9, 200)),
+    *(table.ScaleInvariant(tau=tau) for tau in (10.0, 3.0)),
+    table.Forget(),
+    *(table.Linear(features=f, decay=d) for f in ("elu", "relu", "exp") for d in (False, True)),
+    *(table.Linear(features="identity", decay=True, n=n) for n in LENGTHS),
+]
+every_case = pytest.mark.parametrize("options", CASES, ids=str)
+
+# First values, of each head alike; of parameters not named: 0.
+FIRST = {
+    "ssmax": lambda o: {"s": {"match": 1 / mean_over(o.n, math.log), "unit": 1.0}.get(o.init, o.init)},
+    "sqrt_log_n": lambda o: {"c": 1 / mean_over(o.n, lambda n: math.sqrt(2 * math.log(n)))},
+    "cosine": lambda o: {"g": math.sqrt(SIZE) / (mean_over(o.n, math.log) if o.log_n else 1.0)},
+    "p_n": lambda o: {"p": 1.0, "s": 1.0},
+    "sink": lambda o: {"b": o.init},
+    "forget": lambda o: {"b": 5.0},
+    "qassmax": lambda o: {"base.out.bias": 1.0},
+}
+
+
+def mean_over(policy: str, value: Callable[[float], float]) -> float:
+    """Over the positions of a sequence of the training length."""
+    fixed = {"visible": None, "sample": TRAIN}.get(policy, float(policy.partition(":")[2] or 0))
+    return sum(value(fixed or i + 1) for i in range(TRAIN)) / TRAIN
+
+
+def made(options: object) -> Normalizer:
+    """With parameters all over the place, float64."""
+    normalizer = make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN)).double()
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in normalizer.parameters():
+            change = 0.3 * torch.randn(parameter.shape, generator=drawn, dtype=torch.float64)
+            parameter.copy_(change if parameter.dim() == 2 else parameter + change)  # matrices are drawn by the decoder
+    return normalizer
+
+
+def inputs(normalizer: Normalizer, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k with their features, v, and the layer's input that those were made of."""
+    drawn = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=drawn, dtype=torch.float64) for _ in range(3))
+    x = torch.randn(1, length, WIDTH, generator=drawn, dtype=torch.float64)
+    both = (q, normalizer.query_features(x)), (k, normalizer.key_features(x))
+    q, k = (heads if more is None else torch.cat((heads, more.detach()), -1) for heads, more in both)
+    return q, k, v, x
+
+
+def expected(normalizer: Normalizer, q: torch.Tensor, k: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The weights, (1, HEADS, LENGTH, LENGTH), by the definitions above."""
+    parameters = {name: value.detach().numpy() for name, value in normalizer.named_parameters()}
+    weights = torch.zeros(1, HEADS, q.size(2), q.size(2), dtype=torch.float64)
+    qs, ks, xs = q[0, :, :, :SIZE].numpy(), k[0, :, :, :SIZE].numpy(), x[0].numpy()
+    for h in range(HEADS):
+        for i in range(q.size(2)):
+            query = Query(normalizer.options, parameters, h, qs[h, i], ks[h, : i + 1], xs[: i + 1])
+            weights[0, h, i, : i + 1] = torch.tensor(DEFINITIONS[normalizer.options.name](query))
+    return weights
+
+
+def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
+    assert DEFINITIONS.keys() == table.ENTRIES.keys()
+    for name, entry in table.ENTRIES.items():
+        mine = [options for options in CASES if options.name == name]
+        for option in fields(entry.options):
+            assert len({getattr(options, option.name) for options in mine}) >= 2, f"{name}.{option.name}"
+
+
+@every_case
+def test_first_values_are_as_documented(options: object):
+    first = FIRST.get(options.name, lambda o: {})(options)
+    for name, value in make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN)).named_parameters():
+        if not name.endswith("hidden.weight"):  # drawn by the decoder
+            assert value.flatten().tolist() == pytest.approx([first.get(name, 0.0)] * value.numel(), rel=1e-5), name
+
+
+@every_case
+def test_weights_and_the_fast_path_are_the_definition(options: object):
+    normalizer = made(options)
+    q, k, v, x = inputs(normalizer)
+    exact, rows = expected(normalizer, q, k, x), Rows.full(LENGTH)
+    torch.testing.assert_close(normalizer.weights(q, k, rows), exact, rtol=0, atol=2e-6)  # ln n is in fp32
+    torch.testing.assert_close(normalizer(q, k, v, rows), exact @ v, rtol=0, atol=1e-5)
+
+
+@every_case
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 9, 7]], ids=["token by token", "in pieces"])
+def test_decoding_is_the_definition(options: object, steps: list[int]):
+    normalizer = made(options)
+    q, k, v, x = inputs(normalizer)
+    exact, state, seen = expected(normalizer, q, k, x) @ v, None, 0
+    for new in steps:
+        part = slice(seen, seen + new)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, LENGTH), state)
+        torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
+        seen += new
+
+
+@every_case
+def test_packed_sequences_have_the_definitions_gradients(options: object):
+    """On the route of sequences that hold several documents, also for the normalizer's own parameters."""
+    normalizer = made(options)
+    q, k, v, _ = (one.requires_grad_() for one in inputs(normalizer))
+    rows, wanted = Rows.packed([9, 1, 13]), [q, k, v, *normalizer.parameters()]
+    fast, exact = normalizer(q, k, v, rows), normalizer.weights(q, k, rows) @ v
+    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found = [torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
