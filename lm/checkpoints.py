@@ -1,7 +1,8 @@
-"""Checkpoint files: written whole or not at all, read without executing anything."""
+"""Checkpoint files: written whole or not at all, verified to the byte before they are used, read without executing anything."""
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from lm.files import replacing, sync_folder
 
 FORMAT = 2  # of the checkpoint's `lm` entry; raised when older files can no longer be read
 LAST, BEST = "last.ckpt", "best.ckpt"
+FACTS = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}  # of every model, and more
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
@@ -57,30 +59,104 @@ def is_saved(folder: Path, step: int) -> bool:
     if step_path(folder, step).exists():
         return True
     try:
-        return load_checkpoint(folder / BEST)["lm"]["step"] == step
+        return load_facts(folder / BEST)["step"] == step
     except RunError:
         return False
 
 
-def load_checkpoint(path: Path) -> dict[str, object]:
-    """The checkpoint's plain data and tensors, on the CPU. Nothing in the file is executed.
+def verify(path: Path, tensors: bool = True) -> None:
+    """Compare every byte of a checkpoint with the CRC that the file holds of it, which torch doesn't; without `tensors` all but theirs.
+
+    A gigabyte takes half a second.
 
     Raises:
-        RunError: no file, or not a checkpoint of ours; names the last intact one beside it.
+        RunError: no file, or a damaged one; names the tensor, and the last intact checkpoint beside it.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if tensors or "/data/" not in member.filename:
+                    _check_member(archive, member, path)
     except FileNotFoundError:
         raise RunError(f"{path}: no such checkpoint") from None
-    except Exception as error:  # a damaged file fails in many ways inside torch
-        others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
-        hint = f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""
-        raise RunError(f"{path}: not a readable checkpoint: {' '.join(str(error).split())[:160]}{hint}") from None
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("lm"), dict):
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def load_checkpoint(path: Path) -> dict[str, object]:
+    """The checkpoint's plain data and tensors, verified, on the CPU. Nothing in the file is executed.
+
+    Raises:
+        RunError: no file, a damaged one, or not a checkpoint of ours; names the last intact one beside it.
+    """
+    verify(path)
+    return _read(path)
+
+
+def load_facts(path: Path) -> dict[str, object]:
+    """The checkpoint's plain data: step, phase, configuration ... Tensors are neither read nor verified. Raises as `load_checkpoint`."""
+    verify(path, tensors=False)
+    return _read(path)["lm"]
+
+
+def check_facts(facts: dict[str, object], path: Path) -> None:
+    """Raises RunError if what every model says of itself (`FACTS`) is missing or of another type."""
+    for name, kind in FACTS.items():
+        value = facts.get(name)
+        if type(value) is not kind or (kind is int and value < 0):
+            raise RunError(f"{path}: its `{name}` must be {'text' if kind is str else 'a whole number'}, not {str(value)[:40]!r}")
+
+
+def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+    try:
+        with archive.open(member) as file:
+            while file.read(2**20):
+                pass
+    except (zipfile.BadZipFile, EOFError):
+        raise RunError(f"{path}: {_content(path, member.filename)} was altered (its CRC differs){_others(path)}") from None
+
+
+def _content(path: Path, member: str) -> str:
+    """What a member of the archive holds: `data/N` the tensor that was saved as the N-th, counted from 0, and once if under two names."""
+    number = member.rpartition("/data/")[2]
+    if not number.isdigit():
+        return member.rpartition("/")[2]
+    names: dict[int, str] = {}
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            names.setdefault(value.untyped_storage().data_ptr(), name)
+        elif isinstance(value, dict | list | tuple):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(item, f"{name}.{key}" if name else str(key))
+
+    walk(_read(path), "")
+    return list(names.values())[int(number)].removeprefix("state_dict.decoder.") if int(number) < len(names) else member
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a file of another kind fails in many ways inside torch
+        raise _unreadable(path, error) from None
+    if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
+    if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
+        raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     if checkpoint["lm"].get("format") != FORMAT:
         raise RunError(f"{path}: of checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
+    check_facts(checkpoint["lm"], path)
     return checkpoint
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    return RunError(f"{path}: not a readable checkpoint: {' '.join(str(error).split())[:160]}{_others(path)}")
+
+
+def _others(path: Path) -> str:
+    """Which checkpoint to take instead."""
+    others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
+    return f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""
 
 
 def bare_weights(checkpoint: dict[str, object]) -> dict[str, torch.Tensor]:

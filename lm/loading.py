@@ -1,26 +1,30 @@
 """Trained models read back: from a run folder, a checkpoint, or an export (safetensors, JSON and the tokenizer)."""
 
+import hashlib
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
-import yaml
+import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from lm.checkpoints import BEST, LAST, bare_weights, load_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config
-from lm.configure import parse
+from lm.checkpoints import BEST, LAST, bare_weights, check_facts, load_checkpoint, step_of, step_path, steps_saved
+from lm.config import Config, ModelConfig
+from lm.configure import to_yaml
+from lm.consistency import check_environment, trained_config
 from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.model import Decoder
-from lm.runs import CHECKPOINTS, TOKENIZER, read_json, write_json
-from lm.schema import Plain, to_plain
+from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
+from lm.schema import Plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of an export
+TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Loaded:
         config: what it was trained with.
         facts: plain data: `step`, `tokens`, `data_fingerprint`, `vocab_size`, `phase`.
         path: the checkpoint or export it was read from.
+        environment: the run's environment.json; {} if none lies there.
     """
 
     decoder: Decoder
@@ -40,6 +45,7 @@ class Loaded:
     config: Config
     facts: dict[str, Plain]
     path: Path
+    environment: dict[str, Plain] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -55,42 +61,97 @@ class Loaded:
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or an export of `lm export`.
 
+    Every byte is verified before it is used.
+
     Raises:
-        RunError: nothing of the kind, damaged, or weights that don't fit their configuration.
+        RunError: nothing of the kind, damaged, weights that don't fit their configuration, or files of different runs.
     """
     path, checkpoint = Path(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
-        description = read_json(path / DESCRIPTION)
-        try:
-            weights = safetensors.torch.load_file(path / WEIGHTS)
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{path / WEIGHTS}: not readable: {' '.join(str(error).split())[:160]}") from None
-        return _build(description.pop("config", None), description, weights, path)
+        return _load_export(path)
     if path.is_dir():
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
-    facts = {name: value for name, value in content["lm"].items() if name != "config"}
-    try:
-        plain = yaml.safe_load(content["lm"]["config"])
-    except yaml.YAMLError:
-        plain = None
-    return _build(plain, facts, bare_weights(content), path)
+    file = _folder(path) / ENVIRONMENT
+    environment = check_environment(file, content["lm"], path) if file.is_file() else {}
+    return _build(content["lm"], bare_weights(content), path, environment, environment.get(TOKENIZER_SHA256))
 
 
-def _build(plain: Plain, facts: dict[str, Plain], weights: dict[str, object], path: Path) -> Loaded:
+def _load_export(path: Path) -> Loaded:
+    description = read_sealed(path / DESCRIPTION)
+    check_facts(description, path / DESCRIPTION)
     try:
-        config = parse(plain)
-        decoder = Decoder(config.model_in(facts["phase"]), facts["vocab_size"], config.data.seq_len, seed=None)
-        if config.model.tied:
+        weights = safetensors.torch.load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path / WEIGHTS}: not readable: {' '.join(str(error).split())[:160]}") from None
+    expected, tokenizer = description.pop(TENSOR_SHA256), description.pop(TOKENIZER_SHA256)
+    altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
+    if altered:
+        raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
+    return _build(description, weights, path, {}, tokenizer)
+
+
+def _build(
+    description: dict[str, Plain], weights: dict[str, Tensor], path: Path, environment: dict[str, Plain], tokenizer_sha256: str | None
+) -> Loaded:
+    config = trained_config(description, path)
+    facts = {name: value for name, value in description.items() if name != "config"}
+    try:
+        model = config.model_in(facts["phase"])
+        if model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
-        decoder.load_state_dict(weights, strict=True)
-    except (ConfigError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+        if reason := misfit(model, facts["vocab_size"], config.data.seq_len, weights):
+            raise ValueError(reason)
+        decoder = Decoder(model, facts["vocab_size"], config.data.seq_len, seed=None)
+        decoder.load_state_dict(weights)
+    except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
-    file = _folder(path) / TOKENIZER
-    tokenizer = load_tokenizer(file, end_of_text(config)) if file.is_file() else None
-    return Loaded(decoder.eval(), tokenizer, config, facts, path)
+    tokenizer = _tokenizer(_folder(path) / TOKENIZER, end_of_text(config), tokenizer_sha256)
+    return Loaded(decoder.eval(), tokenizer, config, facts, path, environment)
+
+
+def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
+    """The tokenizer beside the weights, if there is one; `sha256`: of the file that they were trained with, if known."""
+    if not file.is_file():
+        return None
+    if sha256 and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+        raise RunError(f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back")
+    return load_tokenizer(file, end_of_text)
+
+
+def misfit(model: ModelConfig, vocab_size: int, seq_len: int, weights: dict[str, Tensor]) -> str:
+    """The first tensor that a decoder of this configuration does not have, and why; empty if all fit.
+
+    Nothing of the size that the configuration claims is made: shapes are compared on torch's meta device, which holds no numbers.
+    """
+    embedding, layers = weights.get("embedding.weight"), {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    if embedding is not None and embedding.shape != (vocab_size, model.n_embd):  # before a width that torch can't even multiply
+        return _other_shape("embedding.weight", embedding, (vocab_size, model.n_embd))
+    if len(layers) != model.n_layer:
+        return f"there are weights of {len(layers)} layers, model.n_layer is {model.n_layer}"
+    with torch.device("meta"):
+        implied = Decoder(model, vocab_size, seq_len, seed=None).state_dict()
+    for name in {**implied, **weights}:
+        if name not in weights or name not in implied:
+            return f"{name} is {'missing' if name in implied else 'none of the model'}"
+        if weights[name].shape != implied[name].shape:
+            return _other_shape(name, weights[name], implied[name].shape)
+        if not weights[name].is_contiguous():  # a single number can pose as a matrix of any size
+            return f"{name} is not stored as a whole"
+    return ""
+
+
+def _other_shape(name: str, found: Tensor, implied: tuple[int, ...]) -> str:
+    return f"{name} has shape {tuple(found.shape)}, the configuration implies {tuple(implied)}"
+
+
+def _sha256(tensor: Tensor) -> str:
+    """Of a tensor's values, with their type and shape."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def end_of_text(config: Config) -> str:
@@ -132,7 +193,9 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
         weights = {name: value.clone() for name, value in loaded.decoder.state_dict().items() if name not in tied}
         with replacing(folder / WEIGHTS, "the weights") as file:
             file.write(safetensors.torch.save(weights, {"format": "pt"}))
-        write_json(folder / DESCRIPTION, {**loaded.facts, "config": to_plain(loaded.config)})
+        description = {**loaded.facts, "config": to_yaml(loaded.config), TOKENIZER_SHA256: None}
         if loaded.tokenizer:
             shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)
+            description[TOKENIZER_SHA256] = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
+        write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: {name: _sha256(value) for name, value in weights.items()}})
     return out

@@ -1,12 +1,14 @@
 """Run folders: the only thing that training leaves behind and everything after it reads."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
 
 from lm.config import Config
 from lm.configure import parse
+from lm.data.store import content_sha256
 from lm.errors import ConfigError, RunError
 from lm.files import write_text
 from lm.schema import Plain
@@ -23,19 +25,44 @@ def write_json(path: Path, content: Plain) -> None:
 def read_json(path: Path) -> dict[str, Plain]:
     """The object in a JSON file. Raises RunError if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: not readable: {' '.join(str(error).split())[:160]}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: holds no JSON object")
+    return content
+
+
+def write_sealed(path: Path, content: dict[str, Plain]) -> None:
+    """`content` as JSON with a `sha256` of itself, whole or not at all."""
+    content = json.loads(json.dumps(content, allow_nan=False))  # with the keys that will be read: JSON's are texts
+    write_json(path, {**content, "sha256": content_sha256(content)})
+
+
+def read_sealed(path: Path) -> dict[str, Plain]:
+    """What `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
+    content = read_json(path)
+    sealed = content.pop("sha256", None)
+    if sealed is None:
+        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
+    if sealed != content_sha256(content):
+        raise RunError(f"{path}: was altered (its sha256 differs)")
+    return content
 
 
 def read_config(folder: Path) -> Config:
-    """The run's resolved configuration. Raises RunError if `folder` is not a run folder."""
+    """The run's resolved configuration. Raises RunError if `folder` is not a run folder, or the file was cut short."""
     path = folder / CONFIG
     if not path.is_file():
         raise RunError(f"{folder}: not a run folder (no {CONFIG})")
     try:
-        return parse(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ConfigError) as error:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {})]
+        if missing:  # a run writes all of them, `log` last
+            again = f"lm.configure.to_yaml(lm.load({str(folder)!r}).config)"
+            raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
+        return parse(plain)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {' '.join(str(error).split())[:300]}") from None

@@ -23,7 +23,7 @@ from lm.identity import arm
 from lm.loading import Loaded, load
 from lm.loss import token_kl
 from lm.model import Decoder, count_parameters, is_normalizer
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, read_json, write_json
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
 from lm.schema import Plain, suggest, to_plain
 
 FIT_TOKENS, FIT_BATCHES, FIT_EPOCHS, FIT_LR = 2048, 8, 8, 0.02  # of `--init fit`
@@ -116,7 +116,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         if init == "fit" and not count_parameters(new)["normalizer"]:
             label = table.label(to_plain(new.config.normalizer))
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        trained = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
+        trained = {**loaded.environment, "data_fingerprint": loaded.facts["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
         rows = swap_rows(store, config)
         where = open_device(config, trained)

@@ -383,5 +383,5 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "lm.evaluation.harness")
-    with pytest.raises(RunError, match=r"need the package lm-eval .*; run: pip install 'lm\[eval\]'"):
+    with pytest.raises(RunError, match=r"need lm-eval .*; run: pip install 'lm-eval>=0.4.9'"):
         import lm.evaluation.harness  # noqa: F401

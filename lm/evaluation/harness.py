@@ -1,4 +1,4 @@
-"""Our models as EleutherAI's lm-evaluation-harness sees them: what it asks for likelihoods and text (the extra `eval`)."""
+"""Our models as EleutherAI's lm-evaluation-harness sees them: what it asks for likelihoods and text (the package lm-eval)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, simple_parse_args_string
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    raise RunError(f"downstream tasks need the package lm-eval ({error.name} is not installed); run: pip install 'lm[eval]'") from None
+    raise RunError(f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval>=0.4.9'") from None
 
 NEW_TOKENS = 256  # at most, where a task doesn't say
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it

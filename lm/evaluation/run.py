@@ -16,18 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lm.config import Config
-from lm.configure import merge, parse, read_overrides, read_yaml
+from lm.configure import interpolated, merge, parse, read_overrides, read_yaml
+from lm.consistency import check_environment, config_problems
 from lm.data.prepare import check_rows, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Row, weights_sha256
 from lm.evaluation.results import finite, write_evaluation
-from lm.evaluation.suite import SUITES, keep, kept_at, measured, measurements
+from lm.evaluation.suite import SUITES, keep, kept, measured, measurements
 from lm.evaluation.suite import suite as suite_of
 from lm.files import write_text
 from lm.loading import Loaded, find_checkpoint, load
-from lm.runs import ENVIRONMENT, read_config, read_json, write_json
+from lm.runs import CONFIG, ENVIRONMENT, read_config, write_json
 from lm.schema import Plain, to_plain
 from lm.training.device import resolve_device, resolve_precision
 
@@ -94,7 +95,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
-    plain = read_yaml(path)
+    plain = interpolated(read_yaml(path))
     if list(plain) != ["eval"]:
         raise ConfigError(f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}")
     return plain
@@ -104,11 +105,14 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or these `kinds` alone; else as `evaluate_runs`."""
     loaded = load(path)
     decoder, facts = loaded.decoder, loaded.facts
-    if _identity(loaded.config) != _identity(config):
-        raise RunError(f"{path}: is of another run than {folder} describes (model, optim or seed)")
+    environment = check_environment(folder / ENVIRONMENT, facts, path)
+    problems = config_problems(config, loaded.config, facts, path)
+    if problems:
+        found = "; ".join(f"{one.path} = {one.value!r}: {one.reason}" for one in problems[:3])
+        raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
     store = open_store(config, loaded)
     check_rows(store, config)
-    where = open_device(config, read_json(folder / ENVIRONMENT))
+    where = open_device(config, environment)
     asked = [one for one in measurements(config, store) if kinds is None or one.kind in kinds]
     weights = weights_sha256(decoder)
     decoder.to(where.device)
@@ -117,11 +121,9 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         for measurement in asked:
-            kept = kept_at(folder, measurement, weights, where)
-            cached = kept.is_file()
-            if cached:
-                result = read_json(kept)
-            else:
+            result = kept(folder, measurement, weights, where)
+            cached = result is not None
+            if not cached:
                 task = bars.add_task(f"{folder.name}: {measurement.kind}", total=measurement.work)
                 result = measured(measurement, decoder, where, lambda units, task=task: bars.advance(task, units))
                 keep(folder, measurement, result, where)
@@ -191,11 +193,6 @@ def write_table(found: list[Evaluated], path: Path) -> None:
     write_text(path, text.getvalue())
 
 
-def _identity(config: Config) -> tuple[Plain, ...]:
-    """What all checkpoints of a run share, however it was resumed."""
-    return config.seed, to_plain(config.model), to_plain(replace(config.optim, on_nonfinite="stop"))
-
-
 def open_store(config: Config, loaded: Loaded) -> Store:
     """The token store a model was trained on: that of its fingerprint, else prepared again. Raises RunError if that gives other tokens."""
     wanted = loaded.facts["data_fingerprint"]
@@ -222,7 +219,7 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
 
 def only(allowed: tuple[str, ...], overrides: list[str], what: str) -> dict[str, Plain]:
     """The overrides as nested plain data. Raises ConfigError naming each that `what` may not change."""
-    changes = read_overrides(overrides)
+    changes = interpolated(read_overrides(overrides))
     keys = [override.split("=")[0] for override in overrides]
     refused = [key for key in keys if not any(key == free or key.startswith(free + ".") for free in allowed)]
     if refused:

@@ -1,9 +1,11 @@
 """Which measurements a configuration asks for, and the named suites of `lm eval`."""
 
+import sys
 from pathlib import Path
 
 from lm.config import Config, Learned, Rope
 from lm.data.store import Store
+from lm.errors import RunError
 from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Measurement, Progress, weights_sha256
 from lm.evaluation.needle import NeedleMeasurement
@@ -11,7 +13,7 @@ from lm.evaluation.recall import Recall
 from lm.evaluation.results import finite
 from lm.evaluation.text import LongContext, Validation
 from lm.model import Decoder
-from lm.runs import EVALUATIONS, write_json
+from lm.runs import EVALUATIONS, read_sealed, write_sealed
 from lm.schema import Plain
 
 SUITES = ("quick", "full")
@@ -66,9 +68,21 @@ def kept_at(folder: Path, measurement: Measurement, weights: str, where: Device)
     return folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
 
 
+def kept(folder: Path, measurement: Measurement, weights: str, where: Device) -> dict[str, Plain] | None:
+    """The result that a run folder keeps of a measurement; None if there is none, or one that was altered, which is told."""
+    path = kept_at(folder, measurement, weights, where)
+    if not path.is_file():
+        return None
+    try:
+        return read_sealed(path)
+    except RunError as error:
+        print(f"note: {error}: measured again", file=sys.stderr)
+        return None
+
+
 def keep(folder: Path, measurement: Measurement, result: dict[str, Plain], where: Device) -> None:
     """Keep a result, unless some of its numbers are not finite (JSON has none of those)."""
     if finite(result) == result:
         path = kept_at(folder, measurement, result["weights_sha256"], where)
         path.parent.mkdir(exist_ok=True, parents=True)
-        write_json(path, result)
+        write_sealed(path, result)

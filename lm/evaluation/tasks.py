@@ -15,7 +15,7 @@ from lm.evaluation.harness import HarnessLM  # says what to install if the harne
 from lm.evaluation.results import evaluation_path, finite, write_evaluation
 from lm.evaluation.run import only, open_device
 from lm.loading import load
-from lm.runs import CONFIG, ENVIRONMENT, read_json, write_json
+from lm.runs import CONFIG, read_json, write_json
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def measure(
     loaded = load(source, checkpoint)
     facts, folder = loaded.facts, loaded.folder
     config = parse(merge(to_plain(loaded.config), only(OVERRIDABLE, overrides or [], "an evaluation")))
-    where = open_device(config, read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {})
+    where = open_device(config, loaded.environment)
     model = HarnessLM(loaded, max_length, where)
     kept = evaluation_path(folder, KIND, facts["step"])
     before = read_json(kept) if out is None and kept.is_file() else {}

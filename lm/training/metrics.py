@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.checkpoints import BEST, load_checkpoint, steps_saved
+from lm.checkpoints import BEST, load_facts, steps_saved
 from lm.checkpoints import step_of as checkpoint_step
 from lm.config import LogConfig
-from lm.errors import RunError
+from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
 from lm.files import write_text
 from lm.runs import CHECKPOINTS, EVALUATIONS, METRICS
@@ -18,6 +18,9 @@ from lm.schema import Plain
 
 if TYPE_CHECKING:
     import wandb
+
+WANDB_MODES = ("online", "offline", "disabled")
+WANDB_SECONDS = 60.0  # to wait for wandb's server before a run is logged offline
 
 
 class MetricLog:
@@ -49,10 +52,10 @@ class MetricLog:
             self.mirror.finish()
 
 
-def cut_back(run: Path, step: int) -> None:
-    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl
-    (a last line cut short by a kill among them), evaluations, checkpoints, and a swap at `step` itself; and what a kill
-    left half-written."""
+def cut_back(run: Path, step: int) -> list[str]:
+    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
+    evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
+    """
     for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
         for rubbish in part.glob(".*"):
             if rubbish.is_file():
@@ -62,31 +65,45 @@ def cut_back(run: Path, step: int) -> None:
             path.unlink()
     best = run / CHECKPOINTS / BEST
     with contextlib.suppress(RunError):  # none, or damaged
-        if load_checkpoint(best)["lm"]["step"] > step:
+        if load_facts(best)["step"] > step:
             best.unlink()
-    metrics = run / METRICS
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        try:
-            found = json.loads(line)
-            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            break
-    if kept or metrics.exists():
-        write_text(metrics, "".join(kept))
     for path in evaluations(run):
         if step_of(path) > step or path == evaluation_path(run, "swap", step):
             path.unlink()
+    return _cut_back_metrics(run / METRICS, step)
+
+
+def _cut_back_metrics(path: Path, step: int) -> list[str]:
+    """Keep the lines up to `step`. Of those that can't be read, only a last one without its end is what a kill leaves."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")  # a kill leaves the last one without its end
+    kept, unreadable = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
+                kept.append(line.decode() + "\n")
+        except (ValueError, KeyError, TypeError):
+            unreadable.append(str(number))
+    write_text(path, "".join(kept))
+    return [f"note: {path}: left out what is not readable: line {', '.join(unreadable)}"] if unreadable else []
 
 
 def wandb_mode(log: LogConfig) -> str:
-    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials."""
+    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials.
+
+    Raises:
+        ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
+    """
+    asked = os.environ.get("WANDB_MODE")  # empty as containers set it: not asked for
+    if log.wandb == "disabled":
+        return log.wandb
+    if asked and asked not in WANDB_MODES:
+        raise ConfigError([Problem("WANDB_MODE", asked, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
     if log.wandb != "auto":
         return log.wandb
-    if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"]
-    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
+    return asked or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline")
 
 
 def _netrc_has_key() -> bool:
@@ -97,23 +114,28 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def start_wandb(log: LogConfig, folder: Path, name: str, run_id: str, config: dict[str, Plain]) -> "wandb.Run | None":
-    """The wandb run, or None if disabled. Never prompts; if online fails it says so and goes on offline."""
-    mode = wandb_mode(log)
+def start_wandb(mode: str, project: str, folder: Path, name: str, run_id: str, config: dict[str, Plain]) -> "wandb.Run | None":
+    """The wandb run in a mode of `wandb_mode`, or None if disabled. Never prompts; if online fails it says so and goes on offline.
+
+    Raises:
+        RunError: not even offline.
+    """
     if mode == "disabled":
         return None
+    if not os.environ.get("WANDB_MODE"):
+        os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
     import wandb
 
-    def start(mode: str) -> "wandb.Run":
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=60)
-        return wandb.init(
-            project=log.project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=quiet
-        )
-
     try:
-        return start(mode)
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=WANDB_SECONDS)
+        wandb.setup(settings)  # else it says which credentials it found
+        return wandb.init(
+            project=project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=settings
+        )
     except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
+        reason = " ".join(str(error).split())[:120]
         if mode != "online":
-            raise
-        print(f"wandb: online failed ({' '.join(str(error).split())[:120]}); logging offline")
-        return start("offline")
+            raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
+        print(f"wandb: online failed ({reason}); logging offline", flush=True)
+        wandb.teardown()  # the run that failed would hold its id
+        return start_wandb("offline", project, folder, name, run_id, config)

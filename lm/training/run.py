@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from lm.config import Config
 from lm.configure import to_yaml
+from lm.consistency import check_environment
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, read_json, write_json
+from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
 from lm.schema import to_plain
+from lm.training.launcher import process_rank
 from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
 
 if TYPE_CHECKING:
@@ -32,9 +34,8 @@ def train(config: Config) -> int:
     Raises:
         LMError: whatever keeps the run from going on; a new run folder is not left behind half-made.
     """
-    main = is_main_process()
+    main = process_rank(config) == 0
     folder = config.run_folder
-    check_launcher(config)
     checkpoint = find_checkpoint(config)
     from lm.evaluation.suite import measurements
 
@@ -55,31 +56,33 @@ def train(config: Config) -> int:
 def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
     import torch
 
-    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path
+    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
+    from lm.loading import TOKENIZER_SHA256
     from lm.model import Decoder, flops_per_token
     from lm.training import callbacks
     from lm.training.banner import banner, environment
     from lm.training.device import resolve_compile, resolve_device, resolve_precision
-    from lm.training.metrics import MetricLog, cut_back, start_wandb
+    from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
     from lm.training.module import TrainModule
     from lm.training.progress import Clock, ProgressLine
 
     quiet_lightning()
     folder, max_steps = config.run_folder, config.trainer.max_steps
-    before = read_json(folder / ENVIRONMENT) if checkpoint else {}
     accelerator, device = resolve_device(config)
+    mode = wandb_mode(config.log)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    first_step, notes, best, start = 0, [], None, before.get("started_from")
+    first_step, notes, best, before = 0, [], None, {}
     if checkpoint:
         saved = load_checkpoint(checkpoint)
         first_step, notes = check_resume(config, store, saved, checkpoint)
+        before = check_environment(folder / ENVIRONMENT, saved["lm"], checkpoint)
         best = saved["lm"]["best"]
         if first_step >= max_steps:
             return _complete(config, asked, checkpoint, first_step, main)
-    phase = config.phase_at(first_step)
+    phase, start = config.phase_at(first_step), before.get("started_from")
     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
     if config.train_only:
         check_train_only(config, decoder)
@@ -90,6 +93,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     compiled = resolve_compile(config, flops, accelerator, before)
 
     facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
+    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     if main:
         print(banner(config, phase, store, decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
@@ -97,10 +101,11 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         if checkpoint and checkpoint.name != LAST:
             point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
-        cut_back(folder, first_step)
+        for note in cut_back(folder, first_step):
+            print(note, flush=True)
         if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
             point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
-    mirror = start_wandb(config.log, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
+    mirror = start_wandb(mode, config.log.project, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
     progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
     evaluation = config, asked, folder, log, progress, clock, precision.value != "32"
@@ -112,6 +117,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
             while step < max_steps and not told_to_stop:
                 if step > first_step:  # a phase has ended: the next one begins with its checkpoint
                     phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
+                    verify(checkpoint)  # Lightning reads it as it is; the one that a run is resumed from has been verified
                     decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
                 module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"], stop.told)
                 hooks = [
@@ -179,23 +185,6 @@ def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step
             print_results(evaluate(config, folder, checkpoint, lost))
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
-
-
-def is_main_process() -> bool:
-    """True unless a launcher (torchrun, SLURM, Lightning) says this is another rank."""
-    ranks = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ][:1]
-    return all(rank == "0" for rank in [*ranks, os.environ.get("NODE_RANK", "0"), os.environ.get("GROUP_RANK", "0")])
-
-
-def check_launcher(config: Config) -> None:
-    """Raises ConfigError if the processes are not those that the configuration says."""
-    nodes = config.trainer.num_nodes
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and started != str(config.world_size):
-        reason = f"with num_nodes = {nodes} makes {config.world_size} processes, the launcher started {started}"
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
-    if nodes > 1 and started is None and "SLURM_NTASKS" not in os.environ:
-        raise ConfigError([Problem("trainer.num_nodes", nodes, "needs a launcher on each machine", "use torchrun, see docs/running.md")])
 
 
 def quiet_lightning() -> None:

@@ -7,22 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from lm.attention import table
 from lm.config import Config
-from lm.configure import parse
-from lm.data.lengths import Curriculum
+from lm.consistency import config_problems, trained_config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.identity import arm, seeds
 from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
 from lm.schema import Plain, flatten, to_plain
-
-# A resumed run may differ from its first start in these; anything else would make it another run.
-# Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
-FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "data.prepare_workers")
-FREE_TO_CHANGE += ("optim.on_nonfinite", "phases", "model.normalizer")
 
 # A model that starts from other weights may differ from theirs in these.
 FREE_AT_START = ("normalizer", "dropout", "init_std")
@@ -88,26 +80,24 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 
     Raises:
         ConfigError: every difference that would make it another run.
-        RunError: the checkpoint holds weights alone.
+        RunError: the checkpoint holds weights alone, or other ones than it says.
     """
+    from lm.checkpoints import bare_weights
+    from lm.loading import misfit
+
     saved = checkpoint["lm"]
     if "optimizer_states" not in checkpoint:
         folder = config.run_folder
         raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
-    trained = parse(yaml.safe_load(saved["config"]))
-    old, new = flatten(to_plain(trained)), flatten(to_plain(stored(config)))
-    problems = [
-        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
-        for key in dict.fromkeys((*new, *old))
-        if old.get(key) != new.get(key) and not any(key == free or key.startswith((free + ".", free + "[")) for free in FREE_TO_CHANGE)
-    ]
-    problems += _length_problems(config, trained, saved["step"], path)
-    problems += _plan_problems(config, trained, saved["phase"], saved["step"], path)
+    trained = trained_config(saved, path)
+    problems = config_problems(config, trained, saved, path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
         problems.append(Problem("data", store.fingerprint[:16], reason))
     if problems:
         raise ConfigError(problems)
+    if reason := misfit(trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len, bare_weights(checkpoint)):
+        raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     notes = []
     later = [other for other in path.parent.glob("step-*.ckpt") if int(other.stem.removeprefix("step-")) > saved["step"]]
     if later:
@@ -118,42 +108,6 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
     return saved["step"], notes
-
-
-def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:
-    """A curriculum of lengths follows trainer.max_steps: another may not change the steps that are done."""
-    lengths = config.data.lengths
-    if lengths != trained.data.lengths or not isinstance(lengths, dict) or 0 not in lengths:
-        return []
-    before, now = (Curriculum(lengths, one.trainer.max_steps).until(step) for one in (trained, config))
-    if before == now:
-        return []
-    reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
-    return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {trained.trainer.max_steps}")]
-
-
-def _plan_problems(config: Config, trained: Config, phase: int, step: int, path: Path) -> list[Problem]:
-    """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
-    problems = []
-    for index in range(phase + 1):
-        where = f"phases[{index}]" if config.phases else "model"
-        if index >= len(config.plan):
-            return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
-        ours, theirs = (table.label(to_plain(plan[index].normalizer)) for plan in (config.plan, trained.plan))
-        if config.plan[index].normalizer != trained.plan[index].normalizer:
-            to = table.arguments(to_plain(config.plan[index].normalizer))
-            remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
-            problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
-        if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:
-            reason = f"the checkpoint was trained with {trained.plan[index].warmup_steps}"
-            problems.append(Problem(f"{where}.warmup_steps", config.plan[index].warmup_steps, reason))
-    ends, before = config.phase_ends, trained.phase_ends
-    moved = [index for index in range(phase) if ends[index] != before[index]] + ([phase] if ends[phase] < step else [])
-    for index in moved if step < config.trainer.max_steps else ():
-        reason = f"ends the phase at step {ends[index]}; {path}, at step {step}, was trained with its end at {before[index]}"
-        remedy = f"the same end is until={before[index] / config.trainer.max_steps:.6g}"
-        problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
-    return problems
 
 
 # ---------------------------------------------------------------- init_from: a new run, the weights alone

@@ -1,0 +1,91 @@
+"""What belongs together in a run folder: the checkpoint knows its configuration and data, and the other files must agree with it."""
+
+from pathlib import Path
+
+import yaml
+
+from lm.attention import table
+from lm.config import Config
+from lm.configure import parse
+from lm.data.lengths import Curriculum
+from lm.errors import ConfigError, Problem, RunError
+from lm.runs import read_json
+from lm.schema import Plain, flatten, to_plain
+
+# A run may differ from what its checkpoint was trained with in these; anything else would make it another run.
+# Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
+FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "data.prepare_workers")
+FREE_TO_CHANGE += ("optim.on_nonfinite", "phases", "model.normalizer")
+
+
+def trained_config(facts: dict[str, Plain], path: Path) -> Config:
+    """What the model at `path` says that it was trained with. Raises RunError if that can't be read."""
+    try:
+        return parse(yaml.safe_load(facts["config"]))
+    except (ConfigError, yaml.YAMLError, ValueError) as error:
+        raise RunError(f"{path}: its configuration is not readable: {' '.join(str(error).split())[:300]}") from None
+
+
+def config_problems(config: Config, trained: Config, facts: dict[str, Plain], path: Path) -> list[Problem]:
+    """Every difference between `config` and what the checkpoint at `path` was `trained` with that would make it another run.
+
+    facts: the checkpoint's; `step` and `phase` say how far it is.
+    """
+    old, new = flatten(to_plain(trained)), flatten(to_plain(config))
+    problems = [
+        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
+        for key in dict.fromkeys((*new, *old))
+        if old.get(key) != new.get(key) and not any(key == free or key.startswith((free + ".", free + "[")) for free in FREE_TO_CHANGE)
+    ]
+    problems += _length_problems(config, trained, facts["step"], path)
+    return problems + _plan_problems(config, trained, facts["phase"], facts["step"], path)
+
+
+def check_environment(file: Path, facts: dict[str, Plain], path: Path) -> dict[str, Plain]:
+    """The content of a run's environment.json, of the same run and data as the checkpoint at `path`.
+
+    Raises:
+        RunError: it is missing, damaged, or of another run.
+    """
+    environment = read_json(file)
+    for name, what in {"wandb_id": "is a checkpoint of the run", "data_fingerprint": "was trained on tokens"}.items():
+        ours, theirs = str(environment.get(name) or "")[:16], str(facts.get(name) or "")[:16]
+        if ours and theirs and ours != theirs:
+            raise RunError(f"{path}: {what} {theirs}, {file} says {ours}: they are of different runs; bring back the one that belongs here")
+    return environment
+
+
+def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:
+    """A curriculum of lengths follows trainer.max_steps: another may not change the steps that are done."""
+    lengths = config.data.lengths
+    if lengths != trained.data.lengths or not isinstance(lengths, dict) or 0 not in lengths:
+        return []
+    before, now = (Curriculum(lengths, one.trainer.max_steps).until(step) for one in (trained, config))
+    if before == now:
+        return []
+    reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
+    return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {trained.trainer.max_steps}")]
+
+
+def _plan_problems(config: Config, trained: Config, phase: int, step: int, path: Path) -> list[Problem]:
+    """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
+    problems = []
+    for index in range(phase + 1):
+        where = f"phases[{index}]" if config.phases else "model"
+        if index >= len(config.plan):
+            return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
+        ours, theirs = (table.label(to_plain(plan[index].normalizer)) for plan in (config.plan, trained.plan))
+        if config.plan[index].normalizer != trained.plan[index].normalizer:
+            to = table.arguments(to_plain(config.plan[index].normalizer))
+            remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
+            problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
+        if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:
+            reason = f"the checkpoint was trained with {trained.plan[index].warmup_steps}"
+            problems.append(Problem(f"{where}.warmup_steps", config.plan[index].warmup_steps, reason))
+    ends, before = config.phase_ends, trained.phase_ends
+    moved = [index for index in range(phase) if ends[index] != before[index]] + ([phase] if ends[phase] < step else [])
+    for index in moved if step < config.trainer.max_steps else ():
+        reason = f"ends the phase at step {ends[index]}; {path}, at step {step}, was trained with its end at {before[index]}"
+        remedy = f"the same end is until={before[index] / config.trainer.max_steps:.6g}"
+        problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
+    return problems

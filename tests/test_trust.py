@@ -1,0 +1,413 @@
+"""What is read back is verified: bytes, configurations that are data, sizes that are claims, files that belong together."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import struct
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+
+import lm
+from lm.attention import table
+from lm.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkpoint, verify
+from lm.config import Config, DataConfig, Learned, ModelConfig
+from lm.configure import load as configured
+from lm.configure import parse, to_yaml
+from lm.errors import ConfigError, RunError
+from lm.evaluation.run import evaluate_runs
+from lm.loading import export, misfit
+from lm.model import Decoder
+from lm.runs import read_config, read_json, read_sealed, write_sealed
+from lm.schema import to_plain
+from lm.swap import swap_run
+from lm.training.callbacks import Checkpoints
+from lm.training.run import train
+
+SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two finished runs, `a` and `b`, of one configuration, and the export of `a`."""
+    runs = tmp_path_factory.mktemp("finished")
+    for name in "ab":
+        paths = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", f"name={name}"]
+        train(configured([str(ROOT / "tests" / "tiny.yaml"), *paths, *SHORT]))
+    export(runs / "a", "last", runs / "exported")
+    return runs
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """The run `a`, to be damaged; `b` and `exported` lie beside it."""
+    shutil.copytree(finished, tmp_path / "runs")
+    return tmp_path / "runs" / "a"
+
+
+@pytest.fixture
+def use(tiny, tmp_path: Path) -> dict[str, Callable[[Path], object]]:
+    """All that reads a model back: what a run folder, a checkpoint or an export is given to."""
+    return {
+        "resume": lambda source: train(tiny("name=a", "resume=auto", *SHORT, "trainer.max_steps=6")),
+        "eval": lambda source: evaluate_runs([source]),
+        "swap": lambda source: swap_run(source, "last", "ssmax", None, tmp_path / "out", []),
+        "export": lambda source: export(source, "last", tmp_path / "out"),
+        "load": lm.load,
+        "init_from": lambda source: train(tiny("name=new", f"init_from={source}", *SHORT)),
+    }
+
+
+USERS = ("resume", "eval", "swap", "export", "load", "init_from")
+OF_EXPORTS = ("swap", "export", "load", "init_from")
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuses(use: dict[str, Callable[[Path], object]], user: str, source: Path, words: str) -> None:
+    """One line that says so, and nothing written."""
+    before = contents(source.parents[1])
+    with pytest.raises(RunError, match=words) as caught:
+        use[user](source)
+    assert "\n" not in str(caught.value)
+    assert contents(source.parents[1]) == before
+
+
+def rewritten(path: Path, change: Callable[[dict], object]) -> None:
+    """A checkpoint with something changed in it, as whole as before."""
+    content = load_checkpoint(path)
+    change(content)
+    torch.save(content, path.with_name("changed"))  # not in place: what was loaded is a map of the file
+    os.replace(path.with_name("changed"), path)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def flip_member(path: Path, name: str) -> None:
+    """Flip the lowest bit of the byte in the middle of a member of an archive."""
+    with zipfile.ZipFile(path) as archive:
+        (member,) = (member for member in archive.infolist() if member.filename.endswith(f"/{name}"))
+    lengths = struct.unpack("<HH", path.read_bytes()[member.header_offset + 26 : member.header_offset + 30])
+    flip(path, member.header_offset + 30 + sum(lengths) + member.file_size // 2)
+
+
+MEMBERS = {
+    "data/0": "embedding.weight",
+    "data/16": r"optimizer_states\.0\.state\.0\.exp_avg",
+    "data.pkl": "data.pkl",
+    "byteorder": "byteorder",
+}
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("user", USERS)
+def test_a_flipped_byte_of_a_checkpoint_is_found_before_it_is_used(run: Path, use, user: str, member: str):
+    flip_member(run / "checkpoints" / "last.ckpt", member)
+    words = rf"last\.ckpt: {MEMBERS[member]} was altered \(its CRC differs\); the newest beside it is .*step-000004\.ckpt"
+    refuses(use, user, run, words)
+
+
+def test_every_tensor_of_a_checkpoint_is_known_by_its_name(run: Path, tmp_path: Path):
+    path = run / "checkpoints" / "last.ckpt"
+    names = [f"decoder.{name}" for name in lm.load(run).decoder.state_dict()]
+    for number, name in enumerate(names):
+        damaged = Path(shutil.copy(path, tmp_path / "damaged.ckpt"))
+        flip_member(damaged, f"data/{number}")
+        with pytest.raises(RunError, match=rf"damaged\.ckpt: {re.escape(name.removeprefix('decoder.'))} was altered \(its CRC differs\)$"):
+            verify(damaged)
+        assert load_facts(damaged)["step"] == 4
+
+
+def test_no_byte_of_a_checkpoint_that_matters_can_be_flipped(run: Path, tmp_path: Path):
+    """Bytes that don't matter are those between the members, and dates; with them it loads as before."""
+    path = run / "checkpoints" / "last.ckpt"
+    whole, content = load_checkpoint(path), path.read_bytes()
+    drawn = torch.Generator().manual_seed(0)
+    places = torch.randint(len(content), (150,), generator=drawn).tolist() + list(range(len(content) - 150, len(content)))
+    for at in places:
+        damaged = tmp_path / "damaged.ckpt"
+        damaged.write_bytes(content)
+        flip(damaged, at)
+        try:
+            found = load_checkpoint(damaged)
+        except RunError:
+            continue
+        assert found["lm"] == whole["lm"]
+        assert all(torch.equal(found["state_dict"][name], value) for name, value in whole["state_dict"].items())
+
+
+def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: pytest.MonkeyPatch):
+    save = Checkpoints.save
+
+    def damaged(self: Checkpoints, trainer, module) -> None:
+        save(self, trainer, module)
+        flip_member(self.folder / f"step-{trainer.global_step:06d}.ckpt", "data/0")
+
+    monkeypatch.setattr(Checkpoints, "save", damaged)
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    with pytest.raises(RunError, match=r"step-000002\.ckpt: embedding\.weight was altered"):
+        train(tiny("name=phases", phases, *SHORT))
+
+
+@pytest.mark.parametrize("part", ["header", "tensor", "lm.json", "tokenizer.json"])
+@pytest.mark.parametrize("user", OF_EXPORTS)
+def test_a_flipped_byte_of_an_export_is_found_before_it_is_used(run: Path, use, user: str, part: str):
+    exported = run.parent / "exported"
+    file = exported / (part if part.endswith(".json") else "model.safetensors")
+    header = int.from_bytes((exported / "model.safetensors").read_bytes()[:8], "little")
+    flip(file, {"header": 8 + header // 2, "tensor": -1}.get(part, file.stat().st_size // 2))
+    altered = r"was altered|not readable|not the tokenizer"
+    refuses(use, user, exported, rf"{file.name}: (.*\.weight )?({altered})")
+
+
+def test_no_byte_of_an_exports_description_can_be_flipped(run: Path, tmp_path: Path):
+    content = (run.parent / "exported" / "lm.json").read_bytes()
+    for at in range(0, len(content), 7):
+        (tmp_path / "lm.json").write_bytes(content)
+        flip(tmp_path / "lm.json", at)
+        with pytest.raises(RunError, match=r"lm\.json: (was altered|not readable|holds no sha256)"):
+            read_sealed(tmp_path / "lm.json")
+
+
+def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path):
+    """JSON knows no numbers as keys, and the lengths of rows are."""
+    config = tiny("name=lengths", "data.lengths={8: 0.5, 32: 0.5}", *SHORT)
+    train(config)
+    assert lm.load(export(config.run_folder, "last", tmp_path / "out")).config == lm.load(config.run_folder).config
+    write_sealed(tmp_path / "sealed.json", {"a": {32: 1, 8: 2}})
+    assert read_sealed(tmp_path / "sealed.json") == {"a": {"32": 1, "8": 2}}
+
+
+def test_weights_are_read_in_one_place_each():
+    """Whoever reads weights by other ways reads them unverified."""
+    reads = {path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text()) for path in (ROOT / "lm").rglob("*.py")}
+    assert {name: found for name, found in reads.items() if found} == {"checkpoints.py": ["torch.load("], "loading.py": ["load_file("]}
+
+
+@pytest.mark.parametrize("name", ["step", "tokens", "phase", "vocab_size", "data_fingerprint", "config"])
+@pytest.mark.parametrize("value", [None, -1, "4", 4.0, [4]])
+def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: object):
+    if name in ("data_fingerprint", "config") and isinstance(value, str):
+        value = 4
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
+    with pytest.raises(RunError, match=rf"last\.ckpt: its `{name}` must be"):
+        lm.load(run)
+
+
+@pytest.mark.parametrize("entry", [{"decoder.norm.weight": 3}, {3: torch.zeros(3)}])
+def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].update(entry))
+    with pytest.raises(RunError, match=r"last\.ckpt: its `state_dict` must hold tensors by their names"):
+        lm.load(run)
+
+
+# ---------------------------------------------------------------- configurations are data
+
+SECRET = "${oc.env:LM_TEST_SECRET}"
+
+
+def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model of others' could copy its user's environment into what the user exports, swaps or measures."""
+    monkeypatch.setenv("LM_TEST_SECRET", "hush")
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    stored["data"]["source"]["paths"] = [SECRET]
+    (run / "config.yaml").write_text(yaml.safe_dump(stored, sort_keys=False))
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        rewritten(path, lambda content: content["lm"].update(config=yaml.safe_dump(stored)))
+    loaded = lm.load(run).config
+    assert loaded.data.source.paths == read_config(run).data.source.paths == [SECRET]
+    assert parse(yaml.safe_load(to_yaml(loaded))) == loaded
+    exported = export(run, "last", tmp_path / "again")
+    swap_run(exported, "last", "ssmax", None, tmp_path / "swapped", [])
+    evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.rows=2"])
+    for folder in (run, exported, tmp_path / "swapped"):
+        assert not [path for path, content in contents(folder).items() if b"hush" in content]
+    assert lm.load(exported).config.data.source.paths == [SECRET]
+
+
+def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LM_TEST_ROWS", "3")
+    (tmp_path / "own.yaml").write_text("eval: {rows: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.rows}'}}")
+    own = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
+    assert (own.eval.rows, own.eval.needle.trials, own.name, own.runs) == (3, 3, "3", "3")
+    (measured,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
+    assert measured.result["rows"] == 3
+    (measured,) = evaluate_runs([run], overrides=["eval.rows=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
+    assert measured.cached
+    with pytest.raises(ConfigError, match="nowhere"):
+        evaluate_runs([run], overrides=["eval.rows=${nowhere}"])
+
+
+# ---------------------------------------------------------------- sizes are claims
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: int = 32, **changes: int) -> Path:
+    """A checkpoint of a small decoder that says that it is something else."""
+    weights = {f"decoder.{name}": value for name, value in Decoder(model, 300, 32).state_dict().items()}
+    config = to_plain(Config(name="claimed", model=model, data=DataConfig(seq_len=seq_len)))
+    config["optim"]["batch_tokens"] = seq_len
+    config["model"] |= changes
+    config["eval"]["long_context"] = {"length_factor": 0}
+    own = {"format": FORMAT, "config": yaml.safe_dump(config), "phase": 0, "step": 1, "tokens": 32, "data_fingerprint": "", "best": None}
+    save_checkpoint({"state_dict": weights, "lm": {**own, "vocab_size": vocab_size}}, tmp_path / "claimed.ckpt")
+    return tmp_path / "claimed.ckpt"
+
+
+CLAIMS = {
+    "vocabulary": ("softmax", {"vocab_size": 10**9}, r"embedding\.weight has shape \(300, 32\), .* \(1000000000, 32\)"),
+    "vocabulary beyond all": ("softmax", {"vocab_size": 10**18}, r"embedding\.weight has shape"),
+    "layers": ("softmax", {"n_layer": 10**6}, r"weights of 2 layers, model\.n_layer is 1000000"),
+    "width": ("softmax", {"n_embd": 2**30}, r"embedding\.weight has shape \(300, 32\)"),
+    "heads": ("ssmax", {"n_head": 2**30, "n_embd": 2**31}, r"embedding\.weight has shape"),
+    "mlp": ("softmax", {"n_mlp": 2**40}, r"blocks\.0\.mlp\.up\.weight has shape"),
+    "learned positions": ("learned", {"seq_len": 10**7}, r"position\.weight has shape \(32, 32\), .* \(10000000, 32\)"),
+    "a table of positions": ("p_n", {"seq_len": 10**7}, r"normalizer\.p has shape \(32,\), .* \(10000000,\)"),
+    "a length beyond all": ("ssmax", {"seq_len": 10**12}, r"data\.seq_len = 1000000000000: must be"),
+    "another normalizer": ("softmax", {"normalizer": {"name": "ssmax"}}, r"normalizer\.s is missing"),
+    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"normalizer\.s is none of the model"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path, claim: str):
+    name, changes, words = CLAIMS[claim]
+    kind = {"position": Learned()} if name == "learned" else {"normalizer": table.OPTIONS[name]()}
+    path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(RunError, match=words):
+        lm.load(path)
+    assert time.perf_counter() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # a gibibyte, in KiB; what is claimed would take more
+
+
+def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
+    path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
+    vast = torch.zeros(1).expand(10**6, 32)
+    rewritten(path, lambda content: content["state_dict"].update({f"decoder.{name}.weight": vast for name in ("embedding", "head")}))
+    with pytest.raises(RunError, match=r"embedding\.weight is not stored as a whole"):
+        lm.load(path)
+
+
+@pytest.mark.parametrize("name", table.ENTRIES)
+def test_every_model_fits_its_own_weights(name: str):
+    for kind in ({}, {"tied": True, "bias": True, "norm": "layer", "qk_norm": True}):
+        model = ModelConfig(**TINY, normalizer=table.OPTIONS[name](), **kind)
+        assert misfit(model, 300, 32, Decoder(model, 300, 32).state_dict()) == ""
+
+
+@pytest.mark.parametrize("config", ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []"])
+@pytest.mark.parametrize("user", ["resume", "load"])
+def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update(config=config))
+    refuses(use, user, run, r"last\.ckpt: its configuration is not readable")
+
+
+def test_a_run_whose_checkpoint_holds_another_model_is_not_resumed(run: Path, use):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].pop("decoder.norm.weight"))
+    refuses(use, "resume", run, r"last\.ckpt: weights and configuration don't fit: norm\.weight is missing")
+
+
+# ---------------------------------------------------------------- files that belong together
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_checkpoint_of_another_run_is_refused(run: Path, use, user: str):
+    """Of the same configuration and data: only its identity tells."""
+    shutil.copyfile(run.parent / "b" / "checkpoints" / "last.ckpt", run / "checkpoints" / "last.ckpt")
+    refuses(use, user, run, r"a/checkpoints/last\.ckpt: is a checkpoint of the run \w+, .*environment\.json says \w+: .*bring back the one")
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_an_environment_of_other_data_is_refused(run: Path, use, user: str):
+    file = run / "environment.json"
+    file.write_text(json.dumps(read_json(file) | {"data_fingerprint": "0" * 64}))
+    refuses(use, user, run, r"last\.ckpt: was trained on tokens \w+, .*environment\.json says 0000000000000000")
+
+
+def test_a_swapped_export_knows_its_data(run: Path, tmp_path: Path):
+    swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "out", [])
+    file = tmp_path / "out" / "environment.json"
+    assert read_json(file)["data_fingerprint"] == read_json(run / "environment.json")["data_fingerprint"]
+
+
+@pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew
+def test_another_tokenizer_is_refused(run: Path, use, user: str):
+    (run / "tokenizer.json").write_text((run / "tokenizer.json").read_text().replace("endoftext", "endoftexts"))
+    refuses(use, user, run, r"tokenizer\.json: not the tokenizer that the model was trained with")
+
+
+def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
+    file = run / "config.yaml"
+    content, whole = file.read_text(), read_config(run)
+    for end in range(0, len(content), 3):
+        file.write_text(content[:end])
+        try:
+            found = read_config(run)
+        except RunError:
+            continue
+        assert (found.data, found.model, found.optim, found.trainer, found.eval) == (
+            whole.data, whole.model, whole.optim, whole.trainer, whole.eval
+        )  # fmt: skip
+    file.write_text(content[: content.index("\neval:") + 30])
+    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.configure\.to_yaml"):
+        evaluate_runs([run])
+    file.write_text(to_yaml(lm.load(run).config))
+    evaluate_runs([run])
+
+
+@pytest.mark.parametrize("change", ["seed: 9", "init_std: 0.5", "val_fraction: 0.3", "lr: 0.5", "n_embd: 64", "normalizer: ssmax"])
+def test_a_configuration_that_is_not_the_checkpoints_is_refused(run: Path, change: str):
+    name = change.partition(":")[0]
+    file = run / "config.yaml"
+    plain = yaml.safe_load(file.read_text())
+    for block in (plain, plain["data"], plain["model"], plain["optim"]):
+        if name in block:
+            block |= yaml.safe_load(change)
+    file.write_text(yaml.safe_dump(plain, sort_keys=False))
+    with pytest.raises(RunError, match=rf"config\.yaml: is not of the run of .*last\.ckpt: .*{name} = .*: the checkpoint was trained with"):
+        evaluate_runs([run])
+
+
+def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    train(tiny("name=plan", phases, *SHORT))
+    boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000002.ckpt"
+    changes = ["eval.rows=6", "log.every=2", "trainer.keep_checkpoints=3", "optim.on_nonfinite=skip", f"resume={boundary}"]
+    train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
+    for checkpoint in ("2", "4"):
+        (found,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
+        assert found.result["rows"] == 6
+
+
+def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
+    (first,) = evaluate_runs([run], overrides=["eval.rows=5"])
+    (again,) = evaluate_runs([run], overrides=["eval.rows=5"])
+    assert (first.cached, again.cached) == (False, True)
+    capsys.readouterr()
+    for damage in (lambda text: text.replace('"loss": ', '"loss": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
+        caches = list((run / "evaluations" / "cache").glob("*.json"))
+        for file in caches:
+            file.write_text(damage(file.read_text()))
+        (found,) = evaluate_runs([run], overrides=["eval.rows=5"])
+        assert not found.cached
+        assert found.result == first.result
+        assert re.search(r"note: .*cache/validation-\w+\.json: .*: measured again", capsys.readouterr().err)
