@@ -1,14 +1,18 @@
 """A tiny corpus and configuration on which a run takes a second."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 from texts import TEXTS, files_config, write_texts
 
+from lm.cli import main
 from lm.config import Config, DataConfig
 from lm.configure import load
 
@@ -73,12 +77,25 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("large"), [" ".join(drawn.choice(words, 4_500)) for _ in range(20)])
 
 
-def lm(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """`lm ARGUMENTS` as a process of its own."""
-    env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "lm", *arguments], capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=300
-    )
+def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess.CompletedProcess:
+    """`lm ARGUMENTS` in this process, where it takes no start-up; `process`, or with an environment: in one of its own."""
+    if process or environment:
+        command, env = [sys.executable, "-m", "lm", *arguments], {**os.environ, **environment}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=300)
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    before = sys.argv
+    sys.argv = ["lm", *arguments]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        status = end.code or 0
+    except Exception:  # as the interpreter would show it
+        traceback.print_exc(file=err)
+        status = 1
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(["lm", *arguments], status, out.getvalue(), err.getvalue())
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

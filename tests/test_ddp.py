@@ -52,7 +52,7 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     """Launched by `lm train` itself; validation, long rows and the swap's measurement are shared by the ranks, too."""
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     for name, devices in (("one", 1), ("two", 2)):
-        result = lm("train", *arguments, phases, f"name={name}", f"trainer.devices={devices}")
+        result = lm("train", *arguments, phases, f"name={name}", f"trainer.devices={devices}", process=devices > 1)
         assert result.returncode == 0, result.stderr
     one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     close(one, two)
@@ -112,7 +112,7 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     runs = tmp_path / "runs" / "unwritten"
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
-    result = lm("train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
+    result = lm("train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto", process=True)
     assert result.returncode == 0, result.stderr
     assert "validation/failed" in (runs / "metrics.jsonl").read_text()
     assert (runs / "checkpoints" / "best.ckpt").exists()

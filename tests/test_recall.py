@@ -311,7 +311,7 @@ def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: 
 def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
     varied = RECALL.replace("queries: 4", "queries: 4, varied: true")  # ranks then have different numbers of targets
     for name, devices in (("one", 1), ("two", 2)):
-        result = lm("train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}")
+        result = lm("train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}", process=devices > 1)
         assert result.returncode == 0, result.stderr
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         one, two = (curve(tmp_path / "runs" / run, name) for run in ("one", "two"))

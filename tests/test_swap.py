@@ -85,15 +85,15 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
             assert torch.equal(old.logits(tokens), new.logits(tokens))
 
 
-@pytest.mark.parametrize("to", table.ENTRIES)
 @pytest.mark.parametrize("start", table.ENTRIES)
-def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str, to: str):
+def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     old = decoder(tiny, table.OPTIONS[start]())
-    new = swapped(old, table.OPTIONS[to]())
-    assert new.config.normalizer == table.OPTIONS[to]()
-    kept = [{name: value for name, value in model.state_dict().items() if not is_normalizer(name)} for model in (old, new)]
-    assert same(*kept)
-    assert new.state_dict().keys() == Decoder(new.config, 400, 32).state_dict().keys()
+    around = {name: value for name, value in old.state_dict().items() if not is_normalizer(name)}
+    for to in table.ENTRIES:
+        new = swapped(old, table.OPTIONS[to]())
+        assert new.config.normalizer == table.OPTIONS[to]()
+        assert same(around, {name: value for name, value in new.state_dict().items() if not is_normalizer(name)})
+        assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
 
 def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
