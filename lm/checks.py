@@ -308,6 +308,9 @@ def check_tasks(config: Config) -> list[Problem]:
     for index, share in enumerate(data.tasks):
         path = f"data.tasks[{index}].task"
         problems += [Problem(f"{path}.{key}", getattr(share.task, key), reason) for key, reason in share.task.problems()]
+        if data.symbolic and share.weight * config.eval.rows < 1 - 1e-6:
+            reason = f"comes to less than one of eval.rows = {config.eval.rows} validation rows: its loss would not be measured"
+            problems.append(Problem(f"data.tasks[{index}].weight", share.weight, reason, "raise eval.rows"))
     weights = sum(share.weight for share in data.tasks)
     if weights > 1 + 1e-6:
         problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))

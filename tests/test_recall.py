@@ -326,6 +326,12 @@ def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path
     assert validation_rows(prepare(config.data), config).sha256 == cell["rows_sha256"]
 
 
+def test_a_task_without_a_validation_row_is_refused(tiny):
+    rare = "data.tasks=[{weight: 0.9, task: {name: copy}}, {weight: 0.1, task: {name: copy, symbols: 30}}]"
+    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: comes to less than one of eval\.rows = 8"):
+        tiny(rare, *SYMBOLS[1:], "eval.rows=8")
+
+
 def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
     shares = (
         "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"

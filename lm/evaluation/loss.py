@@ -80,7 +80,7 @@ def validation_rows(store: Store, config: Config) -> HeldOut:
 def task_rows(store: Store, config: Config) -> HeldOut:
     """`eval.rows` test rows, shared among the tasks by their weights; the same for each run of the same tasks."""
     shares = config.data.tasks
-    ends = np.rint(np.cumsum([share.weight for share in shares]) * config.eval.rows).astype(int)
+    ends = np.floor(np.cumsum([share.weight for share in shares]) * config.eval.rows + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(config.eval.rows), "right")
     firsts = np.concatenate(([0], ends))
     made = [
