@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from lm.loading import Loaded
