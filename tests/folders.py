@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,22 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
 
 def alive(group: int) -> bool:
     """True if a process of the group lives on after two seconds (what is dead but not yet waited for does not live)."""
-    time.sleep(2)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    until = time.monotonic() + 2
+    while any(map(lives_in(group), Path("/proc").glob("[0-9]*/stat"))):
+        if time.monotonic() > until:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def lives_in(group: int) -> Callable[[Path], bool]:
+    """Whether a /proc/N/stat is of a process of the group that isn't dead."""
+
+    def check(stat: Path) -> bool:
         try:
             state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
         except OSError:
-            continue
-        if int(pgrp) == group and state != "Z":
-            return True
-    return False
+            return False
+        return int(pgrp) == group and state != "Z"
+
+    return check

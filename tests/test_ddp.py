@@ -77,6 +77,7 @@ def test_several_machines_without_a_launcher_are_refused(tiny):
         train(tiny("trainer.num_nodes=2"))
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):
     """Two torchrun agents on loopback, a process each, stand in for the machines."""
     with socket.socket() as free:
