@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from lm.loading import Loaded
+    from lm.runs.loading import Loaded
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> "Loaded":
-    """A trained model with its tokenizer and configuration: see `lm.loading.load`."""
-    from lm.loading import load
+    """A trained model with its tokenizer and configuration: see `lm.runs.loading.load`."""
+    from lm.runs.loading import load
 
     return load(path, checkpoint)

@@ -45,7 +45,7 @@ Baseline = Annotated[str | None, typer.Option(help="run or arm that others are c
 @app.command()
 def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
     """Print the resolved configuration, or every problem in it."""
-    from lm.configure import load, reference_markdown, to_yaml
+    from lm.config.load import load, reference_markdown, to_yaml
 
     print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
 
@@ -62,7 +62,7 @@ def normalizers() -> None:
 def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""
     _require_file(arguments)
-    from lm.configure import load
+    from lm.config.load import load
 
     loaded = load(arguments)
     from lm.data.prepare import prepare
@@ -86,10 +86,10 @@ def inspect_data(
 def train(arguments: Configuration) -> None:
     """Train a model; the run is kept in a folder of its own (runs/NAME)."""
     _require_file(arguments)
-    from lm.configure import load
+    from lm.config.load import load
 
     loaded = load(arguments)
-    from lm.training.run import train
+    from lm.training.train import train
 
     raise typer.Exit(train(loaded))
 
@@ -99,7 +99,7 @@ def evaluate(
     arguments: RunsAndOverrides, checkpoint: Checkpoint = "last", suite: Suite = "", needle: NeedleOption = False, out: Results = None
 ) -> None:
     """Measure checkpoints of runs; kept in their evaluations/. What was measured before is not measured again."""
-    from lm.evaluation.run import evaluate_runs
+    from lm.evaluation.evaluate import evaluate_runs
 
     folders = [Path(one) for one in arguments if "=" not in one]
     if not folders:
@@ -111,7 +111,7 @@ def evaluate(
 @app.command()
 def swap(source: Source, to: To, out: New, overrides: Overrides = None, init: Init = None, checkpoint: Checkpoint = "last") -> None:
     """Replace the normalizer of a trained model and measure what that did; the new model is a run folder of its own."""
-    from lm.swap import swap_run
+    from lm.evaluation.swap import swap_run
 
     swap_run(source, checkpoint, to, init, out, overrides or [])
 
@@ -119,7 +119,7 @@ def swap(source: Source, to: To, out: New, overrides: Overrides = None, init: In
 @app.command()
 def export(source: Source, out: New, checkpoint: Checkpoint = "last") -> None:
     """Write a trained model as safetensors, JSON and tokenizer, for `lm.load` and others."""
-    from lm.loading import export
+    from lm.runs.loading import export
 
     print(export(source, checkpoint, out))
 
@@ -136,7 +136,7 @@ def generate(
     checkpoint: Checkpoint = "last",
 ) -> None:
     """Write text with a trained model, as it comes."""
-    from lm.generate import generate_text
+    from lm.evaluation.generation import generate_text
 
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
         print(piece, end="", flush=True)
@@ -158,7 +158,7 @@ def harness(
     checkpoint: Checkpoint = "last",
 ) -> None:
     """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the package lm-eval."""
-    from lm.evaluation.tasks import measure
+    from lm.evaluation.downstream import measure
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
@@ -167,7 +167,8 @@ def harness(
 @app.command()
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or of several side by side: report.html, picture and tables."""
-    from lm.report import print_table, write_report
+    from lm.report.html import write_report
+    from lm.report.tables import print_table
 
     files = write_report(runs, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"), baseline)
     print_table(runs, baseline)

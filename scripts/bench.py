@@ -27,13 +27,13 @@ import torch
 
 from lm.attention import table
 from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Shape, make_normalizer
-from lm.config import Learned, ModelConfig
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Shape, make_normalizer
+from lm.config.tree import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import HeldOut, nll_by_token
-from lm.model import Decoder
+from lm.evaluation.held_out import HeldOut, nll_by_token
+from lm.model.decoder import Decoder
+from lm.model.device import Device
 
 Step = Callable[[], None]
 DENSE = ("softmax", "relu2", "sigmoid")

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 import lm
-import lm.configure
+import lm.config.load
 from lm.data.batches import validation_starts, windows
 from lm.data.prepare import prepare
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import HeldOut, nll_by_token
+from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.evaluation.statistics import over_seeds
+from lm.model.device import Device
 
 ARMS = {
     "relu^2, n = 256": "{name: relu2, n: 'fixed:256'}",
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gau"))
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    prepare(lm.configure.load(["configs/gau.yaml"]).data, progress=True)
+    prepare(lm.config.load.load(["configs/gau.yaml"]).data, progress=True)
     todo = [(arm, lengths, seed) for seed in arguments.seeds for lengths in TRAINED for arm in ARMS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (arm, lengths, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):

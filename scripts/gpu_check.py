@@ -27,15 +27,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import table
 from lm.attention.kernels import why_tiles
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Shape, make_normalizer
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Shape, make_normalizer
 from lm.attention.query_scale import QueryScale
-from lm.config import ModelConfig
-from lm.configure import load
+from lm.config.load import load
+from lm.config.tree import ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import HeldOut, nll_by_token
-from lm.model import Decoder, flops_per_token
+from lm.evaluation.held_out import HeldOut, nll_by_token
+from lm.model.decoder import Decoder, flops_per_token
+from lm.model.device import Device
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

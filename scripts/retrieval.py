@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-import lm.configure
+import lm.config.load
 from lm.data.prepare import prepare
 from lm.evaluation.results import evaluation_path
 from lm.evaluation.statistics import over_seeds
-from lm.runs import read_json
+from lm.runs.folder import read_json
 
 CONFIG = "configs/retrieval.yaml"
 GAU = ["model.block={name: gau, expansion: 2, key_size: 64}", "model.n_layer=4", "model.n_head=1"]
@@ -48,7 +48,7 @@ def train(arm: str, seed: int, runs: Path) -> str:
 
 def measured(run: Path) -> list[dict[str, object]]:
     """The run's recall at each of FACTORS, as it was measured when training ended."""
-    return read_json(evaluation_path(run, "recall", lm.configure.load([CONFIG]).trainer.max_steps))["cells"]
+    return read_json(evaluation_path(run, "recall", lm.config.load.load([CONFIG]).trainer.max_steps))["cells"]
 
 
 def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], path: Path) -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--picture", type=Path, default=Path("docs/retrieval.png"))
     arguments = parser.parse_args()
-    prepare(lm.configure.load([CONFIG]).data)
+    prepare(lm.config.load.load([CONFIG]).data)
     todo = [(arm, seed) for seed in arguments.seeds for arm in ARMS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (arm, seed), error in zip(todo, pool.map(lambda one: train(*one, arguments.runs), todo), strict=True):

@@ -13,8 +13,8 @@ import pytest
 from texts import TEXTS, files_config, write_texts
 
 from lm.cli import main
-from lm.config import Config, DataConfig
-from lm.configure import load
+from lm.config.load import load
+from lm.config.tree import Config, DataConfig
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.checkpoints import load_checkpoint, steps_saved
+from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.training.module import TrainModule
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lm.attention import kernels, table
 from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Shape, make_normalizer
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Shape, make_normalizer
 
 every_function = pytest.mark.parametrize("f", [Relu2(), Relu(), Sigmoid()], ids=lambda f: f.kind)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]

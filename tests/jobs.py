@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from lm.configure import load
-from lm.training.run import train
+from lm.config.load import load
+from lm.training.train import train
 
 if __name__ == "__main__":
     for arguments in json.loads(Path(sys.argv[1]).read_text()):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lm import configure as configuration
-from lm.report import Comparison, compare, read_run
-from lm.report.comparison import Difference
+from lm.config import load as configuration
+from lm.report.comparison import Comparison, Difference, compare
+from lm.runs.record import read_run
 
 SEQ_LEN = 64
 

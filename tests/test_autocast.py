@@ -10,11 +10,11 @@ from torch import Tensor
 from lm.attention import table
 from lm.attention.kernels import Relu2 as Square
 from lm.attention.kernels import by_query_blocks, tiles
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Shape, make_normalizer
-from lm.config import ModelConfig, NoPosition, Rope
-from lm.model import Attention, Context
-from lm.rope import rope_rotation
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Shape, make_normalizer
+from lm.config.tree import ModelConfig, NoPosition, Rope
+from lm.model.decoder import Attention, Context
+from lm.model.rope import rope_rotation
 
 HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256
 INPUTS = ("dq", "dk", "dv")

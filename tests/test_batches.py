@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config import DataConfig, Files, TrainedTokenizer
+from lm.config.tree import DataConfig, Files, TrainedTokenizer
 from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, around, long_starts, train_loader, validation_starts, windows
 from lm.data.deck import DECK, Deck
-from lm.data.lengths import NaturalRows, NoFullStep
 from lm.data.prepare import prepare
+from lm.data.sequence_lengths import NaturalRows, NoFullStep
 from lm.data.store import Part, Split, Store
 
 SEQ_LEN, BATCH_ROWS, STEPS = 16, 8, 50

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lm.configure import load
-from lm.training.run import train
+from lm.config.load import load
+from lm.training.train import train
 from scripts.curves import CASES, PINNED, TOLERANCE, curves, differences
 
 

@@ -18,7 +18,7 @@ from folders import alive, curve, losses, same, weights
 from lm.data.batches import MicroBatches, TrainRows
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
-from lm.training.run import train
+from lm.training.train import train
 
 TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
 

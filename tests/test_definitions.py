@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lm.attention import table
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Normalizer, Shape, make_normalizer
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 
 HEADS, SIZE, WIDTH, TRAIN, LENGTH = 3, 6, 5, 11, 23
 MATCH = TRAIN / math.lgamma(TRAIN + 1)  # 1 / mean ln n over a sequence of the training length

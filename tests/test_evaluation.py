@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from conftest import ROOT, lm
 
 from lm.attention import table
-from lm.config import LongSetting, ModelConfig, ThetaFactor
+from lm.config.tree import LongSetting, ModelConfig, ThetaFactor
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.evaluation.devices import Device, OutOfTime
-from lm.evaluation.loss import HeldOut, bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
+from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
 from lm.evaluation.results import finite
-from lm.evaluation.run import evaluate_runs
-from lm.evaluation.text import LongContext, by_octave
-from lm.loading import find_checkpoint, load
-from lm.model import Decoder
-from lm.training.run import train
+from lm.evaluation.text_loss import LongContext, by_octave
+from lm.model.decoder import Decoder
+from lm.model.device import Device, OutOfTime
+from lm.runs.loading import find_checkpoint, load
+from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 
@@ -40,8 +40,8 @@ def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decod
 @pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
 @pytest.mark.parametrize("name", table.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.loss.EVAL_TOKENS", 300)
-    monkeypatch.setattr("lm.model.LONG_TOKENS", 100)
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 300)
+    monkeypatch.setattr("lm.model.decoder.LONG_TOKENS", 100)
     decoder, held_out = made(name, rows, length)
     found = nll_by_token(decoder, held_out, CPU, LongSetting(ThetaFactor()))
     assert decoder.training
@@ -78,7 +78,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
 
 
 def test_ranks_share_the_rows_even_if_there_are_fewer_rows_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.loss.over_ranks", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.held_out.over_ranks", lambda where, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)

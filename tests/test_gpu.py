@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.attention.kernels import Pointwise, by_documents, pointwise, why_tiles
-from lm.attention.lengths import Rows
-from lm.loss import linear_cross_entropy
+from lm.attention.layout import Rows
+from lm.model.cross_entropy import linear_cross_entropy
 from lm.training.callbacks import StopOnSignal
 from lm.training.module import TrainModule
-from lm.training.run import train
+from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]

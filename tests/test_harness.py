@@ -20,18 +20,18 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
 from lm.attention import table  # noqa: E402
-from lm.config import Learned  # noqa: E402
+from lm.config.tree import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402
-from lm.evaluation.devices import Device  # noqa: E402
+from lm.evaluation.downstream import measure  # noqa: E402
+from lm.evaluation.generation import generate  # noqa: E402
 from lm.evaluation.harness import HarnessLM  # noqa: E402
-from lm.evaluation.tasks import measure  # noqa: E402
-from lm.generate import generate  # noqa: E402
-from lm.loading import Loaded, export  # noqa: E402
-from lm.model import Decoder  # noqa: E402
-from lm.report import read_run  # noqa: E402
-from lm.training.run import train  # noqa: E402
+from lm.model.decoder import Decoder  # noqa: E402
+from lm.model.device import Device  # noqa: E402
+from lm.runs.loading import Loaded, export  # noqa: E402
+from lm.runs.record import read_run  # noqa: E402
+from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
 NORMALIZERS = [
@@ -356,7 +356,7 @@ def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.tasks._find", lambda tasks, include_path: (tasks, manager))
+    monkeypatch.setattr("lm.evaluation.downstream._find", lambda tasks, include_path: (tasks, manager))
     result = measure(config.run_folder, ["ours"], include_path=include)
     assert result["tasks"].keys() == {"our_choice", "our_write"}
     assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from reported import build_run, compared
 
-from lm import identity
 from lm.errors import RunError
-from lm.report import compare, read_run
-from lm.runs import read_config, read_json
+from lm.evaluation.swap import swap_run
+from lm.report.comparison import compare
+from lm.runs import identity
+from lm.runs.folder import read_config, read_json
+from lm.runs.record import read_run
 from lm.schema import to_plain
-from lm.swap import swap_run
-from lm.training.run import train
+from lm.training.train import train
 
 
 def rewrite(folder: Path, **changes: object) -> Path:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lm.config import Config, TrainerConfig
+from lm.config.tree import Config, TrainerConfig
 from lm.errors import ConfigError
 from lm.training.launcher import RANKS, process_rank
-from lm.training.run import train
+from lm.training.train import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
 SRUN = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"}

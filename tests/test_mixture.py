@@ -12,16 +12,16 @@ import torch
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
-from lm.config import DataConfig, Files, Mixture, Part, TrainedTokenizer
-from lm.configure import load
+from lm.config.load import load
+from lm.config.tree import DataConfig, Files, Mixture, Part, TrainedTokenizer
 from lm.data.batches import TrainRows, train_rows
 from lm.data.inspect import described
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
-from lm.evaluation.devices import Device
-from lm.evaluation.text import Validation
-from lm.model import Decoder
+from lm.evaluation.text_loss import Validation
+from lm.model.decoder import Decoder
+from lm.model.device import Device
 
 LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in range(30)]
 

@@ -11,18 +11,18 @@ from conftest import lm
 from folders import same, weights
 
 from lm.attention import table
-from lm.attention.lengths import Rows
-from lm.config import NTK, AsTrained, GAUBlock, Interpolation, Learned, ModelConfig, NoPosition, Rope, ThetaFactor, YaRNScaling
-from lm.configure import load, parse, to_yaml
+from lm.attention.layout import Rows
+from lm.config.load import load, parse, to_yaml
+from lm.config.tree import NTK, AsTrained, GAUBlock, Interpolation, Learned, ModelConfig, NoPosition, Rope, ThetaFactor, YaRNScaling
 from lm.data.batches import Batch
 from lm.errors import ConfigError
-from lm.generate import generate, sample
-from lm.loading import load as load_model
-from lm.loss import CHUNK_LOGITS, linear_cross_entropy, token_nll
-from lm.model import Cache, Context, Decoder, count_parameters, mlp_width
-from lm.rope import frequencies, logit_factor, rope_rotation, rotate
+from lm.evaluation.generation import generate, sample
+from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
+from lm.model.decoder import Cache, Context, Decoder, count_parameters, mlp_width
+from lm.model.rope import frequencies, logit_factor, rope_rotation, rotate
+from lm.runs.loading import load as load_model
 from lm.schema import to_plain
-from lm.training.run import train
+from lm.training.train import train
 
 
 def small(**changes: object) -> ModelConfig:

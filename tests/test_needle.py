@@ -9,16 +9,16 @@ import torch
 from conftest import lm
 
 from lm.attention import table
-from lm.config import FinetuneConfig, LongSetting, ModelConfig, NeedleConfig
+from lm.config.tree import FinetuneConfig, LongSetting, ModelConfig, NeedleConfig
 from lm.data.prepare import prepare
 from lm.data.store import Store
-from lm.data.tasks import Needle, Text
-from lm.evaluation.devices import Device
+from lm.data.tasks.in_text import Needle, Text
+from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.generation import generate
 from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, score, trials
-from lm.evaluation.run import evaluate_runs
-from lm.generate import generate
-from lm.model import Decoder
-from lm.training.run import train
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 LENGTH = 220  # tokens: the tests' vocabulary is small
@@ -26,7 +26,7 @@ LENGTH = 220  # tokens: the tests' vocabulary is small
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    from lm.config import DataConfig, Files, TrainedTokenizer
+    from lm.config.tree import DataConfig, Files, TrainedTokenizer
 
     folder = tmp_path_factory.mktemp("needles")
     for number in range(30):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.attention.kernels import by_documents
-from lm.attention.lengths import RowLength, Rows
-from lm.attention.normalizers import Normalizer, Shape, make_normalizer
+from lm.attention.layout import RowLength, Rows
+from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 
 # One row an entry and choice of options; a new normalizer adds its row here.
 CASES = {

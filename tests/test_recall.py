@@ -12,20 +12,22 @@ import yaml
 from conftest import ROOT, lm
 from folders import curve, same, weights
 
-from lm.config import Config, ModelConfig
-from lm.configure import load, parse, to_yaml
+from lm.config.load import load, parse, to_yaml
+from lm.config.tree import Config, ModelConfig
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
-from lm.data.tasks import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task, Text, example
+from lm.data.tasks.examples import Task, example
+from lm.data.tasks.in_text import Needle, Passkey, Text
+from lm.data.tasks.symbols import MQAR, Copy, FlipFlop, Induction, Maximum
 from lm.errors import ConfigError
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import validation_rows
+from lm.evaluation.held_out import validation_rows
 from lm.evaluation.recall import Cell, Recall, answer_cell
-from lm.evaluation.text import Validation
-from lm.loss import IGNORED
-from lm.model import Cache, Decoder
+from lm.evaluation.text_loss import Validation
+from lm.model.cross_entropy import IGNORED
+from lm.model.decoder import Cache, Decoder
+from lm.model.device import Device
 from lm.schema import build
-from lm.training.run import train
+from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 RECALL = "data.tasks=[{task: {name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 4}}]"

@@ -15,9 +15,11 @@ from rich.console import Console
 
 from lm.attention.table import label as normalizer_label
 from lm.errors import RunError
-from lm.report import compare, print_table, read_run, write_report
-from lm.report.comparison import Difference
+from lm.report.comparison import Difference, compare
+from lm.report.html import write_report
 from lm.report.plots import overview
+from lm.report.tables import print_table
+from lm.runs.record import read_run
 
 
 @pytest.fixture

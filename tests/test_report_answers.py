@@ -6,9 +6,10 @@ import pytest
 from reported import build_run, compared, edit, write_answers, write_evaluation
 
 from lm.evaluation.statistics import Interval, wilson
-from lm.report import read_run, write_report
 from lm.report.comparison import asked, share_right
+from lm.report.html import write_report
 from lm.report.plots import overview
+from lm.runs.record import read_run
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")

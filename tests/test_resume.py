@@ -19,14 +19,14 @@ from conftest import ROOT, lm
 from folders import alive, curve, differences, kill_after, losses, metrics, poison, same, weights
 
 from lm.attention import table
-from lm.checkpoints import load_checkpoint, steps_saved
 from lm.data.batches import TrainRows
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.loading import load
+from lm.runs.checkpoints import load_checkpoint, steps_saved
+from lm.runs.loading import load
 from lm.training.callbacks import Checkpoints
-from lm.training.run import train
 from lm.training.starting import hold
+from lm.training.train import train
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
 

@@ -11,21 +11,23 @@ from folders import curve, same, weights
 
 import lm
 from lm.attention import table
-from lm.attention.normalizers import Shape, make_normalizer
-from lm.checkpoints import load_checkpoint
+from lm.attention.normalizer import Shape, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.continuity import attention_drift, evaluate_swap
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import HeldOut
-from lm.loading import load
-from lm.loss import token_kl
-from lm.model import Decoder, is_normalizer
-from lm.report import compare, read_run
-from lm.swap import swap_run, swapped
+from lm.evaluation.held_out import HeldOut
+from lm.evaluation.swap import swap_run
+from lm.model.cross_entropy import token_kl
+from lm.model.decoder import Decoder, is_normalizer
+from lm.model.device import Device
+from lm.model.swapped import swapped
+from lm.report.comparison import compare
+from lm.runs.checkpoints import load_checkpoint
+from lm.runs.loading import load
+from lm.runs.record import read_run
 from lm.training.optim import carry_over, make_optimizer, parameter_groups
-from lm.training.run import train
+from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
 SSMAX_BIAS = table.SSMax(bias=True)

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config import DataConfig, Files, TrainedTokenizer
+from lm.config.tree import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
-from lm.data.tasks import MQAR, TASKS, Copy, Draw, Example, FlipFlop, Induction, Maximum, Needle, Passkey, Task, Text, example
+from lm.data.tasks.all_tasks import TASKS
+from lm.data.tasks.examples import Draw, Example, Task, example
+from lm.data.tasks.in_text import Needle, Passkey, Text
+from lm.data.tasks.symbols import MQAR, Copy, FlipFlop, Induction, Maximum
 
 SYMBOLIC = [
     MQAR(),

@@ -10,16 +10,16 @@ import yaml
 from conftest import lm
 from folders import curve, losses, metrics, poison, same, weights
 
-from lm.checkpoints import load_checkpoint, steps_saved
-from lm.config import WSD, Constant, Cosine, LogConfig, OptimConfig
-from lm.configure import parse
+from lm.config.load import parse
+from lm.config.tree import WSD, Constant, Cosine, LogConfig, OptimConfig
 from lm.errors import ConfigError, RunError
-from lm.model import Decoder
+from lm.model.decoder import Decoder
+from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import cut_back, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.optim import lr_factor, make_optimizer
-from lm.training.run import train
+from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
 WITHOUT_TEXT = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.recall.length_factors=[]"]

@@ -18,19 +18,19 @@ from conftest import ROOT
 
 import lm
 from lm.attention import table
-from lm.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkpoint, verify
-from lm.config import Config, DataConfig, Learned, ModelConfig
-from lm.configure import load as configured
-from lm.configure import parse, to_yaml
+from lm.config.load import load as configured
+from lm.config.load import parse, to_yaml
+from lm.config.tree import Config, DataConfig, Learned, ModelConfig
 from lm.errors import ConfigError, RunError
-from lm.evaluation.run import evaluate_runs
-from lm.loading import export, misfit
-from lm.model import Decoder
-from lm.runs import read_config, read_json, read_sealed, write_sealed
+from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.swap import swap_run
+from lm.model.decoder import Decoder
+from lm.runs.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkpoint, verify
+from lm.runs.folder import read_config, read_json, read_sealed, write_sealed
+from lm.runs.loading import export, misfit
 from lm.schema import to_plain
-from lm.swap import swap_run
 from lm.training.callbacks import Checkpoints
-from lm.training.run import train
+from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lm.attention import table
 from lm.attention.kernels import fused_softmax, without_autocast
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Normalizer, logits
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, logits
 
 
 class ALiBi(Normalizer):

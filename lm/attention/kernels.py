@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.lengths import Rows
+from lm.attention.layout import Rows
 
 if TYPE_CHECKING:
-    from lm.attention.normalizers import Normalizer
+    from lm.attention.normalizer import Normalizer
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time by `by_query_blocks`
 TILE = 256  # queries and keys of one tile of `pointwise`

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lm.attention import table
 from lm.attention.kernels import without_autocast
-from lm.attention.lengths import RowLength, Rows
-from lm.attention.normalizers import Normalizer
+from lm.attention.layout import RowLength, Rows
+from lm.attention.normalizer import Normalizer
 from lm.attention.pointwise import divided
 
 CHUNK = 128  # tokens whose weights are formed at a time

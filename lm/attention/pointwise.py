@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lm.attention import table
 from lm.attention.kernels import SMALLEST_SUM, Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
-from lm.attention.lengths import RowLength, Rows
-from lm.attention.normalizers import Normalizer, logits
+from lm.attention.layout import RowLength, Rows
+from lm.attention.normalizer import Normalizer, logits
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lm.attention import table
 from lm.attention.kernels import fused_softmax
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Normalizer, logits
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, logits
 
 
 class Sink(Normalizer):

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config import Config, TaskShare
+from lm.config.tree import Config, TaskShare
 from lm.data.deck import Deck
-from lm.data.lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
+from lm.data.sequence_lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
-from lm.data.tasks import Task, Text, example
-from lm.data.tasks.rows import NoRoom, fold
+from lm.data.tasks.examples import NoRoom, Task, example, fold
+from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
-from lm.loss import IGNORED
+from lm.model.cross_entropy import IGNORED
 
 _PARTS = 2**62  # keeps the draws of a mixture's parts apart from those of epochs
 

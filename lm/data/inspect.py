@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.configure import load
+from lm.config.load import load
 from lm.data.prepare import prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.errors import DataError

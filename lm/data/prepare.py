@@ -8,13 +8,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from lm.config import Config, DataConfig
+from lm.config.tree import Config, DataConfig
 from lm.data import tokenizer
 from lm.data.build import build, labels
 from lm.data.progress import Progress
 from lm.data.sources import identity, one_line
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
-from lm.data.tasks.store import symbol_label, symbol_spec
+from lm.data.tasks.symbol_store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem
 from lm.schema import Plain
 

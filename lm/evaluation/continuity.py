@@ -11,15 +11,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lm.attention import table
-from lm.attention.lengths import Rows
-from lm.config import Config, Learned
+from lm.attention.layout import Rows
+from lm.config.tree import Config, Learned
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
-from lm.evaluation.devices import Device, over_ranks, undisturbed
-from lm.evaluation.loss import HeldOut, bucket_edges, by_token, validation_rows
+from lm.evaluation.held_out import HeldOut, bucket_edges, by_token, validation_rows
 from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
-from lm.loss import token_kl, token_nll
-from lm.model import Decoder, is_normalizer
+from lm.model.cross_entropy import token_kl, token_nll
+from lm.model.decoder import Decoder, is_normalizer
+from lm.model.device import Device, over_ranks, undisturbed
 from lm.schema import Plain, to_plain
 
 DRIFT_ROWS = 4  # of each length whose attention weights are compared

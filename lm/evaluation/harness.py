@@ -6,13 +6,13 @@ from itertools import groupby
 
 import torch
 
-from lm.config import Learned
+from lm.config.tree import Learned
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import EVAL_TOKENS
-from lm.generate import generate, pieces
-from lm.loading import Loaded, load
-from lm.loss import likeliest, token_nll
+from lm.evaluation.generation import generate, pieces
+from lm.evaluation.held_out import EVAL_TOKENS
+from lm.model.cross_entropy import likeliest, token_nll
+from lm.model.device import Device
+from lm.runs.loading import Loaded, load
 from lm.schema import Plain
 
 try:

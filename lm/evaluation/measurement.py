@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lm.config import Config, Schedule
+from lm.config.tree import Config, Schedule
 from lm.data.store import Store
-from lm.evaluation.devices import Device
-from lm.model import Decoder
+from lm.model.decoder import Decoder
+from lm.model.device import Device
 from lm.schema import Plain, to_plain
 
 Progress = Callable[[int], None]  # hears of units of work done

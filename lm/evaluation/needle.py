@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention.lengths import Rows
-from lm.config import Config, LongSetting, NeedleConfig, Schedule
+from lm.attention.layout import Rows
+from lm.config.tree import Config, LongSetting, NeedleConfig, Schedule
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Draw, Example, Needle, Text, example
-from lm.evaluation.devices import Device, over_ranks, undisturbed
-from lm.evaluation.loss import EVAL_TOKENS, used_as
+from lm.data.tasks.examples import Draw, Example, example
+from lm.data.tasks.in_text import Needle, Text
+from lm.evaluation.held_out import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.recall import OVER, check_room
 from lm.evaluation.statistics import wilson
-from lm.loss import linear_cross_entropy
-from lm.model import Cache, Decoder
+from lm.model.cross_entropy import linear_cross_entropy
+from lm.model.decoder import Cache, Decoder
+from lm.model.device import Device, over_ranks, undisturbed
 from lm.schema import Plain, to_plain
 
 SEED = 0  # of the trials, the same for every model

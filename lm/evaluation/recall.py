@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config import Config, LongSetting, Schedule
+from lm.config.tree import Config, LongSetting, Schedule
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks import Example, Task, Text, example, task_names
-from lm.data.tasks.rows import Part
+from lm.data.tasks.examples import Example, Part, Task, example, task_names
+from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
-from lm.evaluation.devices import Device, over_ranks, undisturbed
-from lm.evaluation.loss import EVAL_TOKENS, used_as
+from lm.evaluation.held_out import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.statistics import wilson
-from lm.loss import likeliest, token_nll
-from lm.model import Cache, Decoder
+from lm.model.cross_entropy import likeliest, token_nll
+from lm.model.decoder import Cache, Decoder
+from lm.model.device import Device, over_ranks, undisturbed
 from lm.schema import Plain, to_plain
 
 RECALL_SEED = 0  # of the rows, the same for every model

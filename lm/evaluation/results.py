@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from lm.evaluation.pictures import draw
-from lm.runs import EVALUATIONS, write_json
+from lm.runs.folder import EVALUATIONS, write_json
 from lm.schema import Plain
 
 

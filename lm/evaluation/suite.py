@@ -3,17 +3,17 @@
 import sys
 from pathlib import Path
 
-from lm.config import Config, Learned, Rope
+from lm.config.tree import Config, Learned, Rope
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Measurement, Progress, weights_sha256
 from lm.evaluation.needle import NeedleMeasurement
 from lm.evaluation.recall import Recall
 from lm.evaluation.results import finite
-from lm.evaluation.text import LongContext, Validation
-from lm.model import Decoder
-from lm.runs import EVALUATIONS, read_sealed, write_sealed
+from lm.evaluation.text_loss import LongContext, Validation
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.runs.folder import EVALUATIONS, read_sealed, write_sealed
 from lm.schema import Plain
 
 SUITES = ("quick", "full")

@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 
 from lm.attention import table
-from lm.data.tasks import task_names
+from lm.data.tasks.examples import task_names
 from lm.errors import RunError
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
-from lm.identity import BOOKKEEPING, unlike
-from lm.report.runs import AnswersRight, LongContext, RunRecord, Setting, Validation
+from lm.runs.identity import BOOKKEEPING, unlike
+from lm.runs.record import AnswersRight, LongContext, RunRecord, Setting, Validation
 from lm.schema import Plain
 
 _NORMALIZER = ("model.normalizer.", "phases", "swap.")  # what a comparison of normalizers is about

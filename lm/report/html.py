@@ -14,8 +14,8 @@ from lm.attention import table
 from lm.files import replacing
 from lm.report.comparison import Comparison, asked, compare, lengths_asked, printable, seeds_shown, show, ways_used
 from lm.report.plots import Overview, overview
-from lm.report.runs import RunRecord, flatten, read_run
 from lm.report.tables import DIFFERENCE, comparison_tables, notes, to_csv, to_latex, to_markdown
+from lm.runs.record import RunRecord, flatten, read_run
 from lm.schema import Plain
 
 

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
-from lm.report.runs import ROLL_OUT, Curve
+from lm.runs.record import ROLL_OUT, Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"

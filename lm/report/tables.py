@@ -28,7 +28,7 @@ from lm.report.comparison import (
     share_right,
     ways_used,
 )
-from lm.report.runs import RunRecord, read_run
+from lm.runs.record import RunRecord, read_run
 
 LOSSES, SHARES = "losses in nats/token", "share"
 Cell = str | Interval | None  # None: not measured

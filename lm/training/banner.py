@@ -13,13 +13,13 @@ import torch
 
 import lm
 from lm.attention import table
-from lm.config import Config, GAUBlock, ModelConfig, Rope
+from lm.config.tree import Config, GAUBlock, ModelConfig, Rope
 from lm.data.batches import train_rows
 from lm.data.store import Store
-from lm.loss import chunk_rows
-from lm.model import Decoder, count_parameters, flops_per_token, mlp_width
+from lm.model.cross_entropy import chunk_rows
+from lm.model.decoder import Decoder, count_parameters, flops_per_token, mlp_width
+from lm.model.device import Choice
 from lm.schema import Plain, to_plain
-from lm.training.device import Choice
 
 
 def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:

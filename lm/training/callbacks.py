@@ -10,15 +10,15 @@ from types import FrameType
 import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lm.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config
+from lm.config.tree import Config
 from lm.errors import RunError
 from lm.evaluation.continuity import evaluate_swap, swap_rows
-from lm.evaluation.devices import Device, OutOfTime
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import evaluation_path, write_evaluation
 from lm.evaluation.suite import keep, measured
-from lm.model import Decoder
+from lm.model.decoder import Decoder
+from lm.model.device import Device, OutOfTime
+from lm.runs.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.schema import Plain
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
@@ -122,7 +122,7 @@ class Metrics(StepCallback):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's saving through `lm.checkpoints`: its own goes through $TMPDIR, which leaves a truncated file
+    """Lightning's saving through `lm.runs.checkpoints`: its own goes through $TMPDIR, which leaves a truncated file
     when that is another file system and the process dies, and it swallows some errors."""
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from lm.config import Config
+from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")

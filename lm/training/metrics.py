@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.checkpoints import BEST, load_facts, steps_saved
-from lm.checkpoints import step_of as checkpoint_step
-from lm.config import LogConfig
+from lm.config.tree import LogConfig
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
 from lm.files import write_text
-from lm.runs import CHECKPOINTS, EVALUATIONS, METRICS
+from lm.runs.checkpoints import BEST, load_facts, steps_saved
+from lm.runs.checkpoints import step_of as checkpoint_step
+from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS
 from lm.schema import Plain
 
 if TYPE_CHECKING:

@@ -7,16 +7,16 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lm.checkpoints import FORMAT, bare_weights, is_saved
-from lm.config import Config
-from lm.configure import to_yaml
+from lm.config.load import to_yaml
+from lm.config.tree import Config
 from lm.data.batches import Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.loss import IGNORED
-from lm.model import Decoder, is_normalizer
-from lm.runs import CHECKPOINTS
-from lm.swap import swapped
+from lm.model.cross_entropy import IGNORED
+from lm.model.decoder import Decoder, is_normalizer
+from lm.model.swapped import swapped
+from lm.runs.checkpoints import FORMAT, bare_weights, is_saved
+from lm.runs.folder import CHECKPOINTS
 from lm.training.optim import carry_over, lr_factor, make_optimizer, parameter_groups
 
 

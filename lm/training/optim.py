@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
-from lm.config import WSD, Constant, Cosine, OptimConfig
-from lm.model import is_normalizer
+from lm.config.tree import WSD, Constant, Cosine, OptimConfig
+from lm.model.decoder import is_normalizer
 
 
 def parameter_groups(model: nn.Module) -> list[list[str]]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lm.attention import table
-from lm.config import Config
-from lm.consistency import config_problems, trained_config
+from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.identity import arm, seeds
-from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
+from lm.runs.consistency import config_problems, trained_config
+from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
+from lm.runs.identity import arm, seeds
 from lm.schema import Plain, flatten, to_plain
 
 # A model that starts from other weights may differ from theirs in these.
@@ -82,8 +82,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         ConfigError: every difference that would make it another run.
         RunError: the checkpoint holds weights alone, or other ones than it says.
     """
-    from lm.checkpoints import bare_weights
-    from lm.loading import misfit
+    from lm.runs.checkpoints import bare_weights
+    from lm.runs.loading import misfit
 
     saved = checkpoint["lm"]
     if "optimizer_states" not in checkpoint:
@@ -116,13 +116,13 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str, Plain], list[str]]:
     """Give `decoder` the weights that `init_from` names; where they come from, and notes on it.
 
-    The former: `path`, `step`, `tokens`, and what tells like weights of other seeds: `normalizer`, `arm` and `seeds` (lm/identity.py).
+    The former: `path`, `step`, `tokens`, and what tells like weights of other seeds: `normalizer`, `arm` and `seeds` (lm/runs/identity.py).
 
     Raises:
         RunError: nothing to load there.
         ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
     """
-    from lm.loading import load
+    from lm.runs.loading import load
 
     loaded = load(config.init_from)
     problems = []
@@ -187,7 +187,7 @@ def _tokenizer_remedy(file: Path) -> str:
 
 def check_train_only(config: Config, decoder: object) -> None:
     """Raises ConfigError if there is nothing to train in some phase."""
-    from lm.attention.normalizers import make_normalizer
+    from lm.attention.normalizer import make_normalizer
 
     shape = decoder.normalizers()[0].shape
     for index, phase in enumerate(config.plan):

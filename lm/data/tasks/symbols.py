@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm.data.tasks.rows import HELD_OUT, Draw, Example, Guessing, Task, require, span
-from lm.data.tasks.text import Text
+from lm.data.tasks.examples import HELD_OUT, Draw, Example, Guessing, Task, require, span
+from lm.data.tasks.in_text import Text
 from lm.schema import key
 
 

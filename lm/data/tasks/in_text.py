@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from lm.data.tasks.rows import Draw, Example, Guessing, Task, require
+from lm.data.tasks.examples import Draw, Example, Guessing, Task, require
 from lm.schema import key
 
 if TYPE_CHECKING:

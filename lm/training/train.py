@@ -8,15 +8,15 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config import Config
-from lm.configure import to_yaml
-from lm.consistency import check_environment
+from lm.config.load import to_yaml
+from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
+from lm.runs.consistency import check_environment
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
 from lm.schema import to_plain
 from lm.training.launcher import process_rank
 from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
@@ -56,12 +56,12 @@ def train(config: Config) -> int:
 def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
     import torch
 
-    from lm.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
-    from lm.loading import TOKENIZER_SHA256
-    from lm.model import Decoder, flops_per_token
+    from lm.model.decoder import Decoder, flops_per_token
+    from lm.model.device import resolve_compile, resolve_device, resolve_precision
+    from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
+    from lm.runs.loading import TOKENIZER_SHA256
     from lm.training import callbacks
     from lm.training.banner import banner, environment
-    from lm.training.device import resolve_compile, resolve_device, resolve_precision
     from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
     from lm.training.module import TrainModule
     from lm.training.progress import Clock, ProgressLine
@@ -175,7 +175,7 @@ def make_trainer(
 
 def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step: int, main: bool) -> int:
     """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
-    from lm.evaluation.run import evaluate, print_results
+    from lm.evaluation.evaluate import evaluate, print_results
 
     folder = config.run_folder
     if main:

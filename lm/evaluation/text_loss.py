@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from lm.config import Schedule
+from lm.config.tree import Schedule
 from lm.data.store import entropy
-from lm.data.tasks import task_names
-from lm.evaluation.devices import Device
-from lm.evaluation.loss import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
+from lm.data.tasks.examples import task_names
+from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
 from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.model import Decoder
+from lm.model.decoder import Decoder
+from lm.model.device import Device
 from lm.schema import Plain, to_plain
 
 

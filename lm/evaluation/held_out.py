@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from lm.attention.query_scale import LogN
-from lm.config import Config, LongSetting
+from lm.config.tree import Config, LongSetting
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
-from lm.data.tasks import example
-from lm.data.tasks.store import STORE_SEED
-from lm.evaluation.devices import Device, over_ranks, undisturbed
+from lm.data.tasks.examples import example
+from lm.data.tasks.symbol_store import STORE_SEED
 from lm.evaluation.measurement import Progress
-from lm.loss import token_nll
-from lm.model import Decoder
+from lm.model.cross_entropy import token_nll
+from lm.model.decoder import Decoder
+from lm.model.device import Device, over_ranks, undisturbed
 
 EVAL_TOKENS = 16384  # tokens in one forward pass
 

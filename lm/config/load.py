@@ -10,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lm.checks import check
-from lm.config import Config
+from lm.config.checks import check
+from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.schema import Plain, build, reference, suggest, to_plain
 

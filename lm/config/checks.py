@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from lm.attention import table
-from lm.config import (
+from lm.config.tree import (
     ENCODINGS,
     END_OF_TEXT,
     TOKENIZER_FILES,
@@ -23,7 +23,7 @@ from lm.config import (
     YaRNScaling,
     rotated_dims,
 )
-from lm.data.tasks import Task
+from lm.data.tasks.examples import Task
 from lm.errors import Problem
 
 # A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).

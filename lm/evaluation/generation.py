@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config import Learned
+from lm.config.tree import Learned
 from lm.errors import ConfigError, Problem, RunError
-from lm.loading import load
-from lm.model import Cache, Decoder
+from lm.model.decoder import Cache, Decoder
+from lm.runs.loading import load
 
 
 @torch.no_grad()

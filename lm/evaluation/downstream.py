@@ -9,13 +9,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.configure import merge, parse
+from lm.config.load import merge, parse
 from lm.errors import ConfigError, LMError, Problem, RunError
+from lm.evaluation.evaluate import only, open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.evaluation.results import evaluation_path, finite, write_evaluation
-from lm.evaluation.run import only, open_device
-from lm.loading import load
-from lm.runs import CONFIG, read_json, write_json
+from lm.runs.folder import CONFIG, read_json, write_json
+from lm.runs.loading import load
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from pathlib import Path
 import yaml
 
 from lm.attention import table
-from lm.config import Config
-from lm.configure import parse
-from lm.data.lengths import Curriculum
+from lm.config.load import parse
+from lm.config.tree import Config
+from lm.data.sequence_lengths import Curriculum
 from lm.errors import ConfigError, Problem, RunError
-from lm.runs import read_json
+from lm.runs.folder import read_json
 from lm.schema import Plain, flatten, to_plain
 
 # A run may differ from what its checkpoint was trained with in these; anything else would make it another run.

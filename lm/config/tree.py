@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch. `lm.configure` loads it, `lm.checks` says what contradicts itself."""
+"""The configuration: one tree of dataclasses, without torch. `lm.config.load` loads it, `lm.config.checks` says what contradicts itself."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lm.attention import table
-from lm.data.tasks import TASKS, Task
+from lm.data.tasks.all_tasks import TASKS
+from lm.data.tasks.examples import Task
 from lm.schema import key, section, sections, variant, variants
 
 # ---------------------------------------------------------------- data

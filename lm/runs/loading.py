@@ -12,15 +12,15 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.checkpoints import BEST, LAST, bare_weights, check_facts, load_checkpoint, step_of, step_path, steps_saved
-from lm.config import Config, ModelConfig
-from lm.configure import to_yaml
-from lm.consistency import check_environment, trained_config
+from lm.config.load import to_yaml
+from lm.config.tree import Config, ModelConfig
 from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, replacing
-from lm.model import Decoder
-from lm.runs import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
+from lm.model.decoder import Decoder
+from lm.runs.checkpoints import BEST, LAST, bare_weights, check_facts, load_checkpoint, step_of, step_path, steps_saved
+from lm.runs.consistency import check_environment, trained_config
+from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
 from lm.schema import Plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of an export

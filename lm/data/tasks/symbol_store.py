@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import entropy
-from lm.data.tasks.rows import Task, example
+from lm.data.tasks.examples import Task, example
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:

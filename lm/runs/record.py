@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm import identity
-from lm.data.tasks import TASKS
+from lm.data.tasks.all_tasks import TASKS
 from lm.errors import RunError
+from lm.runs import identity
 from lm.schema import Plain, flatten
 
 ROLL_OUT = "roll-out"  # the way of answers after the model's own, in place of the right ones
@@ -104,7 +104,7 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys; what decides what is learned as it was used (`lm.identity.learned`)."""
+        """The configuration as dotted keys; what decides what is learned as it was used (`lm.runs.identity.learned`)."""
         return flatten(self.config) | self.learned
 
     @cached_property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm.attention import table
 from lm.attention.kernels import by_query_blocks, without_autocast
-from lm.attention.lengths import Rows
+from lm.attention.layout import Rows
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention.kernels import by_documents
-from lm.attention.lengths import Rows
-from lm.attention.normalizers import Normalizer, Shape, make_normalizer
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 from lm.attention.table import of_layer
-from lm.config import GAUBlock, Learned, ModelConfig, Rope, RopeScaling
+from lm.config.tree import GAUBlock, Learned, ModelConfig, Rope, RopeScaling
 from lm.data.batches import Batch
-from lm.loss import linear_cross_entropy
-from lm.rope import Rotation, logit_factor, rope_rotation, rotate
+from lm.model.cross_entropy import linear_cross_entropy
+from lm.model.rope import Rotation, logit_factor, rope_rotation, rotate
 
 LONG_TOKENS = 8192  # of a row that an MLP sees at a time where nothing is kept for a backward pass
 
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def logits(self, tokens: Tensor, scaling: RopeScaling | None = None) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.loss`."""
+        """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.model.cross_entropy`."""
         return self.head(self(tokens, scaling))
 
     def loss(self, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 from lm.schema import Plain
 
 if TYPE_CHECKING:
-    from lm.data.tasks.text import Text
+    from lm.data.tasks.in_text import Text
 
 Part = Literal["train", "test"]
 PARTS = ("train", "test")

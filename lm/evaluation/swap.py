@@ -1,97 +1,28 @@
-"""Replacing the normalizer of a trained decoder: what is kept, what starts anew, what can't be done; and `lm swap`."""
+"""`lm swap`: a copy of a trained model with another normalizer, and what that did to it."""
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from lm.attention import table
-from lm.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
-from lm.config import Config
-from lm.configure import merge, parse, to_yaml
+from lm.config.load import merge, parse, to_yaml
+from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, Problem
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
+from lm.evaluation.evaluate import OVERRIDABLE, only, open_device, open_store
 from lm.evaluation.results import write_evaluation
-from lm.evaluation.run import OVERRIDABLE, only, open_device, open_store
 from lm.files import new_folder, write_text
-from lm.identity import arm
-from lm.loading import Loaded, load
-from lm.loss import token_kl
-from lm.model import Decoder, count_parameters, is_normalizer
-from lm.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
+from lm.model.decoder import Decoder, count_parameters
+from lm.model.swapped import fit, swapped
+from lm.runs.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
+from lm.runs.identity import arm
+from lm.runs.loading import Loaded, load
 from lm.schema import Plain, suggest, to_plain
 
-FIT_TOKENS, FIT_BATCHES, FIT_EPOCHS, FIT_LR = 2048, 8, 8, 0.02  # of `--init fit`
-
-
-@torch.no_grad()
-def swapped(old: Decoder, normalizer: object) -> Decoder:
-    """A decoder with the weights of `old` and another normalizer, on the CPU.
-
-    The new normalizer has its first values for the old decoder's training length, or those that its `match` gives.
-
-    Args:
-        normalizer: the new entry's options (`lm.attention.table`).
-
-    Raises:
-        RunError: the two need other parameters around them, each named.
-    """
-    new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
-    kept, wanted = ({name: p.shape for name, p in one.named_parameters() if not is_normalizer(name)} for one in (old, new))
-    unlike = [name for name in {**kept, **wanted} if kept.get(name) != wanted.get(name)]
-    if unlike:
-        before, after = (table.label(to_plain(one.config.normalizer)) for one in (old, new))
-        raise RunError(
-            f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
-        )
-    new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
-    new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
-    for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
-        ours.match(theirs)
-    return new.train(old.training)
-
-
-def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
-    """Choose the parameters of the normalizers of `new`, and only them, to minimise KL(old || new) of next-token distributions.
-
-    Adam from where they stand, in fp32, over `batches`; the start is kept if the end is
-    no better. Returns the mean KL (nats) over all batches before and after.
-    """
-    chosen = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
-    before = {name: p.detach().clone() for name, p in chosen.items()}
-    new.eval().requires_grad_(False)
-    for parameter in chosen.values():
-        parameter.requires_grad_()
-    with torch.no_grad():
-        targets = [old.eval().hidden(batch).flatten(0, 1) for batch in batches]
-
-    def kl(index: int) -> Tensor:
-        hidden = new.hidden(batches[index]).flatten(0, 1)
-        return token_kl(targets[index], old.head.weight, hidden, new.head.weight).mean()
-
-    def mean() -> float:
-        with torch.no_grad():
-            return sum(float(kl(index)) for index in range(len(batches))) / len(batches)
-
-    start, steps = mean(), FIT_EPOCHS * len(batches)
-    optimizer = torch.optim.Adam(chosen.values(), lr=FIT_LR)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
-        optimizer.zero_grad()
-        kl(step % len(batches)).backward()
-        optimizer.step()
-    end = mean()
-    if not end < start:
-        with torch.no_grad():
-            for name, parameter in chosen.items():
-                parameter.copy_(before[name])
-    new.requires_grad_(True)
-    return start, min(start, end)
+FIT_TOKENS, FIT_BATCHES = 2048, 8  # of `--init fit`
 
 
 def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> dict[str, Plain]:

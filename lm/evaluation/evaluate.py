@@ -15,22 +15,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lm.config import Config
-from lm.configure import interpolated, merge, parse, read_overrides, read_yaml
-from lm.consistency import check_environment, config_problems
+from lm.config.load import interpolated, merge, parse, read_overrides, read_yaml
+from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.devices import Device
 from lm.evaluation.measurement import Row, weights_sha256
 from lm.evaluation.results import finite, write_evaluation
 from lm.evaluation.suite import SUITES, keep, kept, measured, measurements
 from lm.evaluation.suite import suite as suite_of
 from lm.files import write_text
-from lm.loading import Loaded, find_checkpoint, load
-from lm.runs import CONFIG, ENVIRONMENT, read_config, write_json
+from lm.model.device import Device, resolve_device, resolve_precision
+from lm.runs.consistency import check_environment, config_problems
+from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, write_json
+from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
-from lm.training.device import resolve_device, resolve_precision
 
 # What an evaluation may set differently from training; the rest belongs to the checkpoint.
 OVERRIDABLE = ("eval", "data.root", "trainer.accelerator", "trainer.precision", "trainer.threads")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from lm.config import Config
-from lm.configure import parse
+from lm.config.load import parse
+from lm.config.tree import Config
 from lm.data.store import content_sha256
 from lm.errors import ConfigError, RunError
 from lm.files import write_text
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> Config:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {})]
         if missing:  # a run writes all of them, `log` last
-            again = f"lm.configure.to_yaml(lm.load({str(folder)!r}).config)"
+            again = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
         return parse(plain)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:

@@ -1,0 +1,1 @@
+"""The decoder: what it computes, what it costs, where it runs."""

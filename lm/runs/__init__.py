@@ -1,0 +1,1 @@
+"""Run folders and trained models as files: written whole, verified when read."""
