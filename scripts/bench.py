@@ -29,7 +29,7 @@ from lm.attention import table
 from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
-from lm.config.tree import Learned, ModelConfig
+from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder

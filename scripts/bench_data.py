@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.tree import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
 from lm.data.store import Store, shard_path
 from lm.data.writing import SHARD_TOKENS, npy, write_file, write_manifest
@@ -49,7 +49,7 @@ print(json.dumps({
 """
 PREPARE = """
 import json, resource, sys, time
-from lm.config.tree import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
 from lm.attention.query_scale import QueryScale
 from lm.config.load import load
-from lm.config.tree import ModelConfig
+from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder, flops_per_token

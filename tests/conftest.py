@@ -13,8 +13,9 @@ import pytest
 from texts import TEXTS, files_config, write_texts
 
 from lm.cli import main
+from lm.config.data_config import DataConfig
 from lm.config.load import load
-from lm.config.tree import Config, DataConfig
+from lm.config.tree import Config
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")

@@ -12,7 +12,7 @@ from lm.attention.kernels import Relu2 as Square
 from lm.attention.kernels import by_query_blocks, tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
-from lm.config.tree import ModelConfig, NoPosition, Rope
+from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.decoder import Attention, Context
 from lm.model.rope import rope_rotation
 

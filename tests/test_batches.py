@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config.tree import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, around, long_starts, train_loader, validation_starts, windows
 from lm.data.deck import DECK, Deck
 from lm.data.prepare import prepare

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lm.attention import table
+from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
-from lm.config.tree import Config, Files
+from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.schema import reference, to_plain
 

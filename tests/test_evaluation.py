@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from conftest import ROOT, lm
 
 from lm.attention import table
-from lm.config.tree import LongSetting, ModelConfig, ThetaFactor
+from lm.config.inference_config import LongSetting, ThetaFactor
+from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs

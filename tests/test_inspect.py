@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, lm
 
-from lm.config.tree import DataConfig
+from lm.config.data_config import DataConfig
 from lm.data.inspect import counted, described, draw_lengths, sample_documents
 from lm.data.prepare import prepare
 from lm.errors import DataError

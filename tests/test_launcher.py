@@ -2,7 +2,8 @@
 
 import pytest
 
-from lm.config.tree import Config, TrainerConfig
+from lm.config.training_config import TrainerConfig
+from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.training.launcher import RANKS, process_rank
 from lm.training.train import train

@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
+from lm.config.data_config import DataConfig, Files, Mixture, Part, TrainedTokenizer
 from lm.config.load import load
-from lm.config.tree import DataConfig, Files, Mixture, Part, TrainedTokenizer
 from lm.data.batches import TrainRows, train_rows
 from lm.data.inspect import described
 from lm.data.prepare import prepare, summary

@@ -12,8 +12,9 @@ from folders import same, weights
 
 from lm.attention import table
 from lm.attention.layout import Rows
+from lm.config.inference_config import NTK, AsTrained, Interpolation, ThetaFactor, YaRNScaling
 from lm.config.load import load, parse, to_yaml
-from lm.config.tree import NTK, AsTrained, GAUBlock, Interpolation, Learned, ModelConfig, NoPosition, Rope, ThetaFactor, YaRNScaling
+from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.evaluation.generation import generate, sample

@@ -9,7 +9,9 @@ import torch
 from conftest import lm
 
 from lm.attention import table
-from lm.config.tree import FinetuneConfig, LongSetting, ModelConfig, NeedleConfig
+from lm.config.eval_config import FinetuneConfig, NeedleConfig
+from lm.config.inference_config import LongSetting
+from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks.in_text import Needle, Text
@@ -26,7 +28,7 @@ LENGTH = 220  # tokens: the tests' vocabulary is small
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    from lm.config.tree import DataConfig, Files, TrainedTokenizer
+    from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 
     folder = tmp_path_factory.mktemp("needles")
     for number in range(30):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.config.tree import Package
+from lm.config.data_config import Package
 from lm.data.packages import PACKAGES, Fetched, kjv_books, moby_chapters, package_texts, plays, read_archive, texts_sha256
 from lm.data.sources import documents, identity, licence
 from lm.errors import DataError

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, start, state, stored_texts, write_texts
 
-from lm.config.tree import Config, DataConfig, Files, Mixture, Package, Part, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, Mixture, Package, Part, TrainedTokenizer
+from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare
 from lm.data.sources import documents
 from lm.data.store import Store
@@ -403,7 +404,7 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
 MEMORY = """
 from pathlib import Path
 import lm.data.encoding
-from lm.config.tree import TokenizerFile
+from lm.config.data_config import TokenizerFile
 
 lm.data.encoding.BATCH_BYTES = 100_000  # little beside what would be kept
 

@@ -13,7 +13,8 @@ from conftest import ROOT, lm
 from folders import curve, same, weights
 
 from lm.config.load import load, parse, to_yaml
-from lm.config.tree import Config, ModelConfig
+from lm.config.model_config import ModelConfig
+from lm.config.tree import Config
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
 from lm.data.tasks.examples import Task, example

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from texts import TEXTS, one_line_error, start, stored_texts, write_parquet, write_texts
 
-from lm.config.tree import DataConfig, Files, Hub, Package, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
 from lm.data.packages import PACKAGES
 from lm.data.prepare import prepare
 from lm.data.sources import Unreadable, documents, expand, identity

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm.config.tree import DataConfig
+from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_of
 from lm.data.store import Store, fingerprint
 from lm.data.writing import write_manifest

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config.tree import DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
 from lm.data.tasks.all_tasks import TASKS
 from lm.data.tasks.examples import Draw, Example, Task, example

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, stored_texts, write_texts
 
+from lm.config.data_config import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
-from lm.config.tree import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.encoding import Encoder, cuts_between_words, pieces
 from lm.data.packages import read_archive
 from lm.data.prepare import prepare

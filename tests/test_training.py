@@ -11,7 +11,7 @@ from conftest import lm
 from folders import curve, losses, metrics, poison, same, weights
 
 from lm.config.load import parse
-from lm.config.tree import WSD, Constant, Cosine, LogConfig, OptimConfig
+from lm.config.training_config import WSD, Constant, Cosine, LogConfig, OptimConfig
 from lm.errors import ConfigError, RunError
 from lm.model.decoder import Decoder
 from lm.runs.checkpoints import load_checkpoint, steps_saved

@@ -18,9 +18,11 @@ from conftest import ROOT
 
 import lm
 from lm.attention import table
+from lm.config.data_config import DataConfig
 from lm.config.load import load as configured
 from lm.config.load import parse, to_yaml
-from lm.config.tree import Config, DataConfig, Learned, ModelConfig
+from lm.config.model_config import Learned, ModelConfig
+from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run

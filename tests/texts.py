@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lm.config.tree import DataConfig, Files, Hub, Package, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
 from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.tokenizer import END_OF_TEXT

@@ -4,25 +4,21 @@ import re
 from pathlib import Path
 
 from lm.attention import table
-from lm.config.tree import (
+from lm.config.data_config import (
     ENCODINGS,
     END_OF_TEXT,
     TOKENIZER_FILES,
-    WSD,
-    Config,
     DataConfig,
     Files,
-    GAUBlock,
     Hub,
-    Learned,
-    LongSetting,
     Mixture,
-    Rope,
     TiktokenTokenizer,
     TrainedTokenizer,
-    YaRNScaling,
-    rotated_dims,
 )
+from lm.config.inference_config import LongSetting, YaRNScaling
+from lm.config.model_config import GAUBlock, Learned, Rope, rotated_dims
+from lm.config.training_config import WSD
+from lm.config.tree import Config
 from lm.data.tasks.examples import Task
 from lm.errors import Problem
 

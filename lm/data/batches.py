@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.tree import Config, TaskShare
+from lm.config.data_config import TaskShare
+from lm.config.tree import Config
 from lm.data.deck import Deck
 from lm.data.sequence_lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.tree import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress

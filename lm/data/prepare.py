@@ -8,7 +8,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from lm.config.tree import Config, DataConfig
+from lm.config.data_config import DataConfig
+from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
 from lm.data.progress import Progress

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config.tree import END_OF_TEXT
+from lm.config.data_config import END_OF_TEXT
 from lm.errors import DataError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lm.config.tree import Files, Hub, Package, Source
+from lm.config.data_config import Files, Hub, Package, Source
 from lm.data.hashes import FileHashes
 from lm.data.packages import PACKAGES, package_texts
 from lm.errors import DataError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.tree import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
 from lm.data.sources import one_line
 from lm.errors import DataError

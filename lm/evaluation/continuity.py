@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lm.attention import table
 from lm.attention.layout import Rows
-from lm.config.tree import Config, Learned
+from lm.config.model_config import Learned
+from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.held_out import HeldOut, bucket_edges, by_token, validation_rows

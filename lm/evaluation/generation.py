@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.tree import Learned
+from lm.config.model_config import Learned
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Cache, Decoder
 from lm.runs.loading import load

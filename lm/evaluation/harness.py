@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from lm.config.tree import Learned
+from lm.config.model_config import Learned
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
 from lm.evaluation.held_out import EVAL_TOKENS

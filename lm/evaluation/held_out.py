@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lm.attention.query_scale import LogN
-from lm.config.tree import Config, LongSetting
+from lm.config.inference_config import LongSetting
+from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
 from lm.data.tasks.examples import example

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lm.config.tree import Config, Schedule
+from lm.config.eval_config import Schedule
+from lm.config.tree import Config
 from lm.data.store import Store
 from lm.model.decoder import Decoder
 from lm.model.device import Device

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lm.attention.layout import Rows
-from lm.config.tree import Config, LongSetting, NeedleConfig, Schedule
+from lm.config.eval_config import NeedleConfig, Schedule
+from lm.config.inference_config import LongSetting
+from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example, example

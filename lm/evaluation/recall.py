@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.tree import Config, LongSetting, Schedule
+from lm.config.eval_config import Schedule
+from lm.config.inference_config import LongSetting
+from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks.examples import Example, Part, Task, example, task_names

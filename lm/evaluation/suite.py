@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from lm.config.tree import Config, Learned, Rope
+from lm.config.model_config import Learned, Rope
+from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.evaluation.measurement import Measurement, Progress, weights_sha256

@@ -16,7 +16,8 @@ from lm.attention.kernels import by_documents
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 from lm.attention.table import of_layer
-from lm.config.tree import GAUBlock, Learned, ModelConfig, Rope, RopeScaling
+from lm.config.inference_config import RopeScaling
+from lm.config.model_config import GAUBlock, Learned, ModelConfig, Rope
 from lm.data.batches import Batch
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.rope import Rotation, logit_factor, rope_rotation, rotate

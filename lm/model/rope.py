@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lm.config.tree import NTK, AsTrained, Interpolation, Rope, RopeScaling, ThetaFactor, YaRNScaling, rotated_dims
+from lm.config.inference_config import NTK, AsTrained, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
+from lm.config.model_config import Rope, rotated_dims
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
 

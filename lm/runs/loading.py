@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.load import to_yaml
-from lm.config.tree import Config, ModelConfig
+from lm.config.model_config import ModelConfig
+from lm.config.tree import Config
 from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, replacing

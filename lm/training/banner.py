@@ -13,7 +13,8 @@ import torch
 
 import lm
 from lm.attention import table
-from lm.config.tree import Config, GAUBlock, ModelConfig, Rope
+from lm.config.model_config import GAUBlock, ModelConfig, Rope
+from lm.config.tree import Config
 from lm.data.batches import train_rows
 from lm.data.store import Store
 from lm.model.cross_entropy import chunk_rows

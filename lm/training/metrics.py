@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.config.tree import LogConfig
+from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
 from lm.files import write_text

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lm.config.tree import WSD, Constant, Cosine, OptimConfig
+from lm.config.training_config import WSD, Constant, Cosine, OptimConfig
 from lm.model.decoder import is_normalizer
 
 

@@ -1,0 +1,78 @@
+"""The keys of `optim`, `phases`, `trainer` and `log`: how a model is trained."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lm.attention import table
+from lm.config.model_config import AnyNormalizer
+from lm.schema import key, variant
+
+
+@dataclass
+class Constant:
+    """The peak rate after warm-up, to the end."""
+
+    name: ClassVar[str] = "constant"
+
+
+@dataclass
+class Cosine:
+    """Half a cosine from the peak to `final_fraction` of it."""
+
+    name: ClassVar[str] = "cosine"
+    final_fraction: float = key(0.1, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
+
+
+@dataclass
+class WSD:
+    """Warm-up, stable, then a linear decay over the last `decay_fraction` of the steps."""
+
+    name: ClassVar[str] = "wsd"
+    decay_fraction: float = key(0.2, "share of all steps that decays", gt=0, le=1)
+    final_fraction: float = key(0.0, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-3, "peak learning rate of AdamW", gt=0)
+    beta1: float = key(0.9, "AdamW's first moment decay", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW's second moment decay", ge=0, lt=1)
+    weight_decay: float = key(0.1, "on parameters of rank 2 and more; never on norms, biases or normalizers", ge=0)
+    grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop", "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it"
+    )
+    warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
+    schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
+    batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2)
+
+
+@dataclass
+class Phase:
+    """A part of training with a normalizer of its own; at its start the normalizers are swapped, all else goes on."""
+
+    until: float = key(1.0, "where the phase ends, as a share of trainer.max_steps; 1 for the last", gt=0, le=1)
+    normalizer: AnyNormalizer = variant(table.OPTIONS, "softmax", "how attention scores become weights, in this phase")
+    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters alone", ge=0)
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = key(1000, "optimizer steps", ge=1)
+    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one")
+    devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1)
+    num_nodes: int = key(1, "machines", ge=1)
+    micro_batch: int | None = key(None, "rows in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
+    precision: Literal["auto", 32, "bf16-mixed"] = key("auto", "`auto`: bf16-mixed where the device has native bf16, else 32")
+    compile: Literal["auto", True, False] = key("auto", "torch.compile; `auto`: when the run is long enough to repay it")
+    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", ge=1)
+    checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1)
+    keep_checkpoints: int = key(2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1)
+
+
+@dataclass
+class LogConfig:
+    every: int = key(10, "steps between logged metrics", ge=1)
+    wandb: Literal["auto", "online", "offline", "disabled"] = key("auto", "`auto`: online with credentials, else offline")
+    project: str = key("lm", "wandb project")
+    progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
