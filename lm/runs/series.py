@@ -1,0 +1,155 @@
+"""Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal, get_args
+
+import numpy as np
+
+from lm.schema import Plain
+
+Interval = Literal["none", "bootstrap", "wilson"]  # of a mean: resampling groups of units; Wilson's over questions
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a series is measured over.
+
+    `values` ascend: the points, or the edges of `bins`, which are whole numbers from 0 (one more than there are columns).
+    """
+
+    name: str  # such as `position in the sequence`
+    unit: str  # of its values; `tokens` are marked with the training length
+    before: str  # words before a value in a sentence, such as `at positions`
+    values: tuple[float, ...]
+    bins: bool = False
+    log: bool = True  # drawn on a logarithmic scale
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a report shows a series; series of one `title` share a table, a picture and the checks of fairness."""
+
+    title: str
+    measured_on: str  # a plural noun for the sequences, such as `validation sequences`
+    amount: str  # how many and how long they are, such as `256 of 512 tokens`
+    caption: str = ""  # what the picture shows, in words
+    method: str = ""  # a sentence for a paper's methods section, without its full stop
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Values by unit (sequence, document, trial) on one set of sequences; of equal `sha256` they can be paired unit by unit."""
+
+    sha256: str  # of the sequences
+    values: np.ndarray  # (units, columns); NaN where not finite
+    weights: np.ndarray  # (units,) how many tokens or questions count in each
+    groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as those of one document
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One metric of one evaluation under one inference setting, over the columns of an axis.
+
+    A series without `samples` has means alone: no interval, no differences. The columns of its samples, one after the other, are
+    those of the axis: one sample for all of them, or one for each where every x has sequences of its own.
+    """
+
+    kind: str  # of the evaluation
+    metric: str  # such as `loss`
+    unit: str  # such as `nats per token`; a `fraction` lies within 0 and 1
+    better: Better
+    seq_len: int  # training length, tokens
+    means: np.ndarray  # (columns,) over all that counts; NaN where not finite
+    what: str = ""  # task or source; empty: all there is
+    options: dict[str, Plain] = field(default_factory=dict)  # of `what`: tell equal names apart
+    setting: str = ""  # label of the inference setting; empty: it can't be set
+    axis: Axis | None = None  # None: a single number
+    samples: tuple[Sample, ...] = ()
+    curve: np.ndarray | None = None  # (length,) of bins: means at every whole number of the axis, finer than the bins
+    data_fingerprint: str = ""  # of the data the sequences come from; empty: they come from no data
+    references: dict[str, float] = field(default_factory=dict)  # levels to compare it with, such as chance, by name
+    interval: Interval = "none"
+    control: bool = False  # shows that the measurement works, not what the model can do: drawn without its interval
+    logged: tuple[str, ...] = ()  # name in the metrics log: of each column, or of the mean over all bins; (): not logged
+    shown: Shown | None = None  # None: in no report
+
+    def __post_init__(self):
+        """Raises ValueError where the parts don't fit together."""
+        columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
+        edges = np.array(self.axis.values if self.axis else [0.0])
+        _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
+        _require(not self.bins or (edges[0] == 0 and not (edges % 1).any()), "bins must be whole numbers from 0")
+        _shaped("means", self.means, (columns,))
+        for name, choices in (("interval", Interval), ("better", Better)):
+            _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
+        found = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
+        _require(not self.samples or found == columns, f"its samples have {found} columns, not {columns}")
+        _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
+        for sample in self.samples:
+            for name in ("weights", "groups"):
+                _shaped(f"samples.{name}", getattr(sample, name), sample.values.shape[:1])
+            _require(bool((sample.weights >= 0).all() and sample.weights.sum() > 0), "samples.weights must be positive")
+        if self.bins or self.curve is not None:
+            _require(self.bins and self.curve is not None, "a curve belongs to bins, and bins to a curve")
+            _shaped("curve", self.curve, (int(edges[-1]),))
+        _require(len(self.logged) in (0, 1 if self.bins else columns), "needs one logged name a column")
+
+    @property
+    def bins(self) -> bool:
+        """Whether its columns are ranges of the axis, not points."""
+        return self.axis is not None and self.axis.bins
+
+    def plain(self) -> dict[str, Plain]:
+        """As JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        found["axis"], found["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
+        found["samples"] = [vars(sample) | {"values": sample.values.round(6)} for sample in self.samples]
+        found["curve"] = None if self.curve is None else self.curve.round(6)
+        return _listed(found)
+
+    @classmethod
+    def of(cls, content: dict[str, Plain]) -> "Series":
+        """What `plain` gave. Raises ValueError, TypeError or KeyError where it isn't that."""
+        known = {spec.name for spec in fields(cls)}
+        _require(not set(content) - known, f"a series has no {', '.join(sorted(set(content) - known))}")
+        made = {name: content[name] for name in known}
+        for name in ("kind", "metric", "unit", "what", "setting", "data_fingerprint"):
+            _require(isinstance(made[name], str), f"{name} must be a text")
+        if made["axis"]:
+            made["axis"] = Axis(**made["axis"] | {"values": tuple(made["axis"]["values"])})
+        samples = (
+            Sample(one["sha256"], *(numbers(one[name]) for name in ("values", "weights")), np.array(one["groups"]))
+            for one in made["samples"]
+        )
+        made |= {
+            "shown": made["shown"] and Shown(**made["shown"]),
+            "samples": tuple(samples),
+            "means": numbers(made["means"]),
+            "curve": None if made["curve"] is None else numbers(made["curve"]),
+            "logged": tuple(made["logged"]),
+        }
+        return cls(**made)
+
+
+def numbers(values: Plain) -> np.ndarray:
+    """A list of numbers as an array; null (a number that was not finite) becomes NaN."""
+    return np.array(values, dtype=float)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    _require(array.shape == shape, f"{name} has shape {array.shape}, not {shape}")
+
+
+def _listed(value: object) -> Plain:
+    """`value` without arrays and tuples, and with null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _listed(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [_listed(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

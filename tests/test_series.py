@@ -1,0 +1,73 @@
+"""Series: what every evaluation gives, as JSON and back, and checked."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lm.runs.series import Axis, Sample, Series, Shown
+
+
+def by_position() -> Series:
+    sample = Sample("abc", np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]]), np.ones(3), np.array([0, 0, 1]))
+    axis = Axis("position", "tokens", "at positions", (0, 4, 16), bins=True)
+    shown = Shown("Loss by position", "long sequences", "3 of 16 tokens")
+    return Series(
+        "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained", axis, (sample,),
+        np.arange(16.0), "data", {"chance": 0.5}, "bootstrap", logged=("probe/loss",), shown=shown,
+    )  # fmt: skip
+
+
+def scalar() -> Series:
+    return Series("probe", "loss", "nats per token", "lower", 4, np.array([3.0]))
+
+
+def by_length() -> Series:
+    samples = tuple(
+        Sample(f"{length}", np.full((units, 1), 0.5), np.full(units, 8.0), np.arange(units)) for length, units in ((64, 2), (128, 5))
+    )
+    axis = Axis("length", "tokens", "in sequences of", (64, 128))
+    return Series("probe", "accuracy", "fraction", "higher", 64, np.array([0.5, 0.5]), axis=axis, samples=samples, interval="wilson")
+
+
+@pytest.mark.parametrize("made", [by_position, scalar, by_length])
+def test_json_and_back_is_the_same(made: Callable[[], Series]):
+    text = json.dumps(made().plain(), allow_nan=False)
+    assert json.dumps(Series.of(json.loads(text)).plain()) == text
+    for ours, theirs in zip(made().samples, Series.of(json.loads(text)).samples, strict=True):
+        np.testing.assert_array_equal(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"means": np.zeros(3)}, r"means has shape \(3,\), not \(2,\)"),
+        ({"curve": np.zeros(3)}, r"curve has shape \(3,\), not \(16,\)"),
+        ({"curve": None}, "a curve belongs to bins"),
+        ({"samples": ()}, "an interval needs samples"),
+        ({"samples": by_length().samples[:1]}, "samples have 1 columns, not 2"),
+        ({"samples": (replace(by_position().samples[0], weights=np.ones(4)),)}, "samples.weights has shape"),
+        ({"samples": (replace(by_position().samples[0], weights=np.zeros(3)),)}, "samples.weights must be positive"),
+        ({"axis": Axis("position", "tokens", "", (0, 16, 4), bins=True)}, "must ascend"),
+        ({"axis": Axis("position", "tokens", "", (1, 4, 16), bins=True)}, "bins must be whole numbers from 0"),
+        ({"interval": "student"}, "interval must be none or bootstrap or wilson"),
+        ({"better": "more"}, "better must be lower or higher"),
+        ({"logged": ("a", "b")}, "one logged name"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(by_position(), **change)
+
+
+def test_what_is_no_series_is_refused():
+    content = scalar().plain()
+    with pytest.raises(ValueError, match="a series has no colour"):
+        Series.of(content | {"colour": "red"})
+    with pytest.raises(ValueError, match="metric must be a text"):
+        Series.of(content | {"metric": 3})
+    del content["means"]
+    with pytest.raises(KeyError, match="means"):
+        Series.of(content)
