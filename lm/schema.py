@@ -180,6 +180,21 @@ def _literals(hint: type) -> tuple:
     return sum((_literals(arg) for arg in typing.get_args(hint)), ())
 
 
+def own_problems(block, path: str = "") -> list[Problem]:
+    """What the blocks of a configuration say is wrong with themselves, by full key paths.
+
+    A block that has rules of its own has a method `problems() -> list[Problem]`, whose paths are relative to the block.
+    """
+    found = [dataclasses.replace(one, path=_join(path, one.path)) for one in getattr(block, "problems", list)()]
+    for spec in fields(block):
+        value = getattr(block, spec.name)
+        items = {f"[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {"": value}
+        for index, item in items.items():
+            if is_dataclass(item):
+                found += own_problems(item, _join(path, spec.name) + index)
+    return found
+
+
 def to_plain(config) -> dict[str, Plain]:
     """The instance as nested plain data, each variant with its `name`: what `build` reads back."""
     plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}

@@ -12,9 +12,10 @@ from lm.attention import table
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
 from lm.config.inference_config import LongSetting
 from lm.config.model_config import ModelConfig
+from lm.config.task_config import Needle
 from lm.data.prepare import prepare
 from lm.data.store import Store
-from lm.data.tasks.in_text import Needle, Text
+from lm.data.tasks.in_text import Text
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import generate
 from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, score, trials

@@ -14,12 +14,12 @@ from folders import curve, same, weights
 
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import ModelConfig
+from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
-from lm.data.tasks.examples import Task, example
-from lm.data.tasks.in_text import Needle, Passkey, Text
-from lm.data.tasks.symbols import MQAR, Copy, FlipFlop, Induction, Maximum
+from lm.data.tasks.generators import example
+from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
 from lm.evaluation.held_out import validation_rows
 from lm.evaluation.recall import Cell, Recall, answer_cell

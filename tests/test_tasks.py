@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
-from lm.data.tasks.all_tasks import TASKS
-from lm.data.tasks.examples import Draw, Example, Task, example
-from lm.data.tasks.in_text import Needle, Passkey, Text
-from lm.data.tasks.symbols import MQAR, Copy, FlipFlop, Induction, Maximum
+from lm.data.tasks.examples import Draw, Example
+from lm.data.tasks.generators import example
+from lm.data.tasks.in_text import Text
 
 SYMBOLIC = [
     MQAR(),
@@ -262,8 +262,8 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
 
 def test_options_that_contradict_each_other_are_named():
     assert MQAR().problems() == Maximum().problems() == []
-    assert [name for name, _ in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
-    assert [name for name, _ in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
+    assert [one.path for one in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
+    assert [one.path for one in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
 
 
 # ---------------------------------------------------------------- the other tasks of symbols

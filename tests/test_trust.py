@@ -370,7 +370,7 @@ def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
             whole.data, whole.model, whole.optim, whole.trainer, whole.eval
         )  # fmt: skip
     file.write_text(content[: content.index("\neval:") + 30])
-    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.configure\.to_yaml"):
+    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.config\.load\.to_yaml"):
         evaluate_runs([run])
     file.write_text(to_yaml(lm.load(run).config))
     evaluate_runs([run])

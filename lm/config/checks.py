@@ -17,10 +17,11 @@ from lm.config.data_config import (
 )
 from lm.config.inference_config import LongSetting, YaRNScaling
 from lm.config.model_config import GAUBlock, Learned, Rope, rotated_dims
+from lm.config.task_config import Task
 from lm.config.training_config import WSD
 from lm.config.tree import Config
-from lm.data.tasks.examples import Task
 from lm.errors import Problem
+from lm.schema import own_problems
 
 # A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
 _BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
@@ -28,7 +29,7 @@ _BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9
 
 def check(config: Config) -> list[Problem]:
     """What single keys can't say: missing values and contradictory pairs."""
-    problems: list[Problem] = []
+    problems = own_problems(config)
 
     def problem(wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
         if wrong:
@@ -135,7 +136,6 @@ def check_recall(config: Config) -> list[Problem]:
         if not isinstance(task, Task):
             continue  # it has its problem already
         where = f"eval.recall.tasks[{index}]"
-        problems += [Problem(f"{where}.{name}", getattr(task, name), reason) for name, reason in task.problems()]
         if task.vocab_size and not data.symbolic:
             reason = "is over symbols that this model was not trained on"
             problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
@@ -302,8 +302,6 @@ def check_tasks(config: Config) -> list[Problem]:
     if not data.tasks:
         return []
     for index, share in enumerate(data.tasks):
-        path = f"data.tasks[{index}].task"
-        problems += [Problem(f"{path}.{key}", getattr(share.task, key), reason) for key, reason in share.task.problems()]
         if data.symbolic and share.weight * config.eval.rows < 1 - 1e-6:
             reason = f"comes to less than one of eval.rows = {config.eval.rows} validation rows: its loss would not be measured"
             problems.append(Problem(f"data.tasks[{index}].weight", share.weight, reason, "raise eval.rows"))

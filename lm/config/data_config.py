@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.data.tasks.all_tasks import TASKS
-from lm.data.tasks.examples import Task
+from lm.config.task_config import TASKS, Task
 from lm.schema import key, sections, variant
 
 

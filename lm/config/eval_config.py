@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lm.config.inference_config import LongSetting, ThetaFactor
-from lm.data.tasks.all_tasks import TASKS
-from lm.data.tasks.examples import Task
+from lm.config.task_config import TASKS, Task
 from lm.schema import key, section, sections, variants
 
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lm.config.data_config import TaskShare
+from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.deck import Deck
 from lm.data.sequence_lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
-from lm.data.tasks.examples import NoRoom, Task, example, fold
+from lm.data.tasks.examples import NoRoom, fold
+from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
 from lm.model.cross_entropy import IGNORED

@@ -24,7 +24,7 @@ from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.progress import Progress
 from lm.data.sources import OnError, Unreadable, documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
-from lm.data.tasks.examples import example
+from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
 from lm.data.tokenizer import end_of_text, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole

@@ -15,7 +15,7 @@ from lm.config.inference_config import LongSetting
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
-from lm.data.tasks.examples import example
+from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import STORE_SEED
 from lm.evaluation.measurement import Progress
 from lm.model.cross_entropy import token_nll

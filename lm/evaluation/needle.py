@@ -12,11 +12,13 @@ from torch import Tensor
 from lm.attention.layout import Rows
 from lm.config.eval_config import NeedleConfig, Schedule
 from lm.config.inference_config import LongSetting
+from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks.examples import Draw, Example, example
-from lm.data.tasks.in_text import Needle, Text
+from lm.data.tasks.examples import Draw, Example
+from lm.data.tasks.generators import example
+from lm.data.tasks.in_text import Text
 from lm.evaluation.held_out import EVAL_TOKENS, used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.recall import OVER, check_room

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.data.tasks.examples import task_names
+from lm.config.task_config import task_names
 from lm.schema import Plain
 
 

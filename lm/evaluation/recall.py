@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lm.config.eval_config import Schedule
 from lm.config.inference_config import LongSetting
+from lm.config.task_config import Task, task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks.examples import Example, Part, Task, example, task_names
+from lm.data.tasks.examples import Example, Part
+from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
 from lm.evaluation.held_out import EVAL_TOKENS, used_as

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 
 from lm.config.eval_config import Schedule
+from lm.config.task_config import task_names
 from lm.data.store import entropy
-from lm.data.tasks.examples import task_names
 from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.model.decoder import Decoder

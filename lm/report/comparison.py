@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from lm.attention import table
-from lm.data.tasks.examples import task_names
+from lm.config.task_config import task_names
 from lm.errors import RunError
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
 from lm.runs.identity import BOOKKEEPING, unlike

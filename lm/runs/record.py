@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lm.data.tasks.all_tasks import TASKS
+from lm.config.task_config import TASKS
 from lm.errors import RunError
 from lm.runs import identity
 from lm.schema import Plain, flatten

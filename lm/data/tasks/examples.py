@@ -1,23 +1,17 @@
-"""What every synthetic task shares: a row with its questions, and random numbers that are the same everywhere."""
+"""What the rows of synthetic tasks are made of: a row with its questions, and random numbers that are the same everywhere."""
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
-from lm.schema import Plain
-
-if TYPE_CHECKING:
-    from lm.data.tasks.in_text import Text
+from lm.config.task_config import HELD_OUT
 
 Part = Literal["train", "test"]
 PARTS = ("train", "test")
-HELD_OUT = 8  # one in so many contents is in test rows only
 MOST_INDICES = 2**63
-MOST_CONTENTS = 50  # that are tried for one that fits into the row
 MOST_TRIES = 1000  # contents that are drawn for one of the row's part
 
 
@@ -42,75 +36,6 @@ class Example:
         for start, stop in self.questions:
             marked[start:stop] = True
         return marked[1:]
-
-
-@dataclass(frozen=True)
-class Guessing:
-    """Fraction of the answers that is right by chance: picked among those the row shows, without reading which one is asked for."""
-
-    given: float  # the right answers to earlier questions stand in the row (teacher forcing), and are crossed off
-    own: float  # the picks themselves stand there instead (greedy decoding)
-
-    @classmethod
-    def among(cls, candidates: int, asked: int) -> "Guessing | None":
-        """`asked` different ones of the `candidates` that a row shows, none picked twice; None for one alone: finding it is the task.
-
-        Question i has `candidates` - i answers left under teacher forcing; all `candidates` asked for make H_k / k. One's own picks
-        tell nothing of what is right: they are an arrangement at random, each right once in `candidates`.
-        """
-        if candidates == 1:
-            return None
-        return cls(sum(1 / (candidates - earlier) for earlier in range(asked)) / asked, 1 / candidates)
-
-
-class Task(ABC):
-    """The options of a synthetic task, and the rows it makes of them.
-
-    Training rows and test rows have streams of their own, and by `Draw.owns` contents of their own; each task says which.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def make(self, draw: "Draw", length: int, text: "Text | None" = None) -> Example:
-        """A row of exactly `length` + 1 tokens. Raises NoRoom: it doesn't fit."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Symbols 0 to V - 1 that rows are made of; None: those of a tokenizer."""
-        return None
-
-    @property
-    def guessing(self) -> Guessing | None:
-        """What chance gives in a test row; None where that is not one number."""
-        return None
-
-    def problems(self) -> list[tuple[str, str]]:
-        """(key, what is wrong with it) of options that contradict each other."""
-        return []
-
-
-def example(task: Task, seed: int, index: int, length: int, part: Part = "train", text: "Text | None" = None) -> Example:
-    """Row `index` of a task: a pure function of the arguments, on any machine.
-
-    Args:
-        length: predicted tokens; the row has one more.
-        part: of which rows: training and test never share a stream.
-        text: tokenizer and filler of the tasks in text.
-
-    Raises:
-        NoRoom: the task doesn't fit into the row.
-    """
-    draw = Draw(seed, part, index)
-    for last in reversed(range(MOST_CONTENTS)):
-        try:
-            made = task.make(draw, length, text)
-            break
-        except NoRoom:  # names and numbers differ in tokens: others may fit
-            if not last:
-                raise
-    assert len(made.tokens) == length + 1
-    return made
 
 
 class Draw:
@@ -152,17 +77,6 @@ class Draw:
     def owns(self, *contents: int) -> bool:
         """True if a row of this part may have these contents: one in `HELD_OUT` is in test rows only, the others in training rows only."""
         return (fold(contents) % HELD_OUT == 0) == (self.part == "test")
-
-
-def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each task, given as plain data; those of one name are told apart by the options in which they differ."""
-    names = []
-    for task in tasks:
-        alike = [other for other in tasks if other["name"] == task["name"]]
-        told = [key for key in task if any(other.get(key) != task[key] for other in alike)]
-        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
-        names.append(f"{task['name']} ({options})" if options else task["name"])
-    return names
 
 
 def fold(contents: tuple[int, ...] | np.ndarray) -> int:

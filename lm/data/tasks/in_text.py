@@ -1,14 +1,13 @@
-"""Tasks in text: needles in a haystack of the corpus, and the pass key among grass."""
+"""Rows of the tasks in text: needles in a haystack of the corpus, and the pass key among grass (lm/config/task_config.py)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.data.tasks.examples import Draw, Example, Guessing, Task, require
-from lm.schema import key
+from lm.config.task_config import Needle, Passkey
+from lm.data.tasks.examples import Draw, Example, require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,80 +59,48 @@ class Text:
         return split.take(np.array([start]), count)[0].astype(np.int64)
 
 
-@dataclass
-class Needle(Task):
-    """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
+def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A row of `Needle`."""
+    total = task.needles + task.distractors
+    cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
+    starts = [text.encode(f" The special magic {city} number is:") for city in cities]
+    questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
+    stop = text.encode(".")
+    shown = range(task.needles if task.absent else 0, total)
+    order = draw.order(task.needles)  # in which the questions are asked
 
-    The row ends with a question for each needle and its number. Seven-digit numbers and cities of a row all differ; an asked
-    number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
+    def build(numbers: list[np.ndarray]) -> Example:
+        sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
+        asked = [(questions[which], numbers[which]) for which in order]
+        inside = [(len(starts[which]), len(starts[which]) + len(numbers[which])) for which in shown]
+        row, at = haystack(draw, length, sentences, asked, None if task.absent else task.depth, text.filler)
+        spans = {which: (at[i], *(at[i] + np.array(inside[i])), at[i] + len(sentences[i])) for i, which in enumerate(shown)}
+        held = np.array([spans.get(which, (0, 0, 0, 0)) for which in order], np.int64)  # sentence, number in it: starts and stops
+        return Example(row, answer_spans(asked, length), held[:, 1:3], max(1, len(shown)), held[:, [0, 3]])
 
-    Disjoint: numbers, by their hash; filler, by the corpus's split into documents. Cities are shared.
-    """
-
-    name: ClassVar[str] = "needle"
-    needles: int = key(1, "needles that are asked for", ge=1, le=32)
-    distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
-    depth: float | None = key(None, "share of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
-    absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
-
-    @property
-    def guessing(self) -> Guessing | None:
-        return None if self.absent else Guessing.among(self.needles + self.distractors, self.needles)
-
-    def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
-        total = self.needles + self.distractors
-        cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
-        starts = [text.encode(f" The special magic {city} number is:") for city in cities]
-        questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
-        stop = text.encode(".")
-        shown = range(self.needles if self.absent else 0, total)
-        order = draw.order(self.needles)  # in which the questions are asked
-
-        def build(numbers: list[np.ndarray]) -> Example:
-            sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
-            asked = [(questions[which], numbers[which]) for which in order]
-            inside = [(len(starts[which]), len(starts[which]) + len(numbers[which])) for which in shown]
-            row, at = haystack(draw, length, sentences, asked, None if self.absent else self.depth, text.filler)
-            spans = {which: (at[i], *(at[i] + np.array(inside[i])), at[i] + len(sentences[i])) for i, which in enumerate(shown)}
-            held = np.array([spans.get(which, (0, 0, 0, 0)) for which in order], np.int64)  # sentence, number in it: starts and stops
-            return Example(row, answer_spans(asked, length), held[:, 1:3], max(1, len(shown)), held[:, [0, 3]])
-
-        times = [1 + (which in shown) if which < self.needles else 1 for which in range(total)]
-        return without_leaks(draw, text, 7, times, build)
+    times = [1 + (which in shown) if which < task.needles else 1 for which in range(total)]
+    return without_leaks(draw, text, 7, times, build)
 
 
-@dataclass
-class Passkey(Task):
-    """The pass key among grass (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key.", five digits, asked at the end.
+def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A row of `Passkey`."""
+    parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
+    question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
 
-    The key stands twice in its sentence, in the answer, and nowhere else, as the same tokens each time.
+    def filler(draw: Draw, count: int) -> np.ndarray:
+        return np.resize(grass, count) if task.filler == "grass" else text.filler(draw, count)
 
-    Disjoint: keys, by their hash; with filler of the corpus, that too, by its split into documents.
-    """
+    def build(numbers: list[np.ndarray]) -> Example:
+        (number,) = numbers
+        sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
+        asked = [(question, number)]
+        row, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
+        begin = [start + len(parts[0]) for start in at] or [0]
+        held = [(begin[0], begin[0] + len(number))] if at else [(0, 0)]
+        whole = [(at[0], at[0] + len(sentence))] if at else [(0, 0)]
+        return Example(row, answer_spans(asked, length), np.array(held), 1, np.array(whole))
 
-    name: ClassVar[str] = "passkey"
-    filler: Literal["grass", "corpus"] = key("grass", 'around the key: "The grass is green. …" over and over, or the corpus')
-    depth: float | None = key(None, "share of the filler before the key; null: random", ge=0, le=1)
-    absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
-
-    def make(self, draw: Draw, length: int, text: Text | None = None) -> Example:
-        parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
-        question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
-
-        def filler(draw: Draw, count: int) -> np.ndarray:
-            return np.resize(grass, count) if self.filler == "grass" else text.filler(draw, count)
-
-        def build(numbers: list[np.ndarray]) -> Example:
-            (number,) = numbers
-            sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
-            asked = [(question, number)]
-            row, at = haystack(draw, length, [] if self.absent else [sentence], asked, self.depth, filler)
-            begin = [start + len(parts[0]) for start in at] or [0]
-            held = [(begin[0], begin[0] + len(number))] if at else [(0, 0)]
-            whole = [(at[0], at[0] + len(sentence))] if at else [(0, 0)]
-            return Example(row, answer_spans(asked, length), np.array(held), 1, np.array(whole))
-
-        return without_leaks(draw, text, 5, [1 if self.absent else 3], build)
+    return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.config.task_config import Task
 from lm.data.store import entropy
-from lm.data.tasks.examples import Task, example
+from lm.data.tasks.generators import example
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
