@@ -29,8 +29,8 @@ from safetensors import safe_open
 from typer.main import get_command
 
 from lm.cli import app
-from lm.configure import load
-from lm.model import Decoder
+from lm.config.load import load
+from lm.model.decoder import Decoder
 
 Tree = dict[str, "Tree"] | list[str] | str
 
