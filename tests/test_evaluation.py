@@ -41,7 +41,7 @@ def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decod
 @pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
 @pytest.mark.parametrize("name", table.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 300)
+    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.decoder.LONG_TOKENS", 100)
     decoder, held_out = made(name, rows, length)
     found = nll_by_token(decoder, held_out, CPU, LongSetting(ThetaFactor()))
@@ -79,7 +79,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
 
 
 def test_ranks_share_the_rows_even_if_there_are_fewer_rows_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.over_ranks", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.sequences.over_ranks", lambda where, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)

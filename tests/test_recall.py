@@ -18,11 +18,13 @@ from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Need
 from lm.config.tree import Config
 from lm.data.batches import Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
+from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
+from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_rows
-from lm.evaluation.recall import Cell, Recall, answer_cell
+from lm.evaluation.recall import Recall
 from lm.evaluation.text_loss import Validation
 from lm.model.cross_entropy import IGNORED
 from lm.model.decoder import Cache, Decoder
@@ -39,16 +41,20 @@ NEEDLE = "data.tasks=[{weight: 0.25, task: needle}]"
 # ---------------------------------------------------------------- measuring
 
 
+def rows(task: Task, length: int, count: int) -> list[Example]:
+    """The first test rows of a task."""
+    return [example(task, 0, index, length, "test") for index in range(count)]
+
+
 @pytest.mark.parametrize(("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)])
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.recall.EVAL_TOKENS", 150)
+    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    found = answer_cell(decoder, Cell(task, length, 7), CPU)
+    found = answers(decoder, rows(task, length, 7), CPU)
     assert decoder.training
     decoder.eval()
     nll, right, whole = [], [], []
-    for index in range(7):
-        made = example(task, 0, index, length, "test")
+    for made in rows(task, length, 7):
         logits = decoder.logits(torch.from_numpy(made.tokens[None, :-1]))[0]
         losses = F.cross_entropy(logits, torch.from_numpy(made.tokens[1:]), reduction="none").detach().numpy()
         hits = logits.argmax(-1).numpy() == made.tokens[1:]
@@ -62,10 +68,10 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
 
 
 def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.recall.over_ranks", lambda where, local: local())
-    decoder, cell = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), Cell(MQAR(), 40, 5)
-    parts = [answer_cell(decoder, cell, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
-    together = answer_cell(decoder, cell, CPU)
+    monkeypatch.setattr("lm.evaluation.sequences.over_ranks", lambda where, local: local())
+    decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), rows(MQAR(), 40, 5)
+    parts = [answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
+    together = answers(decoder, asked, CPU)
     assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
     assert (sum(part.right.astype(int) for part in parts) == together.right).all()
     assert (sum(part.rolled_out.astype(int) for part in parts) == together.rolled_out).all()
@@ -85,13 +91,13 @@ def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndar
     [(MQAR(keys=16, values=16), 50), (MQAR(joined=True, keys=8, values=9), 64), (Copy(symbols=4, span=6), 40), (FlipFlop(), 61)],
 )
 def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.recall.EVAL_TOKENS", 190)
+    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 190)
     config = build(
         ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
-    found = answer_cell(decoder, Cell(task, length, 7), CPU)
-    made = [example(task, 0, index, length, "test") for index in range(7)]
+    found = answers(decoder, rows(task, length, 7), CPU)
+    made = rows(task, length, 7)
     with torch.no_grad():
         expected = [greedy(decoder, one.tokens, one.answers) == one.tokens[1:][one.answers] for one in made]
     assert found.rolled_out.tolist() == np.concatenate(expected).tolist()
@@ -101,7 +107,7 @@ def test_a_wrong_answer_stays_in_the_row(monkeypatch: pytest.MonkeyPatch):
     """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
-    found = answer_cell(decoder, Cell(task, 24, 3), CPU)
+    found = answers(decoder, rows(task, 24, 3), CPU)
     assert found.whole(found.right).tolist() == [True, True, False, True] * 3
     assert found.whole(found.rolled_out).tolist() == [True, True, False, False] * 3
 

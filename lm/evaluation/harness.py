@@ -9,7 +9,7 @@ import torch
 from lm.config.model_config import Learned
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
-from lm.evaluation.held_out import EVAL_TOKENS
+from lm.evaluation.sequences import EVAL_TOKENS
 from lm.model.cross_entropy import likeliest, token_nll
 from lm.model.device import Device
 from lm.runs.loading import Loaded, load

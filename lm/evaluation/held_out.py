@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lm.attention.query_scale import LogN
@@ -18,11 +17,10 @@ from lm.data.store import Store
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import STORE_SEED
 from lm.evaluation.measurement import Progress
+from lm.evaluation.sequences import by_sequence
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, over_ranks, undisturbed
-
-EVAL_TOKENS = 16384  # tokens in one forward pass
+from lm.model.device import Device
 
 
 @dataclass(frozen=True)
@@ -118,19 +116,13 @@ def by_token(
         progress: hears how many rows are done.
     """
 
-    def local() -> Tensor:
-        result = torch.zeros(numbers, held_out.rows.shape[0], held_out.length)
-        mine = torch.arange(held_out.rows.shape[0])[where.rank :: where.world]
-        for index in mine.split(max(1, EVAL_TOKENS // held_out.length)) if len(mine) else ():
-            where.check_time()
-            answers = None if held_out.answers is None else held_out.answers[index.numpy()]
-            batch = Batch.of(held_out.rows[index.numpy()], answers, held_out.end_of_text)
-            result[:, index] = measure(batch.to(where.device)).cpu()
-            progress(len(index))
-        return result
+    def of(indices: list[int]) -> Tensor:
+        answers = None if held_out.answers is None else held_out.answers[indices]
+        batch = Batch.of(held_out.rows[indices], answers, held_out.end_of_text)
+        return measure(batch.to(where.device)).transpose(0, 1)
 
-    with undisturbed(*models):
-        return over_ranks(where, local).numpy()
+    lengths = [held_out.length] * len(held_out.rows)
+    return by_sequence(models, lengths, (numbers, held_out.length), where, of, progress).swapaxes(0, 1)
 
 
 def nll_by_token(

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,31 +19,21 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.held_out import EVAL_TOKENS, used_as
+from lm.evaluation.answers import Trial, scored
+from lm.evaluation.held_out import used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.recall import OVER, check_room
+from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
 from lm.evaluation.statistics import wilson
 from lm.model.cross_entropy import linear_cross_entropy
-from lm.model.decoder import Cache, Decoder
+from lm.model.decoder import Decoder
 from lm.model.device import Device, over_ranks, undisturbed
 from lm.schema import Plain, to_plain
 
 SEED = 0  # of the trials, the same for every model
 FINETUNE_SEED = 1  # of the rows of fine-tuning, which are training rows
 OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
-SCORES = 6  # numbers kept of each trial: see `NeedleMeasurement.measure`
 HEADS_DEPTH = 0.5
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A question about a needle: the prompt, the answer's tokens, other answers to rank it among, and the number itself."""
-
-    prompt: np.ndarray  # (T,) int64
-    answer: np.ndarray  # (A,) int64
-    others: list[np.ndarray]
-    number: str
-    spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
@@ -106,63 +96,6 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
 
 def _split(batch: Batch, rows: int) -> list[Batch]:
     return [Batch(tokens, targets, None) for tokens, targets in zip(batch.tokens.split(rows), batch.targets.split(rows), strict=True)]
-
-
-def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, text: Text) -> Tensor:
-    """Prompts of one length, read once each: (trials, SCORES) fp32.
-
-    Loss of the answer (nats per token); 1 if each of its tokens is the likeliest after those before (then greedy decoding gives it);
-    1 if the first digit of what greedy decoding writes is right; 1 if all it writes is; how many others are likelier
-    than the answer (loss of the whole number); and by how much the likeliest of them is less likely (nats).
-    """
-    device = decoder.head.weight.device
-    prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
-    cache = Cache(length)
-    first = decoder.head(decoder(prompts, way.rope, cache=cache)[:, -1:]).float()  # (B, 1, V)
-    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2, way)
-    rows = []
-    for index, one in enumerate(asked):
-        candidates = [one.answer, *one.others]
-        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)), way)
-        better = (nll[1:] < nll[0]).sum()
-        said = text.decode(written[index].cpu().numpy()).strip()
-        digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
-        loss = nll[0] / len(one.answer)
-        rows.append(
-            [
-                float(loss),
-                float(hits),
-                float(digit),
-                float(whole),
-                float(better),
-                float((nll[1:].min() if len(nll) > 1 else nll[0]) - nll[0]),
-            ]
-        )
-    return torch.tensor(rows)
-
-
-def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int, way: LongSetting) -> Tensor:
-    """The likeliest `count` tokens one after the other: (B, count)."""
-    tokens = [first.argmax(-1)]
-    for _ in range(count - 1):
-        tokens.append(decoder.head(decoder(tokens[-1], way.rope, cache=cache)).argmax(-1))
-    return torch.cat(tokens, 1)
-
-
-def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache, way: LongSetting) -> tuple[Tensor, bool]:
-    """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the likeliest one."""
-    longest = max(map(len, candidates))
-    tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
-    real = torch.zeros(len(candidates), longest)
-    for row, one in enumerate(candidates):
-        tokens[row, : len(one)], real[row, : len(one)] = torch.from_numpy(one), 1.0
-    tokens, real = tokens.to(first.device), real.to(first.device)
-    logits = first.expand(len(candidates), -1, -1)
-    if longest > 1:
-        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], way.rope, cache=cache)).float()), 1)
-    log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
-    hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
-    return -(log_p * real).sum(1), bool(hits.all())
 
 
 def head_scores(decoder: Decoder, one: Trial, length: int, way: LongSetting) -> Tensor:
@@ -254,22 +187,7 @@ class NeedleMeasurement(Measurement):
     def _cell(self, decoder: Decoder, length: int, task: Needle, way: LongSetting, where: Device, progress: Progress) -> dict[str, Plain]:
         asked = trials(task, length, self.asked.trials, self.haystack)
 
-        def local() -> Tensor:
-            result, mine = torch.zeros(len(asked), SCORES), range(len(asked))[where.rank :: where.world]
-            alike: dict[int, list[int]] = {}
-            for index in mine:
-                alike.setdefault(len(asked[index].prompt), []).append(index)
-            batch = max(1, EVAL_TOKENS // length)
-            for same in alike.values():
-                for start in range(0, len(same), batch):
-                    where.check_time()
-                    part = same[start : start + batch]
-                    with torch.autocast(where.device.type, enabled=False), used_as(decoder, way):
-                        result[part] = score(decoder, [asked[index] for index in part], length, way, self.haystack)
-                    progress(len(part))
-            return result
-
-        nll, hits, digit, whole, better, margin = over_ranks(where, local).numpy().T
+        nll, hits, digit, whole, better, margin = scored(decoder, asked, length, where, way, self.haystack, progress).T
         return {
             "label": way.label,
             "length": length,
@@ -296,17 +214,13 @@ class NeedleMeasurement(Measurement):
         asked = trials(task, length, self.asked.trials, self.haystack)
         shape = 2, len(decoder.normalizers()), decoder.normalizers()[0].shape.n_head
 
-        def local() -> Tensor:
-            result = torch.zeros(len(asked), 2 + int(np.prod(shape)))
-            for index in range(len(asked))[where.rank :: where.world]:
-                where.check_time()
-                with torch.autocast(where.device.type, enabled=False), used_as(decoder, way):
-                    scores = score(decoder, [asked[index]], length, way, self.haystack)[0]
-                    result[index] = torch.cat((scores[[2, 3]], head_scores(decoder, asked[index], length, way).flatten()))
-            return result
+        def measure(part: list[int]) -> Tensor:
+            with torch.autocast(where.device.type, enabled=False):
+                return torch.stack([head_scores(decoder, asked[index], length, way) for index in part])
 
-        found = over_ranks(where, local).numpy()
-        digit, whole, by_trial = found[:, 0], found[:, 1], found[:, 2:].reshape(len(asked), *shape)
+        digit, whole = scored(decoder, asked, length, where, way, self.haystack).T[[2, 3]]
+        with used_as(decoder, way):
+            by_trial = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
         number, sentence = by_trial.mean(0, dtype=np.float64)
         order = np.argsort(-number, axis=None)[:25]
         tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0)

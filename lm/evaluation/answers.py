@@ -1,0 +1,203 @@
+"""Questions with one right answer, put to a model in fp32: after the right answers, after its own, and among other answers."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config.inference_config import LongSetting
+from lm.data.batches import Batch
+from lm.data.tasks.examples import Example
+from lm.data.tasks.in_text import Text
+from lm.evaluation.held_out import used_as
+from lm.evaluation.measurement import Progress
+from lm.evaluation.sequences import by_sequence
+from lm.model.cross_entropy import likeliest, token_nll
+from lm.model.decoder import Cache, Decoder
+from lm.model.device import Device
+
+# ---------------------------------------------------------------- all questions of a sequence, in one reading
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a model made of the answers in some sequences: one entry for each of their tokens, in the order of sequences and questions."""
+
+    nll: np.ndarray  # (N,) fp32, nats: -log p of the token, those before it given
+    right: np.ndarray  # (N,) bool: it is the most likely one, those before it given
+    rolled_out: np.ndarray  # (N,) bool: it is the one that greedy decoding gives, with the model's own answers in the sequence
+    row: np.ndarray  # (N,) int64, of which sequence
+    place: np.ndarray  # (N,) int64, within the answer
+
+    def whole(self, right: np.ndarray) -> np.ndarray:
+        """Each answer: (Q,) bool, all of its tokens `right` (N,)."""
+        return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
+
+
+def answers(
+    decoder: Decoder,
+    made: list[Example],
+    where: Device,
+    setting: LongSetting | None = None,
+    progress: Progress = lambda rows: None,
+) -> Answers:
+    """Read sequences of one length and give each answer's tokens, in fp32: teacher-forced, and by greedy decoding. Collective.
+
+    Teacher-forced, the right answers to earlier questions stand in the sequence: a whole answer is right when greedy decoding gives it
+    after those. In the roll-out the model's own answers stand there instead (`roll_out`). Holds the logits of answers only, and no
+    T x T weights where the normalizer needs none.
+
+    Args:
+        setting: how the model is used.
+        progress: hears how many sequences are done.
+    """
+    setting = setting or LongSetting()
+    at = np.array([(row, end, end - begin) for row, one in enumerate(made) for begin, stop in one.questions for end in range(begin, stop)])
+    row, position, place = at[:, 0], at[:, 1] - 1, at[:, 2]
+    asked = np.bincount(row, minlength=len(made))  # tokens, of each sequence
+    column = np.arange(len(row)) - np.repeat(np.cumsum(asked) - asked, asked)
+
+    def measure(rows: list[int]) -> Tensor:
+        mine = np.isin(row, rows)
+        tokens = Batch.of(np.stack([made[one].tokens for one in rows])).to(where.device)
+        spot = torch.from_numpy(np.stack((np.searchsorted(rows, row[mine]), position[mine]))).to(where.device)
+        with torch.autocast(where.device.type, enabled=False):
+            hidden = decoder.hidden(tokens, setting.rope)[spot[0], spot[1]]
+            targets, head = tokens.targets[spot[0], spot[1]], decoder.head.weight
+            said = likeliest(hidden, head)
+            hits = [answer == targets for answer in (said, roll_out(decoder, tokens, spot, said, setting))]
+            result = torch.zeros(len(rows), max(asked), 3, device=where.device)
+            result[spot[0], torch.from_numpy(column[mine])] = torch.stack((token_nll(hidden, head, targets), *map(Tensor.float, hits)), 1)
+        return result
+
+    lengths = [len(one.tokens) - 1 for one in made]
+    with used_as(decoder, setting):
+        nll, right, rolled_out = by_sequence([decoder], lengths, (max(asked), 3), where, measure, progress)[row, column].T
+    return Answers(nll, right > 0.5, rolled_out > 0.5, row, place)
+
+
+def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor, setting: LongSetting) -> Tensor:
+    """The answers of greedy decoding, in which the model's own stand in place of the right ones: (N,) int64, token by token.
+
+    Rows are read again with what the model says in them until it says the same: what it says depends on what stands before alone,
+    so each reading settles the next answer's token at least, mostly all. Costs nothing where only a row's last is wrong; else
+    one more reading of the row, and one of what follows its first answer for every round: at most as many as tokens are asked for.
+
+    Args:
+        place: (2, N) int64, row and position at which each token of an answer is predicted, in their order.
+        said: (N,) int64, the likeliest ones after the right ones.
+    """
+    wrong = said != batch.targets[place[0], place[1]]
+    last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # of its row: nothing is asked for after it
+    rows = place[0, wrong & ~last].unique()
+    if not len(rows):
+        return said
+    mine = torch.isin(place[0], rows)
+    row, position = torch.searchsorted(rows, place[0, mine]), place[1, mine]
+    tokens, spoken = batch.tokens[rows], said[mine]
+    first = int(position.min()) + 1  # no answer stands before it
+    cache, later, shown = Cache(tokens.size(1)), position >= first, position + 1 < tokens.size(1)
+    decoder(tokens[:, :first], setting.rope, cache=cache)
+    for _ in range(int(row.bincount().max())):
+        tokens[row[shown], position[shown] + 1] = spoken[shown]
+        hidden = decoder(tokens[:, first:], setting.rope, cache=cache.fork(1))
+        before, spoken = spoken, spoken.clone()
+        spoken[later] = likeliest(hidden[row[later], position[later] - first], decoder.head.weight)
+        if torch.equal(spoken, before):
+            break
+    return said.masked_scatter(mine, spoken)
+
+
+# ---------------------------------------------------------------- one question after a prompt, among other answers
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A question about a number in a text: the prompt, the answer's tokens, other answers to rank it among, and the number itself."""
+
+    prompt: np.ndarray  # (T,) int64
+    answer: np.ndarray  # (A,) int64
+    others: list[np.ndarray]
+    number: str
+    spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
+
+
+SCORES = 6  # numbers of each trial: see `score`
+
+
+def scored(
+    decoder: Decoder,
+    asked: list[Trial],
+    length: int,
+    where: Device,
+    setting: LongSetting,
+    text: Text,
+    progress: Progress = lambda trials: None,
+) -> np.ndarray:
+    """`score` of trials whose prompts are parts of sequences of `length` tokens, in fp32: (trials, SCORES). Collective."""
+
+    def measure(part: list[int]) -> Tensor:
+        with torch.autocast(where.device.type, enabled=False):
+            return score(decoder, [asked[index] for index in part], length, setting, text)
+
+    with used_as(decoder, setting):
+        return by_sequence([decoder], [len(one.prompt) for one in asked], (SCORES,), where, measure, progress)
+
+
+def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, text: Text) -> Tensor:
+    """Prompts of one length, read once each: (trials, SCORES) fp32.
+
+    Loss of the answer (nats per token); 1 if each of its tokens is the likeliest after those before (then greedy decoding gives it);
+    1 if the first digit of what greedy decoding writes is right; 1 if all it writes is; how many others are likelier
+    than the answer (loss of the whole number); and by how much the likeliest of them is less likely (nats).
+    """
+    device = decoder.head.weight.device
+    prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
+    cache = Cache(length)
+    first = decoder.head(decoder(prompts, way.rope, cache=cache)[:, -1:]).float()  # (B, 1, V)
+    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2, way)
+    rows = []
+    for index, one in enumerate(asked):
+        candidates = [one.answer, *one.others]
+        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)), way)
+        better = (nll[1:] < nll[0]).sum()
+        said = text.decode(written[index].cpu().numpy()).strip()
+        digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
+        loss = nll[0] / len(one.answer)
+        rows.append(
+            [
+                float(loss),
+                float(hits),
+                float(digit),
+                float(whole),
+                float(better),
+                float((nll[1:].min() if len(nll) > 1 else nll[0]) - nll[0]),
+            ]
+        )
+    return torch.tensor(rows)
+
+
+def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int, way: LongSetting) -> Tensor:
+    """The likeliest `count` tokens one after the other: (B, count)."""
+    tokens = [first.argmax(-1)]
+    for _ in range(count - 1):
+        tokens.append(decoder.head(decoder(tokens[-1], way.rope, cache=cache)).argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache, way: LongSetting) -> tuple[Tensor, bool]:
+    """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the likeliest one."""
+    longest = max(map(len, candidates))
+    tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
+    real = torch.zeros(len(candidates), longest)
+    for row, one in enumerate(candidates):
+        tokens[row, : len(one)], real[row, : len(one)] = torch.from_numpy(one), 1.0
+    tokens, real = tokens.to(first.device), real.to(first.device)
+    logits = first.expand(len(candidates), -1, -1)
+    if longest > 1:
+        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], way.rope, cache=cache)).float()), 1)
+    log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+    hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
+    return -(log_p * real).sum(1), bool(hits.all())
