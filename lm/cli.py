@@ -53,7 +53,7 @@ def config(arguments: Configuration = [], reference: Reference = False) -> None:
 @app.command()
 def normalizers() -> None:
     """Print the table of normalizers: formula, parameters, kernel, source, options (docs/normalizers.md)."""
-    from lm.attention.table import markdown
+    from lm.attention.catalogue import markdown
 
     print(markdown(), end="")
 

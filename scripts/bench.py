@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
@@ -97,9 +98,9 @@ def made(config: ModelConfig, arguments: argparse.Namespace, rows: torch.Tensor,
 
 def normalizer_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every registered normalizer, and softmax twice: the second shows the noise."""
-    options = {"softmax": table.Softmax(), "softmax again": table.Softmax()}
-    options |= {name: option() for name, option in table.SINGLE.items() if name != "softmax"}
-    options |= {"ssmax with bias": table.SSMax(bias=True)}
+    options = {"softmax": opt.Softmax(), "softmax again": opt.Softmax()}
+    options |= {name: option() for name, option in catalogue.SINGLE.items() if name != "softmax"}
+    options |= {"ssmax with bias": opt.SSMax(bias=True)}
     return {
         name: made(shape(arguments, normalizer=option), arguments, rows, arguments.bf16, arguments.compile)
         for name, option in options.items()
@@ -182,18 +183,18 @@ def pointwise_alone(route: Callable[..., torch.Tensor], f: Pointwise, arguments:
 
 def kernel_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every entry's own route, and the dense definition of three; on CUDA also both routes of weights without competition."""
-    sides = {name: attention(option(), arguments) for name, option in table.SINGLE.items()}
+    sides = {name: attention(option(), arguments) for name, option in catalogue.SINGLE.items()}
     if rows.is_cuda:
         print("pointwise:", why_tiles(rows.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
         for f in (Relu2(), Relu(), Sigmoid()):
             sides |= {f"{f.kind} alone, {route.__name__}": pointwise_alone(route, f, arguments) for route in (pointwise, tiles)}
-    return sides | {f"{name}, dense": attention(table.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
+    return sides | {f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Peak resident memory that one forward and backward adds, each side in a fresh process."""
     code = "import sys; sys.path.insert(0, 'scripts'); import bench; bench.main()"
-    sides = [(name, False) for name in table.SINGLE] + [(name, True) for name in DENSE]
+    sides = [(name, False) for name in catalogue.SINGLE] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, "-c", code, "memory-of", name + (":dense" if dense else "")]
@@ -207,7 +208,7 @@ def print_memory(arguments: argparse.Namespace) -> None:
 def memory_of(arguments: argparse.Namespace) -> None:
     """In a process of its own: print the peak of resident memory over what was there before, MiB."""
     name, _, dense = arguments.path.name.partition(":")
-    step = attention(table.SINGLE[name](), arguments, dense=bool(dense))
+    step = attention(catalogue.SINGLE[name](), arguments, dense=bool(dense))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step()
     print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")
@@ -239,7 +240,7 @@ def document_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[d
 def measure_long(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory over model and row, of the loss by position of one long row."""
     where = Device(torch.device(arguments.device), arguments.bf16)
-    decoder = Decoder(shape(arguments, normalizer=table.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
+    decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32), "")
     on_gpu = where.device.type == "cuda"
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
-    parser.add_argument("--normalizer", default="softmax", choices=list(table.SINGLE), help="of `long`")
+    parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long`")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")

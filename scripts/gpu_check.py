@@ -25,7 +25,7 @@ from bench import interleaved
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.attention.kernels import why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
@@ -100,7 +100,7 @@ def backends(out: Path) -> list[Line]:
     """Which of SDPA's kernels each query-scale entry runs on, forward and backward, by the names that the profiler saw."""
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
-    for name, option in table.SINGLE.items():
+    for name, option in catalogue.SINGLE.items():
         normalizer = make_normalizer(option(), Shape(heads, 64, 64 * heads, length)).to(DEVICE)
         if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
             continue
@@ -121,7 +121,7 @@ def kernels(out: Path) -> list[Line]:
     arguments = argparse.Namespace(bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type)
     why = why_tiles(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", why or "Triton", "ok" if not why or not ON_GPU else "failed")]
-    times = interleaved({name: attention_step(option(), arguments) for name, option in table.SINGLE.items()}, 5 if ON_GPU else 1)
+    times = interleaved({name: attention_step(option(), arguments) for name, option in catalogue.SINGLE.items()}, 5 if ON_GPU else 1)
     base = float(np.median(times["softmax"]))
     shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"
     return lines + [

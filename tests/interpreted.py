@@ -10,7 +10,8 @@ import torch
 from test_normalizers import gradients
 from torch import Tensor
 
-from lm.attention import kernels, table
+from lm.attention import kernels
+from lm.attention import options as opt
 from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
@@ -83,7 +84,7 @@ def test_without_a_shift_and_with_strided_inputs(f: Pointwise):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected[:4], strict=True))
 
 
-@pytest.mark.parametrize("options", [table.Relu2(), table.Relu2(n="sum"), table.Relu(), table.Sigmoid(bias=True)], ids=str)
+@pytest.mark.parametrize("options", [opt.Relu2(), opt.Relu2(n="sum"), opt.Relu(), opt.Sigmoid(bias=True)], ids=str)
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
     normalizer, rows = make_normalizer(options, Shape(2, 16, 32, 64)), Rows.full(40)
     assert normalizer.explain().startswith("Triton")

@@ -7,7 +7,7 @@ import torch
 from test_normalizers import CASES
 from torch import Tensor
 
-from lm.attention import table
+from lm.attention import options as opt
 from lm.attention.kernels import Relu2 as Square
 from lm.attention.kernels import by_query_blocks, tiles
 from lm.attention.layout import Rows
@@ -70,7 +70,7 @@ def errors(options: object, length: int, rope: bool, device: str = "cpu") -> dic
 
 @cache
 def softmax_errors(length: int, rope: bool, device: str = "cpu") -> dict[str, float]:
-    return errors(table.Softmax(), length, rope, device)
+    return errors(opt.Softmax(), length, rope, device)
 
 
 def check_errors(name: str, length: int, rope: bool, device: str = "cpu") -> None:
@@ -90,7 +90,7 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
     check_errors(name, length, rope)
 
 
-@pytest.mark.parametrize("options", [table.Forget(), table.ASEntmax()], ids=lambda options: options.name)
+@pytest.mark.parametrize("options", [opt.Forget(), opt.ASEntmax()], ids=lambda options: options.name)
 def test_features_reach_the_normalizer_as_they_were_made(options: object):
     """Without RoPE queries and keys are in bf16; a sum of gates that were rounded with them is off by tenths after 2,048 tokens."""
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * SIZE, position=NoPosition(), normalizer=options)
@@ -111,7 +111,7 @@ def test_features_reach_the_normalizer_as_they_were_made(options: object):
 def test_a_row_of_entmax_sums_to_one_under_autocast():
     """Sorted, summed and thresholded in bf16 it gave 0.6 to 12."""
     q, k, _ = (torch.randn(1, HEADS, 1024, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    for options in (table.Entmax15(), table.Sparsemax()):
+    for options in (opt.Entmax15(), opt.Sparsemax()):
         normalizer = make_normalizer(options, Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
         with torch.autocast("cpu", torch.bfloat16):
             sums = normalizer.weights(q.bfloat16(), k.bfloat16(), Rows.full(1024)).sum(-1)
@@ -137,7 +137,7 @@ def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
 def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: str, monkeypatch: pytest.MonkeyPatch):
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
     monkeypatch.setattr("lm.attention.kernels.TILE", 16)
-    entmax = make_normalizer(table.Entmax15(), Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+    entmax = make_normalizer(opt.Entmax15(), Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = []
     for forward in (False, True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
@@ -133,7 +133,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
 
 def test_the_reference_in_the_docs_is_true():
     assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), "run: lm config --reference > docs/config.md"
-    assert (ROOT / "docs" / "normalizers.md").read_text() == table.markdown(), "run: lm normalizers > docs/normalizers.md"
+    assert (ROOT / "docs" / "normalizers.md").read_text() == catalogue.markdown(), "run: lm normalizers > docs/normalizers.md"
 
 
 def test_every_key_has_a_description_and_a_valid_default():
@@ -143,9 +143,9 @@ def test_every_key_has_a_description_and_a_valid_default():
 
 
 def test_every_normalizer_has_a_row_with_its_source():
-    for name, entry in table.ENTRIES.items():
+    for name, entry in catalogue.ENTRIES.items():
         assert entry.options.name == name
-        assert entry.formula
+        assert entry.options.full_formula
         assert entry.source
 
 

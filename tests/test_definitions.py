@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 
@@ -211,38 +212,38 @@ DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
 
 LENGTHS = ("visible", "sample", "fixed:7")
 CASES = [
-    table.Softmax(),
-    *(table.SSMax(n=n) for n in LENGTHS),
-    *(table.SSMax(scale="none", bias=bias) for bias in (False, True)),
-    *(table.SSMax(bias=True, init=init) for init in ("match", "unit", 0.43)),
-    *(table.LogN(n=n) for n in LENGTHS),
-    *(table.LogN(base=5.0, clip=clip) for clip in (False, True)),
-    *(table.SqrtLogN(n=n) for n in LENGTHS),
-    *(table.Llama4(floor_scale=f, attn_scale=a) for f, a in ((4.0, 0.1), (4.0, 0.3), (7.0, 0.3))),
-    *(table.YaRN(n=n) for n in LENGTHS),
-    table.YaRN(base=5.0, n="visible"),
-    *(table.InfoScale(n=n) for n in LENGTHS),
-    table.InfoScale(base=5.0),
-    *(table.Cosine(log_n=one, n=n) for one, n in ((False, "visible"), (True, "visible"), (True, "sample"))),
-    table.PN(),
-    *(table.QASSMax(n=n) for n in LENGTHS),
-    table.Softmax1(),
-    *(table.Sink(init=init) for init in (0.0, 1.5)),
-    *(table.Relu2(n=n) for n in (*LENGTHS, "sum")),
-    *(table.Relu2(n=n, form="1/n^2") for n in LENGTHS),
-    *(table.Relu(n=n) for n in LENGTHS),
-    *(table.Sigmoid(n=n) for n in LENGTHS),
-    table.Sigmoid(bias=True),
-    table.Sparsemax(),
-    table.Entmax15(),
-    *(table.ASEntmax(n=n) for n in LENGTHS),
-    table.Softpick(),
-    table.ALiBi(),
-    *(table.Window(size=size) for size in (1, 4, 9, 200)),
-    *(table.ScaleInvariant(tau=tau) for tau in (10.0, 3.0)),
-    table.Forget(),
-    *(table.Linear(features=f, decay=d) for f in ("elu", "relu", "exp") for d in (False, True)),
-    *(table.Linear(features="identity", decay=True, n=n) for n in LENGTHS),
+    opt.Softmax(),
+    *(opt.SSMax(n=n) for n in LENGTHS),
+    *(opt.SSMax(scale="none", bias=bias) for bias in (False, True)),
+    *(opt.SSMax(bias=True, init=init) for init in ("match", "unit", 0.43)),
+    *(opt.LogN(n=n) for n in LENGTHS),
+    *(opt.LogN(base=5.0, clip=clip) for clip in (False, True)),
+    *(opt.SqrtLogN(n=n) for n in LENGTHS),
+    *(opt.Llama4(floor_scale=f, attn_scale=a) for f, a in ((4.0, 0.1), (4.0, 0.3), (7.0, 0.3))),
+    *(opt.YaRN(n=n) for n in LENGTHS),
+    opt.YaRN(base=5.0, n="visible"),
+    *(opt.InfoScale(n=n) for n in LENGTHS),
+    opt.InfoScale(base=5.0),
+    *(opt.Cosine(log_n=one, n=n) for one, n in ((False, "visible"), (True, "visible"), (True, "sample"))),
+    opt.PN(),
+    *(opt.QASSMax(n=n) for n in LENGTHS),
+    opt.Softmax1(),
+    *(opt.Sink(init=init) for init in (0.0, 1.5)),
+    *(opt.Relu2(n=n) for n in (*LENGTHS, "sum")),
+    *(opt.Relu2(n=n, form="1/n^2") for n in LENGTHS),
+    *(opt.Relu(n=n) for n in LENGTHS),
+    *(opt.Sigmoid(n=n) for n in LENGTHS),
+    opt.Sigmoid(bias=True),
+    opt.Sparsemax(),
+    opt.Entmax15(),
+    *(opt.ASEntmax(n=n) for n in LENGTHS),
+    opt.Softpick(),
+    opt.ALiBi(),
+    *(opt.Window(size=size) for size in (1, 4, 9, 200)),
+    *(opt.ScaleInvariant(tau=tau) for tau in (10.0, 3.0)),
+    opt.Forget(),
+    *(opt.Linear(features=f, decay=d) for f in ("elu", "relu", "exp") for d in (False, True)),
+    *(opt.Linear(features="identity", decay=True, n=n) for n in LENGTHS),
 ]
 every_case = pytest.mark.parametrize("options", CASES, ids=str)
 
@@ -298,8 +299,8 @@ def expected(normalizer: Normalizer, q: torch.Tensor, k: torch.Tensor, x: torch.
 
 
 def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
-    assert DEFINITIONS.keys() == table.ENTRIES.keys()
-    for name, entry in table.ENTRIES.items():
+    assert DEFINITIONS.keys() == catalogue.ENTRIES.keys()
+    for name, entry in catalogue.ENTRIES.items():
         mine = [options for options in CASES if options.name == name]
         for option in fields(entry.options):
             assert len({getattr(options, option.name) for options in mine}) >= 2, f"{name}.{option.name}"

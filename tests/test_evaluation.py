@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, lm
 
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.config.inference_config import LongSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
@@ -33,13 +34,13 @@ CPU = Device(torch.device("cpu"), bf16=False)
 
 
 def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
-    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.OPTIONS[name](), dropout=0.5), 60, 16)
+    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), dropout=0.5), 60, 16)
     tokens = np.random.default_rng(0).integers(60, size=(rows, length + 1))
     return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32), "")
 
 
 @pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
-@pytest.mark.parametrize("name", table.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.decoder.LONG_TOKENS", 100)
@@ -58,7 +59,7 @@ def test_clipping_log_n_is_a_setting_of_the_evaluation_alone():
     clipped, plain = (nll_by_token(decoder, held_out, CPU, setting) for setting in (LongSetting(log_n_clip=True), LongSetting()))
     assert not np.allclose(clipped[:, :10], plain[:, :10])
     assert not decoder.blocks[0].attention.normalizer.options.clip
-    other = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.LogN(clip=True), dropout=0.5), 60, 16)
+    other = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=opt.LogN(clip=True), dropout=0.5), 60, 16)
     assert np.array_equal(nll_by_token(other, held_out, CPU), clipped)
 
 

@@ -12,7 +12,7 @@ from test_normalizers import CASES, every_case, inputs, made
 from test_training import TASK, WITHOUT_TEXT, losses
 from torch import Tensor
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.attention.kernels import Pointwise, by_documents, pointwise, why_tiles
 from lm.attention.layout import Rows
 from lm.model.cross_entropy import linear_cross_entropy
@@ -22,7 +22,7 @@ from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]
-ENTRIES = sorted(table.ENTRIES)
+ENTRIES = sorted(catalogue.ENTRIES)
 COMPILED = ("softmax", "ssmax", "relu2", "entmax15", "linear", "window")  # one of each kind of kernel
 GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 

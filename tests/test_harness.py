@@ -19,7 +19,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
-from lm.attention import table  # noqa: E402
+from lm.attention import options as opt  # noqa: E402
 from lm.config.tree import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
@@ -35,12 +35,12 @@ from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
 NORMALIZERS = [
-    table.Softmax(),
-    table.SSMax(),
-    table.SSMax(n="sample"),
-    table.LogN(n="sample"),
-    table.Relu2(),
-    table.Relu2(n="sample"),
+    opt.Softmax(),
+    opt.SSMax(),
+    opt.SSMax(n="sample"),
+    opt.LogN(n="sample"),
+    opt.Relu2(),
+    opt.Relu2(n="sample"),
 ]
 CHOICES = [("the cat sat", [" on", " under", " over the"]), ("it is", [" a", " b", " cd", " a b"]), ("", ["what", "no"])] * 2
 TEXTS = ["a dab of a fad. " * 12, "bad", "a cab ", "ab cd " * 5]
@@ -50,7 +50,7 @@ def made(tiny, normalizer: object = None, max_length: int | None = None) -> Harn
     """The tiny model as initialised, with attention sharp enough to tell contexts apart."""
     config = tiny()
     store = prepare(config.data)
-    config.model.normalizer = normalizer or table.Softmax()
+    config.model.normalizer = normalizer or opt.Softmax()
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
     with torch.no_grad():
         for block in decoder.blocks:

@@ -10,7 +10,8 @@ import yaml
 from conftest import lm
 from folders import same, weights
 
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.attention.layout import Rows
 from lm.config.inference_config import NTK, AsTrained, Interpolation, ThetaFactor, YaRNScaling
 from lm.config.load import load, parse, to_yaml
@@ -22,7 +23,6 @@ from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
 from lm.model.decoder import Cache, Context, Decoder, count_parameters, mlp_width
 from lm.model.rope import frequencies, logit_factor, rope_rotation, rotate
 from lm.runs.loading import load as load_model
-from lm.schema import to_plain
 from lm.training.train import train
 
 
@@ -61,7 +61,7 @@ def test_loss_of_the_initial_model_is_near_that_of_a_uniform_guess():
 
 def test_models_of_one_seed_start_equal_whatever_their_normalizer():
     first = dict(Decoder(small(), 50, 16, seed=3).named_parameters())
-    second = dict(Decoder(small(normalizer=table.SSMax(bias=True)), 50, 16, seed=3).named_parameters())
+    second = dict(Decoder(small(normalizer=opt.SSMax(bias=True)), 50, 16, seed=3).named_parameters())
     assert {name for name in second if name not in first} == {f"blocks.{i}.attention.normalizer.{p}" for i in (0, 1) for p in "sb"}
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = dict(Decoder(small(), 50, 16, seed=4).named_parameters())
@@ -221,7 +221,7 @@ BLOCKS = {"attention": {"n_head": 2}, "gau": {"n_head": 1, "block": GAUBlock(key
 
 
 def made(name: str, block: str, **changes: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_embd=32, normalizer=table.OPTIONS[name](), **BLOCKS[block], **changes)
+    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), **BLOCKS[block], **changes)
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
         for normalizer in decoder.normalizers():
@@ -232,7 +232,7 @@ def made(name: str, block: str, **changes: object) -> Decoder:
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("name", table.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
     model = made(name, block)
     tokens = torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -258,7 +258,7 @@ def test_linear_attention_decodes_with_a_state_that_does_not_grow():
     assert sizes == {2 * 2 * 16 * 17}  # layers, heads, D x (D + 1)
 
 
-@pytest.mark.parametrize("name", table.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_a_gau_model_learns_from_every_part(name: str):
     model = made(name, "gau", position=Rope())
     model.loss(Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))).backward()
@@ -336,9 +336,9 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
 def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
     config = tiny("model.n_layer=5", "model.normalizer=[softmax, {name: ssmax, bias: true}, relu2]")
     assert parse(yaml.safe_load(to_yaml(config))) == config
-    assert table.label(to_plain(config.model.normalizer)) == "layers (softmax, ssmax (bias=true), relu2)"
+    assert config.model.normalizer.label() == "layers (softmax, ssmax (bias=true), relu2)"
     options = [normalizer.options for normalizer in Decoder(config.model, 400, 32).normalizers()]
-    softmax, ssmax, relu2 = table.Softmax(), table.SSMax(bias=True), table.Relu2()
+    softmax, ssmax, relu2 = opt.Softmax(), opt.SSMax(bias=True), opt.Relu2()
     assert options == [softmax, ssmax, relu2, softmax, ssmax]
     with pytest.raises(ConfigError, match=r"model\.normalizer\.of\[1\]\.name = 'ssmx'.*did you mean 'ssmax'"):
         tiny("model.normalizer=[softmax, ssmx]")
@@ -363,7 +363,7 @@ def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
 
 
 def test_a_normalizers_own_matrices_follow_the_seed():
-    config = small(normalizer=table.QASSMax())
+    config = small(normalizer=opt.QASSMax())
     one, same_seed, other = (Decoder(config, 50, 16, seed=seed).state_dict() for seed in (1, 1, 2))
     name = "blocks.0.attention.normalizer.gate.hidden.weight"
     assert torch.equal(one[name], same_seed[name])
@@ -372,7 +372,7 @@ def test_a_normalizers_own_matrices_follow_the_seed():
 
 
 def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
-    config = small(normalizer=table.PN())
+    config = small(normalizer=opt.PN())
     model, softmax = Decoder(config, 50, 16, seed=1), Decoder(small(), 50, 16, seed=1)
     first, second = model.normalizers()
     assert first.p is second.p

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import lm
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
 from lm.config.inference_config import LongSetting
 from lm.config.model_config import ModelConfig
@@ -39,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def made(store: Store, name: str = "softmax") -> Decoder:
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=table.OPTIONS[name](), init_std=0.3)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), init_std=0.3)
     return Decoder(config, store.vocab_size, 64).double().eval()
 
 

@@ -9,54 +9,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.attention.kernels import by_documents
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 
 # One row an entry and choice of options; a new normalizer adds its row here.
 CASES = {
-    "softmax": table.Softmax(),
-    "ssmax": table.SSMax(),
-    "ssmax, init 1": table.SSMax(init=1.0),
-    "ssmax without s": table.SSMax(scale="none"),
-    "ssmax with bias": table.SSMax(bias=True),
-    "ssmax, n = sample": table.SSMax(n="sample"),
-    "ssmax, n = 100": table.SSMax(n="fixed:100"),
-    "log_n": table.LogN(),
-    "log_n, base 512, clip": table.LogN(base=512.0, clip=True),
-    "sqrt_log_n": table.SqrtLogN(),
-    "llama4": table.Llama4(floor_scale=8.0),
-    "yarn": table.YaRN(),
-    "infoscale": table.InfoScale(),
-    "cosine": table.Cosine(),
-    "cosine, log n": table.Cosine(log_n=True),
-    "p_n": table.PN(),
-    "qassmax": table.QASSMax(),
-    "softmax1": table.Softmax1(),
-    "sink": table.Sink(),
-    "relu2": table.Relu2(),
-    "relu2, n = sample": table.Relu2(n="sample"),
-    "relu2, n = 64": table.Relu2(n="fixed:64"),
-    "relu2, sum": table.Relu2(n="sum"),
-    "relu2, 1/n^2": table.Relu2(form="1/n^2"),
-    "relu": table.Relu(),
-    "sigmoid": table.Sigmoid(),
-    "sigmoid with bias": table.Sigmoid(bias=True),
-    "sparsemax": table.Sparsemax(),
-    "entmax15": table.Entmax15(),
-    "asentmax": table.ASEntmax(),
-    "softpick": table.Softpick(),
-    "forget": table.Forget(),
-    "linear": table.Linear(),
-    "linear, relu, n": table.Linear(features="relu", n="visible"),
-    "linear, exp, decay": table.Linear(features="exp", decay=True),
-    "linear, identity, decay": table.Linear(features="identity", decay=True, n="visible"),
-    "alibi": table.ALiBi(),
-    "window": table.Window(size=5),
-    "window of 1": table.Window(size=1),
-    "window, longer than the row": table.Window(size=200),
-    "scale_invariant": table.ScaleInvariant(),
+    "softmax": opt.Softmax(),
+    "ssmax": opt.SSMax(),
+    "ssmax, init 1": opt.SSMax(init=1.0),
+    "ssmax without s": opt.SSMax(scale="none"),
+    "ssmax with bias": opt.SSMax(bias=True),
+    "ssmax, n = sample": opt.SSMax(n="sample"),
+    "ssmax, n = 100": opt.SSMax(n="fixed:100"),
+    "log_n": opt.LogN(),
+    "log_n, base 512, clip": opt.LogN(base=512.0, clip=True),
+    "sqrt_log_n": opt.SqrtLogN(),
+    "llama4": opt.Llama4(floor_scale=8.0),
+    "yarn": opt.YaRN(),
+    "infoscale": opt.InfoScale(),
+    "cosine": opt.Cosine(),
+    "cosine, log n": opt.Cosine(log_n=True),
+    "p_n": opt.PN(),
+    "qassmax": opt.QASSMax(),
+    "softmax1": opt.Softmax1(),
+    "sink": opt.Sink(),
+    "relu2": opt.Relu2(),
+    "relu2, n = sample": opt.Relu2(n="sample"),
+    "relu2, n = 64": opt.Relu2(n="fixed:64"),
+    "relu2, sum": opt.Relu2(n="sum"),
+    "relu2, 1/n^2": opt.Relu2(form="1/n^2"),
+    "relu": opt.Relu(),
+    "sigmoid": opt.Sigmoid(),
+    "sigmoid with bias": opt.Sigmoid(bias=True),
+    "sparsemax": opt.Sparsemax(),
+    "entmax15": opt.Entmax15(),
+    "asentmax": opt.ASEntmax(),
+    "softpick": opt.Softpick(),
+    "forget": opt.Forget(),
+    "linear": opt.Linear(),
+    "linear, relu, n": opt.Linear(features="relu", n="visible"),
+    "linear, exp, decay": opt.Linear(features="exp", decay=True),
+    "linear, identity, decay": opt.Linear(features="identity", decay=True, n="visible"),
+    "alibi": opt.ALiBi(),
+    "window": opt.Window(size=5),
+    "window of 1": opt.Window(size=1),
+    "window, longer than the row": opt.Window(size=200),
+    "scale_invariant": opt.ScaleInvariant(),
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 HEADS, WIDTH, TRAIN_LENGTH = 3, 12, 64
@@ -97,7 +98,7 @@ def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
 
 
 def test_every_registered_normalizer_is_tested():
-    assert {options.name for options in CASES.values()} == set(table.ENTRIES)
+    assert {options.name for options in CASES.values()} == set(catalogue.ENTRIES)
 
 
 @every_case
@@ -146,7 +147,7 @@ def test_weights_are_causal_and_non_negative_and_sum_to_one_if_the_table_says_so
     assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
     assert (weights.triu(1) == 0).all()
     sums = weights.sum(-1)
-    if getattr(options, "n", "") == "sum" or table.ENTRIES[options.name].sums_to_one is True:
+    if options.sums_to_one or getattr(options, "n", "") == "sum":
         rows_with_any = sums > 0  # relu^2 may give a row nothing at all
         assert torch.allclose(sums[rows_with_any], torch.ones_like(sums[rows_with_any]))
         assert rows_with_any.all() or options.name == "relu2"
@@ -281,16 +282,16 @@ def test_row_length_policies():
 
 def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
     q, k, v = inputs(40)
-    normalizer, rows = made(table.Sink()), Rows.full(40)
+    normalizer, rows = made(opt.Sink()), Rows.full(40)
     z = (q @ k.transpose(-2, -1) / 4).masked_fill(~rows.visible(), -math.inf)
     gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
     assert torch.allclose(normalizer(q, k, v, rows), expected, atol=1e-12)
-    off_by_one = make_normalizer(table.Softmax1(), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH))
+    off_by_one = make_normalizer(opt.Softmax1(), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH))
     assert torch.allclose(off_by_one.weights(q, k, rows), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
 
 
-@pytest.mark.parametrize(("options", "oracle"), [(table.Sparsemax(), "sparsemax"), (table.Entmax15(), "entmax15")])
+@pytest.mark.parametrize(("options", "oracle"), [(opt.Sparsemax(), "sparsemax"), (opt.Entmax15(), "entmax15")])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
 def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle: str, scale: float):
     import entmax
@@ -307,7 +308,7 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("options", [table.Relu2(n="sum"), table.Linear()], ids=["relu2", "linear"])
+@pytest.mark.parametrize("options", [opt.Relu2(n="sum"), opt.Linear()], ids=["relu2", "linear"])
 def test_rows_over_their_sums_sum_to_one_at_every_scale_of_the_queries(options: object, scale: float):
     normalizer, rows = made(options, torch.float32), Rows.full(50)
     q, k, _ = inputs(50, torch.float32)
@@ -322,21 +323,21 @@ def test_relu2_is_gaus_formula_in_both_forms():
     rows, n = Rows.full(30), torch.arange(1, 31).double().view(30, 1)
     scores = q @ k.transpose(-2, -1)
     for form, expected in (("1/(n d)", scores.relu() ** 2 / (n * 16)), ("1/n^2", (scores / n).relu() ** 2)):
-        assert torch.allclose(made(table.Relu2(form=form)).weights(q, k, rows), expected.tril(), rtol=1e-6)
+        assert torch.allclose(made(opt.Relu2(form=form)).weights(q, k, rows), expected.tril(), rtol=1e-6)
     total = (scores.relu() ** 2).tril()
-    assert torch.allclose(made(table.Relu2(n="sum")).weights(q, k, rows), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
+    assert torch.allclose(made(opt.Relu2(n="sum")).weights(q, k, rows), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
 
 
 def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
     """E[e^z] for small weights: 1.65 for unit Gaussian logits (reference, section 4)."""
     for n in (1000, 8000):
         z = torch.randn(500, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        sums = [row_weights(table.Sigmoid(), row).sum().item() for row in z]
+        sums = [row_weights(opt.Sigmoid(), row).sum().item() for row in z]
         assert sum(sums) / len(sums) == pytest.approx(1.65, abs=0.02)
 
 
 def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_its_published_constants():
-    normalizer = make_normalizer(table.ScaleInvariant(), Shape(1, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.ScaleInvariant(), Shape(1, 16, WIDTH, 64)).double()
     q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64).view(1, 1, 3, 1)
     rows = Rows(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
     al = be = math.exp(0.5)
@@ -350,7 +351,7 @@ def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_it
 
 
 def test_alibi_has_its_published_slopes():
-    normalizer = make_normalizer(table.ALiBi(), Shape(8, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.ALiBi(), Shape(8, 16, WIDTH, 64)).double()
     z = torch.zeros(1, 8, 3, 16, dtype=torch.float64)
     weights = normalizer.weights(z, z, Rows.full(3))[0, :, 2]
     slopes = (weights[:, 2] / weights[:, 1]).log()
@@ -358,7 +359,7 @@ def test_alibi_has_its_published_slopes():
 
 
 def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query():
-    normalizer = made(table.Forget())
+    normalizer = made(opt.Forget())
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = inputs(9)
     gates = torch.sigmoid(x @ normalizer.w.t() + normalizer.b).transpose(1, 2)  # (B, H, T)
@@ -372,36 +373,36 @@ def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query()
 
 
 def test_asentmax_is_entmax_of_scaled_logits():
-    normalizer = made(table.ASEntmax())
+    normalizer = made(opt.ASEntmax())
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = inputs(9)
     b, g = F.softplus(x @ normalizer.w_b.t()), 2 * (x @ normalizer.w_g.t()).tanh()
     log_n = torch.arange(1, 10).float().log().double().clamp(min=1e-6)
     scale = 1 + b.transpose(1, 2) * log_n ** g.transpose(1, 2)  # (B, H, T)
     found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, Rows.full(9))
-    assert torch.allclose(found, made(table.Entmax15()).weights(q * scale.unsqueeze(-1), k, Rows.full(9)), atol=1e-9)
+    assert torch.allclose(found, made(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, Rows.full(9)), atol=1e-9)
 
 
 def test_temperatures_follow_their_formulas():
     rows = Rows.full(128)
     shape = Shape(1, 64, WIDTH, 32)
-    llama = make_normalizer(table.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(rows).flatten()
+    llama = make_normalizer(opt.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(rows).flatten()
     assert [round(llama[p].item(), 6) for p in (0, 48, 49, 99)] == [
         1.0,
         1.0,
         round(1 + 0.1 * math.log(2), 6),
         round(1 + 0.1 * math.log(3), 6),
     ]
-    yarn = make_normalizer(table.YaRN(), shape)
+    yarn = make_normalizer(opt.YaRN(), shape)
     assert yarn.scale(rows).unique().item() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
     assert yarn.scale(Rows.full(20)).unique().item() == 1.0
-    info = make_normalizer(table.InfoScale(), shape).scale(rows).flatten()
+    info = make_normalizer(opt.InfoScale(), shape).scale(rows).flatten()
     assert info[31].item() == pytest.approx(1.0)
     assert info[127].item() == pytest.approx(math.sqrt(1 - 128 ** (-2 / 64)) / math.sqrt(1 - 32 ** (-2 / 64)))
 
 
 def test_retention_fades_by_its_heads_rates():
-    normalizer = make_normalizer(table.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, WIDTH, 64)).double()
     one = torch.ones(1, 4, 6, 16, dtype=torch.float64)
     weights = normalizer.weights(one, one, Rows.full(6))[0]
     rates = weights[:, 5, 2] / weights[:, 5, 3]
@@ -440,8 +441,8 @@ def test_vector_of_the_papers_figure_1(n: int):
     logits = torch.full((n,), -2.0)
     logits[n // 2] = 3.0
     softmax, ssmax = FIGURE_1[n]
-    assert row_weights(table.Softmax(), logits).max().item() == pytest.approx(softmax, abs=6e-6)
-    assert row_weights(table.SSMax(), logits, s=0.43).max().item() == pytest.approx(ssmax, abs=6e-6)
+    assert row_weights(opt.Softmax(), logits).max().item() == pytest.approx(softmax, abs=6e-6)
+    assert row_weights(opt.SSMax(), logits, s=0.43).max().item() == pytest.approx(ssmax, abs=6e-6)
 
 
 @settings(max_examples=200, deadline=None)
@@ -450,13 +451,13 @@ def test_largest_weight_is_within_the_papers_bounds(n: int, s: float, scale: flo
     """1/((n-1) n^-s(zmax-z2nd) + 1) <= max <= 1/((n-1) n^-s(zmax-zmin) + 1), and softmax's upper bound."""
     z = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     top = z.sort(descending=True).values
-    largest = row_weights(table.SSMax(), z, s).max().item()
+    largest = row_weights(opt.SSMax(), z, s).max().item()
     s = float(torch.tensor(s, dtype=torch.float32))  # as `fill_` and ln n (fp32) have it, up to 1e-6 below
     low = 1 / ((n - 1) * n ** (-s * (top[0] - top[1]).item()) + 1)
     high = 1 / ((n - 1) * n ** (-s * (top[0] - top[-1]).item()) + 1)
     assert low * (1 - 1e-4) <= largest <= high * (1 + 1e-4)
     softmax_high = 1 / ((n - 1) * math.exp(-(top[0] - top[-1]).item()) + 1)
-    assert row_weights(table.Softmax(), z).max().item() <= softmax_high * (1 + 1e-12)
+    assert row_weights(opt.Softmax(), z).max().item() <= softmax_high * (1 + 1e-12)
 
 
 MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090, 4096: 0.13663, 8192: 0.12482}
@@ -465,38 +466,38 @@ MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090,
 @pytest.mark.parametrize("length", MATCH)
 def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
     assert length / math.lgamma(length + 1) == pytest.approx(MATCH[length], abs=6e-6)
-    normalizer = make_normalizer(table.SSMax(), Shape(HEADS, 16, WIDTH, length))
+    normalizer = make_normalizer(opt.SSMax(), Shape(HEADS, 16, WIDTH, length))
     assert normalizer.s.tolist() == pytest.approx([MATCH[length]] * HEADS, abs=6e-6)
     assert normalizer.scale(Rows.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
 def test_matching_holds_for_every_row_length(policy: str):
-    normalizer = make_normalizer(table.SSMax(n=policy), Shape(HEADS, 16, WIDTH, 100))
+    normalizer = make_normalizer(opt.SSMax(n=policy), Shape(HEADS, 16, WIDTH, 100))
     assert normalizer.scale(Rows.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_ssmax_with_s_one_over_log_n_is_softmax_at_that_n():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(row_weights(table.SSMax(), z, s=1 / math.log(50)), row_weights(table.Softmax(), z), atol=1e-6)
+    assert torch.allclose(row_weights(opt.SSMax(), z, s=1 / math.log(50)), row_weights(opt.Softmax(), z), atol=1e-6)
 
 
 def test_log_n_is_softmax_at_its_base_and_ssmax_with_fixed_s():
     z = torch.randn(512, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(row_weights(table.LogN(base=512.0), z), row_weights(table.Softmax(), z), atol=1e-6)
+    assert torch.allclose(row_weights(opt.LogN(base=512.0), z), row_weights(opt.Softmax(), z), atol=1e-6)
     z = z[:77]
-    assert torch.allclose(row_weights(table.LogN(base=512.0), z), row_weights(table.SSMax(), z, s=1 / math.log(512)), atol=1e-6)
+    assert torch.allclose(row_weights(opt.LogN(base=512.0), z), row_weights(opt.SSMax(), z, s=1 / math.log(512)), atol=1e-6)
 
 
 def test_log_n_clip_is_softmax_below_its_base():
     z = torch.randn(77, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(row_weights(table.LogN(base=512.0, clip=True), z), row_weights(table.Softmax(), z))
+    assert torch.equal(row_weights(opt.LogN(base=512.0, clip=True), z), row_weights(opt.Softmax(), z))
 
 
 def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(row_weights(table.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
-    normalizer = make_normalizer(table.SSMax(bias=True), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
+    assert torch.allclose(row_weights(opt.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
+    normalizer = make_normalizer(opt.SSMax(bias=True), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
@@ -506,19 +507,19 @@ def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
 
 def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
-    assert torch.allclose((z - 0.43 * math.log(50)).softmax(0), row_weights(table.Softmax(), z))
-    assert (row_weights(table.SSMax(), z, s=0.43) - row_weights(table.Softmax(), z)).abs().max() > 0.01
+    assert torch.allclose((z - 0.43 * math.log(50)).softmax(0), row_weights(opt.Softmax(), z))
+    assert (row_weights(opt.SSMax(), z, s=0.43) - row_weights(opt.Softmax(), z)).abs().max() > 0.01
 
 
 def test_published_mistake_padded_width_is_not_n():
     """The first queries of a wide row must see ln of their own few keys."""
-    scale = make_normalizer(table.SSMax(init=1.0), Shape(1, 16, WIDTH, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
+    scale = make_normalizer(opt.SSMax(init=1.0), Shape(1, 16, WIDTH, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 
 
 def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
-    assert [(n, tuple(p.shape)) for n, p in make_normalizer(table.SSMax(bias=True), Shape(5, 16, WIDTH, 64)).named_parameters()] == [
+    assert [(n, tuple(p.shape)) for n, p in make_normalizer(opt.SSMax(bias=True), Shape(5, 16, WIDTH, 64)).named_parameters()] == [
         ("s", (5,)),
         ("b", (5,)),
     ]
-    assert not list(make_normalizer(table.SSMax(scale="none"), Shape(5, 16, WIDTH, 64)).parameters())
+    assert not list(make_normalizer(opt.SSMax(scale="none"), Shape(5, 16, WIDTH, 64)).parameters())

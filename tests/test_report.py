@@ -13,7 +13,7 @@ import pytest
 from reported import SEQ_LEN, build_run, compared, edit, plain, write_evaluation
 from rich.console import Console
 
-from lm.attention.table import label as normalizer_label
+from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare
 from lm.report.html import write_report
@@ -220,7 +220,7 @@ def test_the_formula_is_that_of_the_options(tmp_path):
 
 def test_labels_tell_arms_apart(tmp_path):
     assert normalizer_label({"name": "ssmax", "scale": "none", "bias": False, "init": "match", "n": "visible"}) == "ssmax (scale=none)"
-    assert normalizer_label({"name": "ssmax", "init": 1.0, "bias": True}) == "ssmax (init=1.0, bias=true)"
+    assert normalizer_label({"name": "ssmax", "init": 1.0, "bias": True}) == "ssmax (bias=true, init=1.0)"
     assert normalizer_label({"name": "new", "temperature": 2}) == "new (temperature=2)"
     folders = [
         build_run(tmp_path, "a"),

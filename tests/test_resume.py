@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, lm
 from folders import alive, curve, differences, kill_after, losses, metrics, poison, same, weights
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.data.batches import TrainRows
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
@@ -58,16 +58,16 @@ KINDS = ("softmax", "relu2", "entmax15", "linear", "window", "forget", "p_n", "q
 def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
     """Every normalizer x scenario, as parameters `name` and `scenario`."""
     quick = [
-        (name, scenario) for name in table.ENTRIES for scenario in scenarios if name in SOME or (name in KINDS and scenario in RICHEST)
+        (name, scenario) for name in catalogue.ENTRIES for scenario in scenarios if name in SOME or (name in KINDS and scenario in RICHEST)
     ]
-    slow = [(name, scenario) for name in table.ENTRIES for scenario in scenarios if (name, scenario) not in quick]
+    slow = [(name, scenario) for name in catalogue.ENTRIES for scenario in scenarios if (name, scenario) not in quick]
     return pytest.mark.parametrize(("name", "scenario"), quick + [pytest.param(*cell, marks=pytest.mark.slow) for cell in slow])
 
 
 def rows(names: object = SOME) -> pytest.MarkDecorator:
     """Every normalizer as the parameter `name`; those not in `names` are slow."""
     return pytest.mark.parametrize(
-        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in table.ENTRIES]
+        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in catalogue.ENTRIES]
     )
 
 
@@ -124,7 +124,9 @@ RANKS = {"2 ranks": ([], (4,)), "2 ranks, dropout, accumulation": (["model.dropo
 
 
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param(tuple(name for name in table.ENTRIES if name not in SOME), marks=pytest.mark.slow)], ids=["some", "others"]
+    "names",
+    [SOME, pytest.param(tuple(name for name in catalogue.ENTRIES if name not in SOME), marks=pytest.mark.slow)],
+    ids=["some", "others"],
 )
 def test_two_ranks_resumed_are_bitwise_the_same(arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...]):
     """One torchrun makes all the runs: in one go, in one go again and then back to earlier checkpoints."""

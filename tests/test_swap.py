@@ -10,7 +10,8 @@ from conftest import lm as command
 from folders import curve, same, weights
 
 import lm
-from lm.attention import table
+from lm.attention import catalogue
+from lm.attention import options as opt
 from lm.attention.normalizer import Shape, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
@@ -30,13 +31,13 @@ from lm.training.optim import carry_over, make_optimizer, parameter_groups
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
-SSMAX_BIAS = table.SSMax(bias=True)
+SSMAX_BIAS = opt.SSMax(bias=True)
 
 
 def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
     """The tiny model with attention sharp enough to tell normalizers apart."""
     config = tiny().model
-    config.normalizer = normalizer or table.Softmax()
+    config.normalizer = normalizer or opt.Softmax()
     model = Decoder(config, 400, 32, seed)
     with torch.no_grad():
         for block in model.blocks:
@@ -50,19 +51,17 @@ def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
 @pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
 def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
     """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
-    new = make_normalizer(table.SSMax(init=0.7), Shape(3, 16, 32, length))
-    new.match(make_normalizer(table.Softmax(), Shape(3, 16, 32, length)))
+    new = make_normalizer(opt.SSMax(init=0.7), Shape(3, 16, 32, length))
+    new.match(make_normalizer(opt.Softmax(), Shape(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
-    new = make_normalizer(table.SSMax(), Shape(3, 16, 32, length))
-    new.match(make_normalizer(table.Softmax(), Shape(3, 16, 32, length)))
+    new = make_normalizer(opt.SSMax(), Shape(3, 16, 32, length))
+    new.match(make_normalizer(opt.Softmax(), Shape(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
     assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "old", [table.Softmax(), table.LogN(), table.SSMax(init=0.4), table.LogN(base=64.0), table.SSMax(init=0.3, bias=True)]
-)
-@pytest.mark.parametrize("new", [table.SSMax(), SSMAX_BIAS, table.SSMax(scale="none", bias=True), table.SSMax(n="sample")])
+@pytest.mark.parametrize("old", [opt.Softmax(), opt.LogN(), opt.SSMax(init=0.4), opt.LogN(base=64.0), opt.SSMax(init=0.3, bias=True)])
+@pytest.mark.parametrize("new", [opt.SSMax(), SSMAX_BIAS, opt.SSMax(scale="none", bias=True), opt.SSMax(n="sample")])
 def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, new: object):
     before, after = (make_normalizer(options, Shape(2, 16, 32, 256)) for options in (old, new))
     with torch.no_grad():
@@ -87,13 +86,13 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
             assert torch.equal(old.logits(tokens), new.logits(tokens))
 
 
-@pytest.mark.parametrize("start", table.ENTRIES)
+@pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
-    old = decoder(tiny, table.OPTIONS[start]())
+    old = decoder(tiny, catalogue.OPTIONS[start]())
     around = {name: value for name, value in old.state_dict().items() if not is_normalizer(name)}
-    for to in table.ENTRIES:
-        new = swapped(old, table.OPTIONS[to]())
-        assert new.config.normalizer == table.OPTIONS[to]()
+    for to in catalogue.ENTRIES:
+        new = swapped(old, catalogue.OPTIONS[to]())
+        assert new.config.normalizer == catalogue.OPTIONS[to]()
         assert same(around, {name: value for name, value in new.state_dict().items() if not is_normalizer(name)})
         assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
@@ -102,14 +101,14 @@ def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.Mo
     old = decoder(tiny)
     old.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(RunError, match=r"softmax can't become ssmax: they need other weights around them \(extra, 1 in all\)"):
-        swapped(old, table.SSMax())
+        swapped(old, opt.SSMax())
 
 
 # ---------------------------------------------------------------- the optimizer's state
 
 
 def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
-    old, new = decoder(tiny), decoder(tiny, table.SSMax())
+    old, new = decoder(tiny), decoder(tiny, opt.SSMax())
     optimizer = make_optimizer(old, tiny().optim)
     old.loss(Batch.of(torch.randint(400, (2, 33)))).backward()
     optimizer.step()
@@ -151,7 +150,7 @@ def test_kl_is_that_of_the_definition():
 
 def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch):
     old = decoder(tiny)
-    new = swapped(old, table.SSMax(init=1.0))
+    new = swapped(old, opt.SSMax(init=1.0))
     rows = held_out(40, rows=2)
     expected, seen = 0.0, []
     hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
@@ -170,7 +169,7 @@ def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatc
 
 def test_a_swap_is_measured_on_identical_tokens(tiny):
     old = decoder(tiny)
-    result = evaluate_swap(old, swapped(old, table.SSMax()), [held_out(32), held_out(64)], HERE)
+    result = evaluate_swap(old, swapped(old, opt.SSMax()), [held_out(32), held_out(64)], HERE)
     assert [one["length"] for one in result["lengths"]] == [32, 64]
     for one in result["lengths"]:
         tokens = torch.from_numpy(held_out(one["length"]).rows)
@@ -210,7 +209,7 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert [one["length"] for one in kept["lengths"]] == [32, 64, 128]
     assert {name for name in kept["parameters"]} == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
     loaded = load(out)
-    assert (loaded.config.name, loaded.config.model.normalizer, loaded.facts["step"]) == ("out", table.SSMax(), 40)
+    assert (loaded.config.name, loaded.config.model.normalizer, loaded.facts["step"]) == ("out", opt.SSMax(), 40)
     validation = json.loads((trained / "evaluations" / "validation.step-000040.json").read_text())["loss"]
     assert kept["lengths"][0]["loss_before"] == pytest.approx(validation, abs=1e-5)
     evaluated = command("eval", str(out))

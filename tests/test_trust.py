@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT
 
 import lm
-from lm.attention import table
+from lm.attention import catalogue
 from lm.config.data_config import DataConfig
 from lm.config.load import load as configured
 from lm.config.load import parse, to_yaml
@@ -292,7 +292,7 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path, claim: str):
     name, changes, words = CLAIMS[claim]
-    kind = {"position": Learned()} if name == "learned" else {"normalizer": table.OPTIONS[name]()}
+    kind = {"position": Learned()} if name == "learned" else {"normalizer": catalogue.OPTIONS[name]()}
     path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with pytest.raises(RunError, match=words):
@@ -309,10 +309,10 @@ def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
         lm.load(path)
 
 
-@pytest.mark.parametrize("name", table.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_every_model_fits_its_own_weights(name: str):
     for kind in ({}, {"tied": True, "bias": True, "norm": "layer", "qk_norm": True}):
-        model = ModelConfig(**TINY, normalizer=table.OPTIONS[name](), **kind)
+        model = ModelConfig(**TINY, normalizer=catalogue.OPTIONS[name](), **kind)
         assert misfit(model, 300, 32, Decoder(model, 300, 32).state_dict()) == ""
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import fused_softmax, without_autocast
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, logits
@@ -32,7 +32,7 @@ class Window(Normalizer):
     A row is cut into blocks of w queries, which look at their own block and the one before: O(T w) time and memory on the fused kernel.
     """
 
-    options: table.Window
+    options: options.Window
 
     def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         near = rows.visible() & (rows.distance() < self.options.size)
@@ -75,7 +75,7 @@ class ScaleInvariant(Normalizer):
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
     """
 
-    options: table.ScaleInvariant
+    options: options.ScaleInvariant
 
     def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         visible = rows.visible()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import without_autocast
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer
@@ -27,7 +27,7 @@ class Linear(Normalizer):
     g = 1 - 2^(-5 - h) for heads h = 0 ... H - 1 (RetNet, arXiv 2307.08621).
     """
 
-    options: table.Linear
+    options: options.Linear
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """phi(q), phi(k)."""

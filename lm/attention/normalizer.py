@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention.catalogue import ENTRIES
 from lm.attention.kernels import by_query_blocks, without_autocast
 from lm.attention.layout import Rows
+from lm.attention.options import Options
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Normalizer(nn.Module, ABC):
     """Base of every normalizer; one instance per layer, its parameters per head.
 
     Args:
-        options: the entry's options (`lm.attention.table`).
+        options: the entry's options (`lm.attention.options`).
         shape: of the layer.
     """
 
-    def __init__(self, options: object, shape: Shape):
+    def __init__(self, options: Options, shape: Shape):
         super().__init__()
         self.options, self.shape = options, shape
         self.initialise()
@@ -114,6 +115,6 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
 
 
-def make_normalizer(options: object, shape: Shape) -> Normalizer:
+def make_normalizer(options: Options, shape: Shape) -> Normalizer:
     """The normalizer that `options` (a row of the table) describes."""
-    return table.ENTRIES[options.name].load()(options, shape)
+    return ENTRIES[options.name].load()(options, shape)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import SMALLEST_SUM, Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, logits
@@ -60,7 +60,7 @@ class PointwiseNormalizer(Normalizer):
 class Relu2Normalizer(PointwiseNormalizer):
     """relu(z)^2 / n, GAU's (arXiv 2202.10447); or relu(q.k / n)^2; or normalised by its sum (Su, kexue.fm 9019)."""
 
-    options: table.Relu2
+    options: options.Relu2
     f = Relu2()
 
     def factor(self, rows: Rows) -> Tensor | None:
@@ -73,7 +73,7 @@ class Relu2Normalizer(PointwiseNormalizer):
 class ReluNormalizer(PointwiseNormalizer):
     """relu(z) / n, arXiv 2309.08586."""
 
-    options: table.Relu
+    options: options.Relu
     f = Relu()
 
     def factor(self, rows: Rows) -> Tensor:
@@ -83,7 +83,7 @@ class ReluNormalizer(PointwiseNormalizer):
 class SigmoidNormalizer(PointwiseNormalizer):
     """sigmoid(z - ln n + b), arXiv 2409.04431; b, from 0, is learned per layer and head if asked."""
 
-    options: table.Sigmoid
+    options: options.Sigmoid
     f = Sigmoid()
 
     def initialise(self) -> None:

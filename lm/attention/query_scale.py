@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import fused_softmax, without_autocast
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, logits
@@ -61,7 +61,7 @@ class SSMax(QueryScale):
     at the given number; b, if any, at 0. `scale: none` fixes s = 1.
     """
 
-    options: table.SSMax
+    options: options.SSMax
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)
@@ -107,7 +107,7 @@ class SSMax(QueryScale):
 class AtBase(QueryScale):
     """A factor that is 1 at n = m, the option `base` (`train`: the training length)."""
 
-    options: table.LogN | table.InfoScale | table.YaRN
+    options: options.LogN | options.InfoScale | options.YaRN
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)
@@ -123,7 +123,7 @@ class LogN(AtBase):
     `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
     """
 
-    options: table.LogN
+    options: options.LogN
 
     def scale(self, rows: Rows) -> Tensor:
         scale = self.row_length(rows).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
@@ -136,7 +136,7 @@ class SqrtLogN(QueryScale):
     c starts at 1 / mean sqrt(2 ln n) over a training row.
     """
 
-    options: table.SqrtLogN
+    options: options.SqrtLogN
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)
@@ -154,7 +154,7 @@ class SqrtLogN(QueryScale):
 class Llama4(QueryScale):
     """softmax(z (1 + a ln(1 + floor((position + 1) / f)))): Llama 4's attention temperature tuning."""
 
-    options: table.Llama4
+    options: options.Llama4
 
     def scale(self, rows: Rows) -> Tensor:
         steps = torch.floor((rows.positions + 1).float() / self.options.floor_scale)
@@ -167,7 +167,7 @@ class YaRN(AtBase):
     The temperature alone; RoPE's frequencies are a matter of evaluation.
     """
 
-    options: table.YaRN
+    options: options.YaRN
 
     def scale(self, rows: Rows) -> Tensor:
         return (0.1 * (self.row_length(rows) / self.base).clamp(min=1.0).log() + 1).square().unsqueeze(-2)
@@ -176,7 +176,7 @@ class YaRN(AtBase):
 class InfoScale(AtBase):
     """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))), D the head size: arXiv 2501.08570. Equal to softmax at n = m."""
 
-    options: table.InfoScale
+    options: options.InfoScale
 
     def scale(self, rows: Rows) -> Tensor:
         power = -2 / self.shape.head_size
@@ -194,7 +194,7 @@ class Cosine(QueryScale):
     The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D) (our choice).
     """
 
-    options: table.Cosine
+    options: options.Cosine
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)
@@ -260,7 +260,7 @@ class QASSMax(Normalizer):
     by a layer's heads but for B's output, one a head and dimension.
     """
 
-    options: table.QASSMax
+    options: options.QASSMax
 
     def initialise(self) -> None:
         self.row_length = RowLength(self.options.n)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import fused_softmax
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, logits
@@ -19,7 +19,7 @@ class Sink(Normalizer):
     softmax times sigmoid(lse - b).
     """
 
-    options: table.Sink
+    options: options.Sink
 
     def initialise(self) -> None:
         self.b = nn.Parameter(torch.full((self.shape.n_head,), self.options.init))

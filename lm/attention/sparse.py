@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention import table
+from lm.attention import options
 from lm.attention.kernels import without_autocast
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, logits
@@ -59,7 +59,7 @@ class ASEntmax(Entmax15):
     w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n.
     """
 
-    options: table.ASEntmax
+    options: options.ASEntmax
 
     def initialise(self) -> None:
         self.w_b = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from lm.attention import table
 from lm.config.data_config import (
     ENCODINGS,
     END_OF_TEXT,
@@ -63,8 +62,7 @@ def check(config: Config) -> list[Problem]:
             rotated_dims(head_size, model.position.fraction) == 0,
             "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
         )  # fmt: skip
-    problems += table.check(model.normalizer, "model.normalizer")
-    listed = len(model.normalizer.of) if isinstance(model.normalizer, table.Layers) else 0
+    listed = len(model.normalizer.parts())
     problem(
         listed > model.n_layer, "model.normalizer", f"{listed} normalizers",
         f"lists more than the {model.n_layer} layers of model.n_layer", "shorten the list: it is repeated over the layers",
@@ -157,8 +155,7 @@ def check_settings(config: Config, where: str, settings: list[LongSetting]) -> l
     model, problems = config.model, []
     if not settings or len(set(settings)) < len(settings):
         problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
-    normalizers = [phase.normalizer for phase in config.plan]
-    used = {getattr(one, "name", "") for some in normalizers for one in (some.of if isinstance(some, table.Layers) else [some])}
+    used = {one.name for phase in config.plan for one in phase.normalizer.parts()}
     for index, setting in enumerate(settings):
         if setting.rope.name != "as_trained" and not isinstance(model.position, Rope):
             reason = f"model.position = {model.position.name} has no RoPE to scale"
@@ -258,7 +255,6 @@ def check_phases(config: Config) -> list[Problem]:
     phases, ends = config.phases, config.phase_ends
     for index, phase in enumerate(phases):
         where = f"phases[{index}]"
-        problems += table.check(phase.normalizer, f"{where}.normalizer")
         start = ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
             problems.append(Problem(f"{where}.until", phase.until, f"is not after phases[{index - 1}].until = {phases[index - 1].until}"))

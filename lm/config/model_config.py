@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention import table
+from lm.attention.catalogue import OPTIONS
+from lm.attention.options import Options
 from lm.schema import key, variant
-
-AnyNormalizer = object  # one of the options in lm.attention.table
 
 
 @dataclass
@@ -58,7 +57,7 @@ class ModelConfig:
     mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     position: Rope | Learned | NoPosition = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
-    normalizer: AnyNormalizer = variant(table.OPTIONS, "softmax", "how attention scores become weights")
+    normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights")
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     tied: bool = key(False, "one matrix for embedding and head")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention import table
-from lm.config.model_config import AnyNormalizer
+from lm.attention.catalogue import OPTIONS
+from lm.attention.options import Options
 from lm.schema import key, variant
 
 
@@ -52,7 +52,7 @@ class Phase:
     """A part of training with a normalizer of its own; at its start the normalizers are swapped, all else goes on."""
 
     until: float = key(1.0, "where the phase ends, as a share of trainer.max_steps; 1 for the last", gt=0, le=1)
-    normalizer: AnyNormalizer = variant(table.OPTIONS, "softmax", "how attention scores become weights, in this phase")
+    normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
     warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters alone", ge=0)
 
 

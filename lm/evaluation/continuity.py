@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from lm.attention import table
 from lm.attention.layout import Rows
 from lm.config.model_config import Learned
 from lm.config.tree import Config
@@ -21,7 +20,7 @@ from lm.evaluation.statistics import groups_of, paired_difference, unit_resample
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device, over_ranks, undisturbed
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 DRIFT_ROWS = 4  # of each length whose attention weights are compared
 DRIFT_WEIGHTS = 2**24  # attention weights held at a time
@@ -84,7 +83,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
             }
         )
     parameters = {name: [round(x, 6) for x in p.flatten().tolist()] for name, p in new.named_parameters() if is_normalizer(name)}
-    names = {key: table.label(to_plain(model.config.normalizer)) for key, model in (("from", old), ("to", new))}
+    names = {key: model.config.normalizer.label() for key, model in (("from", old), ("to", new))}
     return {"kind": "swap", **names, "seq_len": old.seq_len, "parameters": parameters, "lengths": lengths}
 
 

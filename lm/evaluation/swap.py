@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from lm.attention import table
+from lm.attention.catalogue import OPTIONS
 from lm.config.load import merge, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
@@ -45,7 +45,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         config = _swapped_config(loaded, to, init, out, overrides)
         old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
         if init == "fit" and not count_parameters(new)["normalizer"]:
-            label = table.label(to_plain(new.config.normalizer))
+            label = new.config.normalizer.label()
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         trained = {**loaded.environment, "data_fingerprint": loaded.facts["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
@@ -53,7 +53,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         where = open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
-        facts["normalizer"] = table.label(to_plain(old.config.normalizer))
+        facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
@@ -71,14 +71,14 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
     """The configuration of the new run folder."""
     changes = only(("model.normalizer", *OVERRIDABLE), overrides, "a swap")
-    if to not in table.OPTIONS:
-        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, table.OPTIONS)
+    if to not in OPTIONS:
+        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, OPTIONS)
         raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)])
     set_by_hand = changes.get("model", {}).get("normalizer", {})
     if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
         raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": to}
-    starts = "init" in table.OPTIONS[to].__dataclass_fields__
+    starts = "init" in OPTIONS[to].__dataclass_fields__
     if init is not None and not starts:
         raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
     if init is not None and "init" in set_by_hand:

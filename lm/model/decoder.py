@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lm.attention.kernels import by_documents
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
-from lm.attention.table import of_layer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, Rope
 from lm.data.batches import Batch
@@ -77,9 +76,7 @@ class AttentionBase(nn.Module):
         size = config.head_size
         self.q_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(
-            of_layer(config.normalizer, layer), Shape(config.n_head, size, config.n_embd, seq_len)
-        )
+        self.normalizer: Normalizer = make_normalizer(config.normalizer.of_layer(layer), Shape(config.n_head, size, config.n_embd, seq_len))
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), made from x (B, T, C), T the new tokens."""

@@ -5,24 +5,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lm.attention import table
+from lm.attention.options import Options
 from lm.data.batches import Batch
 from lm.errors import RunError
 from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
-from lm.schema import to_plain
 
 FIT_EPOCHS, FIT_LR = 8, 0.02
 
 
 @torch.no_grad()
-def swapped(old: Decoder, normalizer: object) -> Decoder:
+def swapped(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
     The new normalizer has its first values for the old decoder's training length, or those that its `match` gives.
 
     Args:
-        normalizer: the new entry's options (`lm.attention.table`).
+        normalizer: the new entry's options (`lm.attention.options`).
 
     Raises:
         RunError: the two need other parameters around them, each named.
@@ -31,7 +30,7 @@ def swapped(old: Decoder, normalizer: object) -> Decoder:
     kept, wanted = ({name: p.shape for name, p in one.named_parameters() if not is_normalizer(name)} for one in (old, new))
     unlike = [name for name in {**kept, **wanted} if kept.get(name) != wanted.get(name)]
     if unlike:
-        before, after = (table.label(to_plain(one.config.normalizer)) for one in (old, new))
+        before, after = (one.config.normalizer.label() for one in (old, new))
         raise RunError(
             f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
         )

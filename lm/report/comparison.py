@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.config.task_config import task_names
 from lm.errors import RunError
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
@@ -196,7 +196,7 @@ def arm_label(run: RunRecord) -> str:
     (_, first), *later = run.phases
     if run.config.get("init_from"):  # the weights that it started from have replaced the first values
         first = {key: value for key, value in first.items() if key != "init"}
-    names = [table.label(first), *(f"{table.label(normalizer)} at step {step}" for step, normalizer in later)]
+    names = [catalogue.label(first), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later)]
     before = run.measured("swap.normalizer")
     return " -> ".join([f"{before}", f"{names[0]} after training (init {run.measured('swap.init')})"] if before else names)
 

@@ -10,7 +10,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from lm.attention import table
+from lm.attention import catalogue
 from lm.files import replacing
 from lm.report.comparison import Comparison, asked, compare, lengths_asked, printable, seeds_shown, show, ways_used
 from lm.report.plots import Overview, overview
@@ -154,8 +154,8 @@ def describe_normalizer(run: RunRecord) -> str:
 
 
 def _described(options: dict[str, Plain]) -> str:
-    entry = table.ENTRIES.get(options["name"])
-    parts = [table.formula(options) + (f" ({entry.source})" if entry else "")]
+    entry, known = catalogue.ENTRIES.get(options["name"]), catalogue.read(options)
+    parts = [(known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")]
     parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
     n = str(options.get("n", ""))
     meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the row or document", "": ""}

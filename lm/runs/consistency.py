@@ -4,7 +4,6 @@ from pathlib import Path
 
 import yaml
 
-from lm.attention import table
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.data.sequence_lengths import Curriculum
@@ -74,9 +73,9 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
         where = f"phases[{index}]" if config.phases else "model"
         if index >= len(config.plan):
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
-        ours, theirs = (table.label(to_plain(plan[index].normalizer)) for plan in (config.plan, trained.plan))
+        ours, theirs = (plan[index].normalizer.label() for plan in (config.plan, trained.plan))
         if config.plan[index].normalizer != trained.plan[index].normalizer:
-            to = table.arguments(to_plain(config.plan[index].normalizer))
+            to = config.plan[index].normalizer.arguments()
             remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
         if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 import lm
-from lm.attention import table
 from lm.config.model_config import GAUBlock, ModelConfig, Rope
 from lm.config.tree import Config
 from lm.data.batches import train_rows
@@ -20,7 +19,7 @@ from lm.data.store import Store
 from lm.model.cross_entropy import chunk_rows
 from lm.model.decoder import Decoder, count_parameters, flops_per_token, mlp_width
 from lm.model.device import Choice
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 
 def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
@@ -73,7 +72,7 @@ def _normalizer(decoder: Decoder) -> str:
     found = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
-        found.append(f"{options.name}: {table.formula(to_plain(options))}" + (f"; {words}" if words else ""))
+        found.append(f"{options.name}: {options.formula()}" + (f"; {words}" if words else ""))
     if len(set(found)) == 1:
         return found[0]
     return "  |  ".join(
@@ -111,7 +110,7 @@ def _block(model: ModelConfig) -> str:
 def _phases(config: Config, phase: int) -> str:
     """Each phase's normalizer and last step, the present one marked."""
     ends = zip(config.phases, config.phase_ends, strict=True)
-    names = [f"{table.label(to_plain(one.normalizer))} to step {end:,}" for one, end in ends]
+    names = [f"{one.normalizer.label()} to step {end:,}" for one, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 

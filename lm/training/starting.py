@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lm.attention import table
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
@@ -149,7 +148,7 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
         "path": str(loaded.path),
         "step": loaded.facts["step"],
         "tokens": loaded.facts["tokens"],
-        "normalizer": table.label(to_plain(loaded.decoder.config.normalizer)),
+        "normalizer": loaded.decoder.config.normalizer.label(),
         "arm": arm(*source),
         "seeds": list(seeds(*source)),
     }
@@ -162,13 +161,13 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
 def _normalizer_problems(config: Config, decoder: object, loaded: object) -> list[Problem]:
     """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
     models = decoder, loaded.decoder
-    labels = [table.label(to_plain(model.config.normalizer)) for model in models]
+    labels = [model.config.normalizer.label() for model in models]
     where = "phases[0].normalizer" if config.phases else "model.normalizer"
     for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
         settled = {"init", *ours.constants()}  # first values are replaced; constants are compared by what they come to
         plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
         if plain[0] != plain[1]:
-            to = table.arguments(to_plain(config.plan[0].normalizer))
+            to = config.plan[0].normalizer.arguments()
             remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
         before = theirs.constants()
@@ -191,8 +190,8 @@ def check_train_only(config: Config, decoder: object) -> None:
 
     shape = decoder.normalizers()[0].shape
     for index, phase in enumerate(config.plan):
-        made = (make_normalizer(table.of_layer(phase.normalizer, layer), shape) for layer in range(config.model.n_layer))
+        made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
         if not any(True for normalizer in made for _ in normalizer.parameters()):
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
-            reason = f"{table.label(to_plain(phase.normalizer))} has no parameters to train ({where})"
+            reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
