@@ -53,8 +53,8 @@ def differences(a: Path, b: Path) -> list[str]:
     one, other = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
     if not same(one["state_dict"], other["state_dict"]):
         found.append("weights")
-    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
-    if states[0].keys() != states[1].keys() or not all(same(states[0][index], states[1][index]) for index in states[0]):
+    states = [checkpoint["optimizer"] for checkpoint in (one, other)]
+    if states[0].keys() != states[1].keys() or not all(same(states[0][name], states[1][name]) for name in states[0]):
         found.append("optimizer state")
     facts = ("step", "phase", "best", "skipped", "skipped_in_a_row", "nll_since_line", "targets_since_line")
     if [one["lm"][key] for key in facts] != [other["lm"][key] for key in facts]:

@@ -41,11 +41,12 @@ def test_resolved_yaml_gives_the_same_configuration_back():
 
 
 def test_overrides_win_over_files_and_files_over_their_bases(tmp_path: Path):
-    (tmp_path / "base.yaml").write_text("optim: {lr: 0.1, beta1: 0.5}\nseed: 3\n")
+    (tmp_path / "base.yaml").write_text("optim: {lr: 0.1, optimizer: {beta1: 0.5}}\nseed: 3\n")
     (tmp_path / "child.yaml").write_text("base: base.yaml\noptim: {lr: 0.2}\n")
     (tmp_path / "other.yaml").write_text("seed: 4\n")
-    config = load([str(tmp_path / "child.yaml"), str(tmp_path / "other.yaml"), "optim.beta2=0.9"])
-    assert (config.optim.lr, config.optim.beta1, config.optim.beta2, config.seed, config.name) == (0.2, 0.5, 0.9, 4, "child")
+    config = load([str(tmp_path / "child.yaml"), str(tmp_path / "other.yaml"), "optim.optimizer.beta2=0.9"])
+    optimizer = config.optim.optimizer
+    assert (config.optim.lr, optimizer.beta1, optimizer.beta2, config.seed, config.name) == (0.2, 0.5, 0.9, 4, "child")
 
 
 def test_all_problems_are_reported_at_once_with_path_value_and_remedy():

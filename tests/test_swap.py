@@ -27,7 +27,7 @@ from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
-from lm.training.optim import carry_over, make_optimizer, parameter_groups
+from lm.training.optimizers import after_swap, load_named_state, make_optimizer, named_state
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
@@ -112,18 +112,16 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
     optimizer = make_optimizer(old, tiny().optim)
     old.loss(Batch.of(torch.randint(400, (2, 33)))).backward()
     optimizer.step()
-    state = carry_over(optimizer.state_dict(), parameter_groups(old), parameter_groups(new))
+    state = named_state(optimizer)
     fresh = make_optimizer(new, tiny().optim)
-    fresh.load_state_dict(state)
+    load_named_state(fresh, after_swap(state))
     before, after = (dict(model.named_parameters()) for model in (old, new))
     for name, parameter in after.items():
         if is_normalizer(name):
             assert not fresh.state[parameter]
         else:
             assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
-    back = carry_over(fresh.state_dict(), parameter_groups(new), parameter_groups(old))
-    assert back["state"].keys() == optimizer.state_dict()["state"].keys()
-    assert back["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert after_swap(named_state(fresh)).keys() == state.keys()
 
 
 # ---------------------------------------------------------------- measuring a swap
@@ -314,9 +312,7 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     assert curve(swapped_run, "lr") == curve(plain, "lr")
     boundary = load_checkpoint(swapped_run / "checkpoints" / "step-000004.ckpt")
     assert (boundary["lm"]["phase"], len(weights(swapped_run, "step-000004.ckpt"))) == (0, len(weights(plain)))
-    groups = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer_states"][0]["param_groups"]
-    assert groups[2]["lr"] == pytest.approx(groups[0]["lr"] / 4)  # a quarter of the new parameters' own warm-up
-    state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer_states"][0]["state"]
+    state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer"]
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
     kept = json.loads((swapped_run / "evaluations" / "swap.step-000004.json").read_text())

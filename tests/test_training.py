@@ -11,14 +11,12 @@ from conftest import lm
 from folders import curve, losses, metrics, poison, same, weights
 
 from lm.config.load import parse
-from lm.config.training_config import WSD, Constant, Cosine, LogConfig, OptimConfig
+from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, RunError
-from lm.model.decoder import Decoder
 from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import cut_back, wandb_mode
 from lm.training.module import TrainModule
-from lm.training.optim import lr_factor, make_optimizer
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
@@ -159,25 +157,6 @@ def test_steps_that_are_never_finite_stop_the_run_after_all(tiny, monkeypatch: p
 
 
 # ---------------------------------------------------------------- parts
-
-
-def test_learning_rate_follows_the_schedule():
-    optim = OptimConfig(warmup_steps=10, schedule=Cosine(final_fraction=0.1))
-    assert [lr_factor(step, optim, 110) for step in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
-    optim.schedule = Constant()
-    assert [lr_factor(step, optim, 110) for step in (4, 10, 109)] == pytest.approx([0.5, 1, 1])
-    optim.schedule = WSD(decay_fraction=0.5, final_fraction=0.0)
-    assert [lr_factor(step, optim, 100) for step in (10, 50, 75, 100)] == pytest.approx([1, 1, 0.5, 0])
-
-
-def test_weight_decay_is_on_matrices_only(tiny):
-    decoder = Decoder(tiny("model.normalizer={name: ssmax, bias: true}", "model.bias=true", "model.norm=layer").model, 400, 32)
-    decayed, free, normalizers = make_optimizer(decoder, OptimConfig(weight_decay=0.3)).param_groups
-    assert (decayed["weight_decay"], free["weight_decay"], normalizers["weight_decay"]) == (0.3, 0.0, 0.0)
-    assert {p.dim() for p in decayed["params"]} == {2}
-    assert {p.dim() for p in free["params"]} == {1}
-    assert len(normalizers["params"]) == 2 * 2  # s and b of each layer
-    assert sum(len(group["params"]) for group in (decayed, free, normalizers)) == len(list(decoder.parameters()))
 
 
 def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):

@@ -112,7 +112,7 @@ def flip_member(path: Path, name: str) -> None:
 
 MEMBERS = {
     "data/0": "embedding.weight",
-    "data/16": r"optimizer_states\.0\.state\.0\.exp_avg",
+    "data/16": r"optimizer\.blocks\.0\.attention\.qkv\.weight\.exp_avg",
     "data.pkl": "data.pkl",
     "byteorder": "byteorder",
 }
@@ -218,6 +218,32 @@ def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].update(entry))
     with pytest.raises(RunError, match=r"last\.ckpt: its `state_dict` must hold tensors by their names"):
         lm.load(run)
+
+
+def first(content: dict) -> dict[str, torch.Tensor]:
+    """What the optimizer of a checkpoint keeps of the first attention."""
+    return content["optimizer"]["blocks.0.attention.qkv.weight"]
+
+
+MISFITS = {
+    "shape": (
+        lambda content: first(content).update(exp_avg=torch.zeros(3)),
+        r"exp_avg has shape \(3,\), .* implies \(96, 32\)",
+    ),
+    "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
+    "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not stored as a whole"),
+    "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
+    "other moment": (lambda content: first(content).update(momentum=torch.zeros(96, 32)), "momentum is nothing the optimizer keeps"),
+    "parameter": (lambda content: content["optimizer"].pop("norm.weight"), r"norm\.weight is missing"),
+    "other parameter": (lambda content: content["optimizer"].update({"norm.bias": {}}), r"norm\.bias is not trained"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, misfit: str):
+    change, words = MISFITS[misfit]
+    rewritten(run / "checkpoints" / "last.ckpt", change)
+    refuses(use, "resume", run, rf"last\.ckpt: the optimizer's state and configuration don't fit: .*{words}")
 
 
 # ---------------------------------------------------------------- configurations are data

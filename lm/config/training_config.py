@@ -1,11 +1,12 @@
 """The keys of `optim`, `phases`, `trainer` and `log`: how a model is trained."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
-from lm.schema import key, variant
+from lm.schema import key, section, variant
 
 
 @dataclass
@@ -14,6 +15,10 @@ class Constant:
 
     name: ClassVar[str] = "constant"
 
+    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        """Learning rate of optimizer step `step` (0-based, after warm-up), as a fraction of the peak."""
+        return 1.0
+
 
 @dataclass
 class Cosine:
@@ -21,6 +26,11 @@ class Cosine:
 
     name: ClassVar[str] = "cosine"
     final_fraction: float = key(0.1, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
+
+    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        """As `Constant.factor`."""
+        progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 @dataclass
@@ -31,13 +41,50 @@ class WSD:
     decay_fraction: float = key(0.2, "share of all steps that decays", gt=0, le=1)
     final_fraction: float = key(0.0, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
 
+    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        """As `Constant.factor`."""
+        decay_steps = max(1, round(self.decay_fraction * max_steps))
+        return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
+
+
+@dataclass
+class AdamW:
+    """AdamW, arXiv 1711.05101."""
+
+    name: ClassVar[str] = "adamw"
+    beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; never on norms, biases or normalizers", ge=0)
+
+
+OPTIMIZERS = {v.name: v for v in (AdamW,)}  # each has a builder in lm.training.optimizers
+
+
+@dataclass
+class Group:
+    """What a group of parameters has of its own."""
+
+    lr_factor: float = key(1.0, "the group's learning rate, in learning rates of the schedule", ge=0)
+    weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
+
+
+@dataclass
+class Groups:
+    """Each trained parameter is in one of these."""
+
+    matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
+    embedding: Group = section(Group, "tokens' vectors (a tied head, too) and learned positions")
+    head: Group = section(Group, "the output matrix")
+    vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
+    normalizer: Group = section(Group, "all parameters of normalizers")
+
 
 @dataclass
 class OptimConfig:
-    lr: float = key(1e-3, "peak learning rate of AdamW", gt=0)
-    beta1: float = key(0.9, "AdamW's first moment decay", ge=0, lt=1)
-    beta2: float = key(0.95, "AdamW's second moment decay", ge=0, lt=1)
-    weight_decay: float = key(0.1, "on parameters of rank 2 and more; never on norms, biases or normalizers", ge=0)
+    lr: float = key(1e-3, "peak learning rate", gt=0)
+    optimizer: AdamW = variant(OPTIMIZERS, "adamw", "how gradients become updates")
+    groups: Groups = section(Groups, "learning rates and weight decay of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it"
@@ -45,6 +92,11 @@ class OptimConfig:
     warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
     schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2)
+
+    def lr_at(self, step: int, max_steps: int) -> float:
+        """Learning rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak: step 0 has lr / warmup_steps."""
+        factor = (step + 1) / self.warmup_steps if step < self.warmup_steps else self.schedule.factor(step, self.warmup_steps, max_steps)
+        return self.lr * factor
 
 
 @dataclass

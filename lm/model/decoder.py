@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -107,6 +108,7 @@ class Attention(AttentionBase):
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
         self.n_head = config.n_head
+        self.fused = {"qkv": {"q": config.n_embd, "k": config.n_embd, "v": config.n_embd}}
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
@@ -125,14 +127,14 @@ class GAU(AttentionBase):
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
         e, s = int(config.block.expansion * config.n_embd), config.head_size
-        self.sizes = (e, e, s)
+        self.fused = {"uvz": {"u": e, "v": e, "z": s}}
         self.uvz = nn.Linear(config.n_embd, 2 * e + s, bias=config.bias)
         self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.out = nn.Linear(e, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        u, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
+        u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
         return self.out(u * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
@@ -144,6 +146,7 @@ class MLP(nn.Module):
         super().__init__()
         self.kind = config.mlp
         hidden = mlp_width(config)
+        self.fused = {"up": {"gate": hidden, "value": hidden}} if self.kind == "swiglu" else {}
         self.up = nn.Linear(config.n_embd, hidden * (2 if self.kind == "swiglu" else 1), bias=config.bias)
         self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
@@ -289,6 +292,19 @@ class Decoder(nn.Module):
 def is_normalizer(parameter: str) -> bool:
     """True for the name of a normalizer's parameter."""
     return ".normalizer." in parameter
+
+
+def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
+    """Rows of each fused matrix that are one projection each, by its name: {"q", "k", "v": ...} of an `attention.qkv.weight`.
+
+    For optimizers that treat them apart. A module that fuses projections says so in `fused`: {its layer: {projection: rows}}, in order.
+    """
+    found = {}
+    for name, module in decoder.named_modules():
+        for layer, sizes in getattr(module, "fused", {}).items():
+            ends = accumulate(sizes.values())
+            found[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, ends, strict=True)}
+    return found
 
 
 def mlp_width(config: ModelConfig) -> int:

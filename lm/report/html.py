@@ -182,10 +182,20 @@ def methods(comparison: Comparison) -> str:
         f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
         f"without embeddings) with the attention normalizer {comparison.arms[0].label}. "
     )
+
+    usual = {"lr_factor": 1.0, "weight_decay": None}  # of a group of parameters
+    options = dict.fromkeys(
+        path
+        for run in runs
+        for path, value in run.flat.items()
+        if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
+        or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
+    )
+    named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
     text += (
-        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in rows of {key('data.seq_len')}, AdamW "
-        f"(peak learning rate {key('optim.lr')}, betas {key('optim.beta1')} and {key('optim.beta2')}, weight decay "
-        f"{key('optim.weight_decay')}, gradients clipped at norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
+        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in rows of {key('data.seq_len')}, "
+        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {', '.join(named)}, gradients clipped at norm "
+        f"{key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
         f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
         f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}. "
     )

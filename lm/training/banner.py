@@ -13,6 +13,7 @@ import torch
 
 import lm
 from lm.config.model_config import GAUBlock, ModelConfig, Rope
+from lm.config.training_config import Groups
 from lm.config.tree import Config
 from lm.data.batches import train_rows
 from lm.data.store import Store
@@ -20,6 +21,7 @@ from lm.model.cross_entropy import chunk_rows
 from lm.model.decoder import Decoder, count_parameters, flops_per_token, mlp_width
 from lm.model.device import Choice
 from lm.schema import Plain
+from lm.training.optimizers import parameter_groups
 
 
 def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
@@ -57,6 +59,8 @@ def banner(
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
         **({"tasks": ", ".join(f"{share.task.name} {share.weight:.0%}" for share in data.tasks)} if data.tasks else {}),
         "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
+        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
+        **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
         **({"rows of": _lengths(store, config)} if data.lengths else {}),
         **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about "
@@ -77,6 +81,20 @@ def _normalizer(decoder: Decoder) -> str:
         return found[0]
     return "  |  ".join(
         f"layers {', '.join(str(i) for i, one in enumerate(found) if one == text)}: {text}" for text in dict.fromkeys(found)
+    )
+
+
+def _options(options: object) -> str:
+    """A variant's name and options."""
+    return ", ".join([options.name, *(f"{name} = {value:g}" for name, value in vars(options).items())])
+
+
+def _groups(config: Config, decoder: Decoder) -> str:
+    """Size, learning rate and weight decay of each group of parameters."""
+    return "; ".join(
+        f"{group['name']} {sum(p.numel() for _, p in group['params']):,} parameters, "
+        f"lr x {getattr(config.optim.groups, group['name']).lr_factor:g}, weight decay {group['weight_decay']:g}"
+        for group in parameter_groups(decoder, config.optim)
     )
 
 

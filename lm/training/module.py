@@ -13,11 +13,11 @@ from lm.data.batches import Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.model.cross_entropy import IGNORED
-from lm.model.decoder import Decoder, is_normalizer
+from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import FORMAT, bare_weights, is_saved
 from lm.runs.folder import CHECKPOINTS
-from lm.training.optim import carry_over, lr_factor, make_optimizer, parameter_groups
+from lm.training.optimizers import State, after_swap, freeze, load_named_state, make_optimizer, named_state, set_rates
 
 
 class TrainModule(L.LightningModule):
@@ -42,7 +42,8 @@ class TrainModule(L.LightningModule):
     ):
         super().__init__()
         self.config, self.phase, self.store, self.decoder = config, phase, store, decoder
-        self._freeze(decoder)
+        freeze(decoder, config.train_only)
+        self.optimizer_state: State = {}  # to go on from
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
         self.loss_sum = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss  # a graph for each row length
         if compiled:
@@ -92,15 +93,8 @@ class TrainModule(L.LightningModule):
         return nll * (self.accumulation * self.trainer.world_size / self.step_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the learning rates: functions of the step alone, so that a schedule has no state to restore."""
-        optim = self.config.optim
-        self.last_lr = optim.lr * lr_factor(self.global_step, optim, self.config.trainer.max_steps)
-        *others, normalizers = optimizer.param_groups
-        for group in others:
-            group["lr"] = self.last_lr
-        start = self.config.phase_ends[self.phase - 1] if self.phase else 0
-        warmup = self.config.plan[self.phase].warmup_steps
-        normalizers["lr"] = self.last_lr * min(1.0, (self.global_step - start + 1) / max(1, warmup))
+        """Set the learning rates."""
+        self.last_lr = set_rates(optimizer, self.config, self.phase, self.global_step)
 
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -165,8 +159,11 @@ class TrainModule(L.LightningModule):
         return mean
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; `on_before_optimizer_step` sets its learning rates."""
-        return make_optimizer(self.decoder, self.config.optim)
+        """The optimizer with the state of the checkpoint that training goes on from; `on_before_optimizer_step` sets its learning rates."""
+        optimizer = make_optimizer(self.decoder, self.config.optim)
+        load_named_state(optimizer, self.optimizer_state)
+        self.optimizer_state = {}
+        return optimizer
 
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Go on from a checkpoint: of this phase as it is, of the one before with the normalizers swapped."""
@@ -176,6 +173,7 @@ class TrainModule(L.LightningModule):
         self.best = best if best and is_saved(self.config.run_folder / CHECKPOINTS, best["step"]) else None
         self.elapsed_s = facts["elapsed_s"]
         self.nll_since_line, self.targets_since_line = facts["nll_since_line"], facts["targets_since_line"]
+        self.optimizer_state, checkpoint["optimizer_states"] = checkpoint["optimizer"], []
         if facts["phase"] != self.phase:
             self._swap(checkpoint)
         # Count Lightning's micro-batches anew: the resumed run may split a step otherwise (micro_batch, devices).
@@ -184,24 +182,19 @@ class TrainModule(L.LightningModule):
         for counts in (progress["total"], progress["current"]):
             counts.update(ready=done, started=done, processed=done, completed=done - (counts["ready"] - counts["completed"]))
 
-    def _freeze(self, decoder: Decoder) -> None:
-        """Leave `train_only` to train."""
-        for name, parameter in decoder.named_parameters():
-            parameter.requires_grad_(not self.config.train_only or is_normalizer(name))
-
     def _swap(self, checkpoint: dict[str, object]) -> None:
         """Turn the checkpoint of the phase before, as it was at its end, into one of this phase."""
         before = Decoder(self.config.model_in(checkpoint["lm"]["phase"]), self.decoder.vocab_size, self.decoder.seq_len, seed=None)
         before.load_state_dict(bare_weights(checkpoint))
-        self._freeze(before)
-        groups = [parameter_groups(decoder) for decoder in (before, self.decoder)]
-        checkpoint["optimizer_states"] = [carry_over(checkpoint["optimizer_states"][0], *groups)]
+        self.optimizer_state = after_swap(self.optimizer_state)
         self.before_swap = [before]
         weights = swapped(before, self.decoder.config.normalizer).state_dict()
         checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        """Plain data beside Lightning's own: enough to rebuild the model and to refuse the wrong one."""
+        """Plain data beside Lightning's own: enough to rebuild the model and to refuse the wrong one; the optimizer's state by name."""
+        del checkpoint["optimizer_states"]
+        checkpoint["optimizer"] = named_state(self.optimizers(use_pl_optimizer=False))
         checkpoint["lm"] = {
             "format": FORMAT,
             "config": to_yaml(self.config),

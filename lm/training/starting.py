@@ -81,11 +81,15 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         ConfigError: every difference that would make it another run.
         RunError: the checkpoint holds weights alone, or other ones than it says.
     """
+    import torch
+
+    from lm.model.decoder import Decoder
     from lm.runs.checkpoints import bare_weights
     from lm.runs.loading import misfit
+    from lm.training.optimizers import state_misfit
 
     saved = checkpoint["lm"]
-    if "optimizer_states" not in checkpoint:
+    if not isinstance(checkpoint.get("optimizer"), dict):
         folder = config.run_folder
         raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
     trained = trained_config(saved, path)
@@ -95,8 +99,13 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         problems.append(Problem("data", store.fingerprint[:16], reason))
     if problems:
         raise ConfigError(problems)
-    if reason := misfit(trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len, bare_weights(checkpoint)):
+    shape = trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len
+    if reason := misfit(*shape, bare_weights(checkpoint)):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
+    with torch.device("meta"):
+        decoder = Decoder(*shape, seed=None)
+    if reason := state_misfit(decoder, trained, checkpoint["optimizer"]):
+        raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
     later = [other for other in path.parent.glob("step-*.ckpt") if int(other.stem.removeprefix("step-")) > saved["step"]]
     if later:

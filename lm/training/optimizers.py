@@ -1,0 +1,129 @@
+"""Optimizers: their builders, the groups of parameters, learning rates, and state by parameter name.
+
+A new optimizer is an options class and its row in `lm.config.training_config.OPTIMIZERS`, and a builder here in `BUILDERS`. One that
+treats projections apart finds them in the fused matrices with `lm.model.decoder.projections`.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from lm.config.training_config import AdamW, Groups, OptimConfig
+from lm.config.tree import Config
+from lm.model.decoder import Decoder, is_normalizer
+
+# What an optimizer knows of each trained parameter; {} of one that had no update yet.
+State = dict[str, dict[str, Tensor | float]]
+
+GROUPS = tuple(group.name for group in fields(Groups))
+DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
+
+
+def group_of(name: str, parameter: Tensor) -> str:
+    """Which of `GROUPS` a decoder's parameter is in."""
+    if is_normalizer(name):
+        return "normalizer"
+    if name.startswith(("embedding.", "position.")):
+        return "embedding"
+    if name.startswith("head."):
+        return "head"
+    return "matrices" if parameter.dim() >= 2 else "vectors"
+
+
+def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
+    """The trained parameters with their names, as torch's groups; those without any parameter are left out."""
+    found: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
+    for name, parameter in decoder.named_parameters():
+        if parameter.requires_grad:
+            found[group_of(name, parameter)].append((name, parameter))
+
+    def decay(group: str) -> float:
+        rule = optim.optimizer.weight_decay if group in DECAYED else 0.0
+        own = getattr(optim.groups, group).weight_decay
+        return rule if own is None else own
+
+    return [{"name": group, "params": params, "weight_decay": decay(group)} for group, params in found.items() if params]
+
+
+def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
+    """Fused where the device has it: one kernel over all parameters."""
+    fused = next(decoder.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=fused)
+
+
+# By the options' name: from options, groups of named parameters, and the decoder that they are of.
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}
+
+
+def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters; `set_rates` gives it learning rates."""
+    return BUILDERS[optim.optimizer.name](optim.optimizer, parameter_groups(decoder, optim), decoder)
+
+
+def freeze(decoder: Decoder, train_only: str | None) -> None:
+    """Leave `train_only` to train."""
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not train_only or is_normalizer(name))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> float:
+    """Give each group its learning rate for optimizer step `step` (0-based) and return the schedule's.
+
+    They are functions of the step alone, so that a schedule has no state to restore.
+    """
+    rate = config.optim.lr_at(step, config.trainer.max_steps)
+    start = config.phase_ends[phase - 1] if phase else 0
+    warm = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # of a new normalizer
+    for group in optimizer.param_groups:
+        factor = getattr(config.optim.groups, group["name"]).lr_factor
+        group["lr"] = rate * factor * (warm if group["name"] == "normalizer" else 1.0)
+    return rate
+
+
+# ---------------------------------------------------------------- state by parameter name
+
+
+def named_state(optimizer: torch.optim.Optimizer) -> State:
+    """What the optimizer knows of each parameter."""
+    named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Give a new optimizer the state of its parameters; one that `state` does not know starts afresh."""
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    known = {index: state[name] for index, name in enumerate(names) if state.get(name)}
+    optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def after_swap(state: State) -> State:
+    """What a swap keeps of an optimizer's state: all but the normalizers', whose parameters start afresh."""
+    return {name: known for name, known in state.items() if not is_normalizer(name)}
+
+
+def state_misfit(decoder: Decoder, config: Config, state: State) -> str:
+    """The first entry of `state` that the optimizer of this decoder would not have, and why; empty if all fit.
+
+    decoder: on the meta device, where the step that shows what an optimizer keeps costs nothing.
+    """
+    freeze(decoder, config.train_only)
+    optimizer = make_optimizer(decoder, config.optim)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    implied = named_state(optimizer)
+    for name in {**implied, **state}:
+        if name not in implied or name not in state:
+            return f"{name} is {'missing' if name in implied else 'not trained'}"
+        ours, theirs = implied[name], state[name]
+        for key in {**ours, **theirs} if theirs else ():
+            if key not in ours or key not in theirs:
+                return f"{name}: {key} is {'missing' if key in ours else 'nothing the optimizer keeps'}"
+            shapes = [tuple(one[key].shape) if isinstance(one[key], Tensor) else None for one in (theirs, ours)]
+            if shapes[0] != shapes[1]:
+                return f"{name}: {key} has shape {shapes[0]}, the configuration implies {shapes[1]}"
+            if shapes[0] is not None and not theirs[key].is_contiguous():  # a single number can pose as a matrix of any size
+                return f"{name}: {key} is not stored as a whole"
+    return ""

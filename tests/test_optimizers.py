@@ -1,0 +1,134 @@
+"""Optimizers: learning rates, groups of parameters, state by name, and a new optimizer in one row."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from folders import curve
+
+from lm.config import training_config
+from lm.config.load import parse
+from lm.config.training_config import WSD, Constant, Cosine, OptimConfig
+from lm.model.decoder import Decoder, projections
+from lm.runs.checkpoints import load_checkpoint
+from lm.schema import key
+from lm.training import optimizers
+from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_rates
+from lm.training.train import train
+
+
+def decoder(tiny, *options: str) -> Decoder:
+    return Decoder(tiny(*options).model, 400, 32)
+
+
+def test_learning_rate_follows_the_schedule():
+    optim = OptimConfig(lr=1.0, warmup_steps=10, schedule=Cosine(final_fraction=0.1))
+    assert [optim.lr_at(step, 110) for step in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
+    optim.schedule = Constant()
+    assert [optim.lr_at(step, 110) for step in (4, 10, 109)] == pytest.approx([0.5, 1, 1])
+    optim.schedule = WSD(decay_fraction=0.5, final_fraction=0.0)
+    assert [optim.lr_at(step, 100) for step in (10, 50, 75, 100)] == pytest.approx([1, 1, 0.5, 0])
+
+
+def test_weight_decay_is_on_matrices_only(tiny):
+    options = ["model.normalizer={name: qassmax}", "model.bias=true", "model.norm=layer", "model.position=learned"]
+    model = decoder(tiny, *options, "eval.long_context.length_factor=0")
+    groups = parameter_groups(model, tiny("optim.optimizer.weight_decay=0.3").optim)
+    assert {group["name"]: group["weight_decay"] for group in groups} == dict(zip(GROUPS, (0.3, 0.3, 0.3, 0.0, 0.0), strict=True))
+    names = {group["name"]: [name for name, _ in group["params"]] for group in groups}
+    assert names["embedding"] == ["embedding.weight", "position.weight"]
+    assert names["head"] == ["head.weight"]
+    assert {p.dim() for group in groups if group["weight_decay"] for _, p in group["params"]} == {2}
+    assert {p.dim() for _, p in groups[GROUPS.index("vectors")]["params"]} == {1}
+    assert all(".normalizer." in name for name in names["normalizer"])
+    assert {name for group in names.values() for name in group} == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, names.values())) == len(list(model.parameters()))
+
+
+def test_a_tied_head_is_the_embedding(tiny):
+    names = [group["name"] for group in parameter_groups(decoder(tiny, "model.tied=true"), OptimConfig())]
+    assert names == ["matrices", "embedding", "vectors"]
+
+
+def test_groups_have_their_own_rate_and_decay(tiny):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax, warmup_steps: 4}]"
+    config = tiny(
+        phases, "optim.groups={embedding: {lr_factor: 0.5, weight_decay: 0}, vectors: {weight_decay: 0.2}}", "optim.warmup_steps=0"
+    )
+    optimizer = make_optimizer(decoder(tiny, "model.normalizer=ssmax"), config.optim)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0, 0.1, 0.2, 0]
+    rate = set_rates(optimizer, config, 1, 4)
+    assert rate == config.optim.lr_at(4, 8)
+    warm = rate / 4  # a quarter of the new normalizer's own warm-up
+    assert [group["lr"] for group in optimizer.param_groups] == [rate, rate / 2, rate, rate, warm]
+
+
+def test_a_group_without_a_learning_rate_stays_as_it_was(tiny, capsys: pytest.CaptureFixture):
+    config = tiny("name=frozen", "optim.groups.head={lr_factor: 0}")
+    train(config)
+    weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
+    start = Decoder(config.model, weights["decoder.head.weight"].size(0), 32, config.seed)
+    assert torch.equal(weights["decoder.head.weight"], start.head.weight)
+    assert not torch.equal(weights["decoder.embedding.weight"], start.embedding.weight)
+    out = capsys.readouterr().out
+    assert f"head {start.head.weight.numel():,} parameters, lr x 0, weight decay 0.1" in out
+    assert "adamw, beta1 = 0.9, beta2 = 0.95" in out
+
+
+@dataclass
+class Momentum:
+    """Gradient descent with momentum."""
+
+    name: ClassVar[str] = "momentum"
+    momentum: float = key(0.5, "decay of past gradients", ge=0, lt=1)
+    weight_decay: float = key(0.0, "of matrices, embedding and head", ge=0)
+
+
+def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: pytest.MonkeyPatch):
+    def build(options: Momentum, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=options.momentum)
+
+    monkeypatch.setitem(training_config.OPTIMIZERS, "momentum", Momentum)
+    monkeypatch.setitem(optimizers.BUILDERS, "momentum", build)
+    options = [
+        "optim.optimizer={name: momentum, momentum: 0.25}",
+        "optim.lr=0.1",
+        "trainer.checkpoint_every=1",
+        "trainer.keep_checkpoints=9",
+    ]
+    assert train(tiny("name=whole", *options)) == 0
+    parts = tiny("name=whole", *options).run_folder
+    whole = curve(parts)
+    assert whole[-1][1] < whole[0][1]
+    states = load_checkpoint(parts / "checkpoints" / "last.ckpt")["optimizer"]
+    assert {name for state in states.values() for name in state} == {"momentum_buffer"}
+    train(tiny("name=whole", *options, f"resume={parts}/checkpoints/step-000003.ckpt"))
+    assert curve(parts) == whole
+
+
+def test_each_optimizer_has_a_builder():
+    assert training_config.OPTIMIZERS.keys() == optimizers.BUILDERS.keys()
+    for name in training_config.OPTIMIZERS:
+        assert parse({"name": "a", "optim": {"optimizer": name}}).optim.optimizer.name == name
+
+
+@pytest.mark.parametrize("options", [[], ["model.mlp=gelu"], ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"]])
+def test_projections_are_slices_of_the_fused_matrices(tiny, options: list[str]):
+    """Each is found by what the module's output of it depends on."""
+    model = decoder(tiny, *options)
+    found, matrices = projections(model), dict(model.named_parameters())
+    kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in found}
+    assert kinds == ({"uvz"} if "model.block=gau" in options else {"qkv"} if "model.mlp=gelu" in options else {"qkv", "up"})
+    for name, parts in found.items():
+        rows = [row for part in parts.values() for row in range(part.start, part.stop)]
+        assert rows == list(range(matrices[name].size(0)))
+    if "blocks.0.attention.qkv.weight" in found:
+        attention, parts = model.blocks[0].attention, found["blocks.0.attention.qkv.weight"]
+        assert list(parts) == ["q", "k", "v"]
+        seen = {}
+        attention.attend = lambda x, q, k, v, context: seen.update(q=q, k=k, v=v) or v.transpose(1, 2).flatten(2)
+        x = torch.randn(1, 3, model.config.n_embd)
+        attention(x, None)
+        for part, rows in parts.items():
+            assert torch.allclose(seen[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
