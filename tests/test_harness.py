@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
 from lm.attention import options as opt  # noqa: E402
-from lm.config.tree import Learned  # noqa: E402
+from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402

@@ -67,7 +67,8 @@ def one_line_error(source: Files | Hub | Package) -> str:
 def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:
     """A Python process that runs `script`, which finds the configuration in `data`."""
     header = (
-        "import sys\nfrom lm.config.tree import DataConfig, Files, Hub, Package, TrainedTokenizer\nfrom lm.data.prepare import prepare\n"
+        "import sys\nfrom lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer\n"
+        "from lm.data.prepare import prepare\n"
         "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), root=sys.argv[2])\n"
     )
     env = {**os.environ, **environment}

@@ -21,7 +21,6 @@ import numpy as np
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
-from lm.data.progress import Progress
 from lm.data.sources import OnError, Unreadable, documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
 from lm.data.tasks.generators import example
@@ -30,6 +29,7 @@ from lm.data.tokenizer import end_of_text, load_tokenizer, token_bytes, tokenize
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
 from lm.errors import DataError
 from lm.files import sync_folder
+from lm.progress import Progress
 from lm.schema import Plain
 
 SCAN, JOURNAL = "scan.npz", "journal.json"
@@ -86,7 +86,7 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
     end = end_of_text(data.tokenizer)
     if not (partial / TOKENIZER).exists():
         if isinstance(data.tokenizer, TrainedTokenizer):
-            with shown.stage("tokenizer", int(scan.n_bytes[scan.fate == TRAIN].sum())) as advance:
+            with shown.bytes("tokenizer", int(scan.n_bytes[scan.fate == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, scan, advance), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
@@ -98,7 +98,7 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
         before = int(scan.n_bytes[:done][kept[:done]].sum())
         workers = data.prepare_workers or default_workers(total - before)
         unsaved = 0
-        with shown.stage("encode", total, before) as advance:
+        with shown.bytes("encode", total, before) as advance:
             for batch in encode_all(_read_again(data, scan, done), tokenizer.to_str(), end, workers):
                 held_out = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 train.add(batch.tokens[~held_out])
@@ -259,7 +259,7 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     def refuse(reason: str) -> None:
         left_out[reason] += 1
 
-    with shown.stage("scan", None) as advance:
+    with shown.bytes("scan", None) as advance:
         for part in range(len(data.parts)):
             for _, digest, n_bytes in _texts(data, part, skip, refuse):
                 hashes.append(digest)

@@ -12,11 +12,11 @@ from lm.config.data_config import DataConfig
 from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
-from lm.data.progress import Progress
 from lm.data.sources import identity, one_line
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.symbol_store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem
+from lm.progress import Progress
 from lm.schema import Plain
 
 
@@ -30,7 +30,7 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     Raises:
         DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    shown = Progress(progress)
+    shown = Progress("auto" if progress else "none")
     spec = _spec(data)
     target = _folder(data, spec)
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lm.config.load import interpolated, merge, parse, read_overrides, read_yaml
@@ -26,6 +25,7 @@ from lm.evaluation.suite import SUITES, keep, kept, measured, measurements
 from lm.evaluation.suite import suite as suite_of
 from lm.files import write_text
 from lm.model.device import Device, resolve_device, resolve_precision
+from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, write_json
 from lm.runs.loading import Loaded, find_checkpoint, load
@@ -117,18 +117,16 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     decoder.to(where.device)
     stamp = {"step": facts["step"], "tokens_seen": facts["tokens"], "data_fingerprint": store.fingerprint, "checkpoint": path.name}
     found = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        for measurement in asked:
-            result = kept(folder, measurement, weights, where)
-            cached = result is not None
-            if not cached:
-                task = bars.add_task(f"{folder.name}: {measurement.kind}", total=measurement.work)
-                result = measured(measurement, decoder, where, lambda units, task=task: bars.advance(task, units))
-                keep(folder, measurement, result, where)
-            result |= stamp
-            write_evaluation(folder, result)
-            found.append(Evaluated(folder, measurement.kind, facts["step"], result, measurement.rows(result), cached))
+    for measurement in asked:
+        result = kept(folder, measurement, weights, where)
+        cached = result is not None
+        if not cached:
+            with Progress().bar(f"{folder.name}: {measurement.kind}", measurement.work) as advance:
+                result = measured(measurement, decoder, where, advance)
+            keep(folder, measurement, result, where)
+        result |= stamp
+        write_evaluation(folder, result)
+        found.append(Evaluated(folder, measurement.kind, facts["step"], result, measurement.rows(result), cached))
     return found
 
 

@@ -18,11 +18,12 @@ from lm.evaluation.results import evaluation_path, write_evaluation
 from lm.evaluation.suite import keep, measured
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
+from lm.progress import StepProgress
 from lm.runs.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.schema import Plain
+from lm.training.clock import Clock
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
-from lm.training.progress import Clock, ProgressLine
 
 # A result with its `kind`, the numbers among the run's metrics, and a line to show.
 Measured = tuple[dict[str, Plain], dict[str, float], str]
@@ -86,7 +87,7 @@ class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
     rate; speed."""
 
-    def __init__(self, record: MetricLog, config: Config, progress: ProgressLine, clock: Clock):
+    def __init__(self, record: MetricLog, config: Config, progress: StepProgress, clock: Clock):
         self.record, self.config, self.progress, self.clock = record, config, progress, clock
         self.last_step, self.last_time = 0, 0.0
 
@@ -195,7 +196,7 @@ class Evaluations(StepCallback):
         measurements: list[Measurement],
         folder: Path,
         record: MetricLog,
-        progress: ProgressLine,
+        progress: StepProgress,
         clock: Clock,
         bf16: bool,
     ):
@@ -225,7 +226,7 @@ class Evaluations(StepCallback):
                     keep(self.folder, measurement, result, where)
                 self.record.write({"step": step, "tokens": tokens, **scores})
                 self.record.picture(kind, path.with_suffix(".png"), step)
-                self.progress.note(f"step {step}: {text}")
+                self.progress.say(f"step {step}: {text}")
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 if isinstance(error, OutOfTime):
@@ -234,7 +235,7 @@ class Evaluations(StepCallback):
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if trainer.is_global_zero:
                 self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
-                self.progress.note(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
+                self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             self.clock.paused(started)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one

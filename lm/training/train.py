@@ -15,6 +15,7 @@ from lm.data.store import Store
 from lm.errors import RunError
 from lm.evaluation.results import evaluation_path
 from lm.files import write_text
+from lm.progress import StepProgress
 from lm.runs.consistency import check_environment
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
 from lm.schema import to_plain
@@ -62,9 +63,9 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     from lm.runs.loading import TOKENIZER_SHA256
     from lm.training import callbacks
     from lm.training.banner import banner, environment
+    from lm.training.clock import Clock
     from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
     from lm.training.module import TrainModule
-    from lm.training.progress import Clock, ProgressLine
 
     quiet_lightning()
     folder, max_steps = config.run_folder, config.trainer.max_steps
@@ -107,7 +108,7 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
             point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
     mirror = start_wandb(mode, config.log.project, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
-    progress, clock = ProgressLine(config.log.progress, max_steps, main), Clock()
+    progress, clock = StepProgress(config.log.progress if main else "none", max_steps), Clock()
     evaluation = config, asked, folder, log, progress, clock, precision.value != "32"
     step = first_step
     progress.start(first_step)
@@ -139,9 +140,9 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
         progress.stop()
         log.close()
     if step < max_steps:
-        progress.note(f"stopped by a signal at step {step}; go on with: resume=auto")
+        progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
         return 128 + stop.signal
-    progress.note(f"done: {folder}")
+    progress.say(f"done: {folder}")
     return 0
 
 
