@@ -27,9 +27,11 @@ import torch
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.pointwise_sums import pointwise, why_tiles
+from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.tiles import tiles
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
@@ -168,7 +170,7 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
 
 
 def pointwise_alone(route: Callable[..., torch.Tensor], f: Pointwise, arguments: argparse.Namespace) -> Step:
-    """Forward and backward of one `route` of `lm.attention.kernels.pointwise`, as `attention`."""
+    """Forward and backward of one `route` of `lm.attention.pointwise_sums.pointwise`, as `attention`."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
     leaves = [x.detach().requires_grad_() for x in (q / 8, k, v)]

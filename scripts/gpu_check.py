@@ -26,9 +26,9 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import catalogue
-from lm.attention.kernels import why_tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.pointwise_sums import why_tiles
 from lm.attention.query_scale import QueryScale
 from lm.config.load import load
 from lm.config.model_config import ModelConfig

@@ -10,11 +10,13 @@ import torch
 from test_normalizers import gradients
 from torch import Tensor
 
-from lm.attention import kernels
 from lm.attention import options as opt
-from lm.attention.kernels import Pointwise, Relu, Relu2, Sigmoid, pointwise, tiles, why_tiles
+from lm.attention import pointwise_sums
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.pointwise_sums import pointwise, why_tiles
+from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.tiles import tiles
 
 every_function = pytest.mark.parametrize("f", [Relu2(), Relu(), Sigmoid()], ids=lambda f: f.kind)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
@@ -132,13 +134,13 @@ def test_what_the_kernel_does_not_serve_takes_tiles(monkeypatch: pytest.MonkeyPa
     assert "float64" in why_tiles(cpu, torch.float64, 64)
     assert "head size" in why_tiles(cpu, torch.float32, 136)
     monkeypatch.setattr("triton.__version__", "3.2.0")
-    assert "3.2.0" in kernels._unusable.__wrapped__(cpu)
+    assert "3.2.0" in pointwise_sums._unusable.__wrapped__(cpu)
 
 
 def test_the_trial_accepts_the_kernel_and_tells_of_one_that_fails_or_errs(monkeypatch: pytest.MonkeyPatch):
     from lm.attention import triton_kernels
 
-    trial = kernels._trial
+    trial = pointwise_sums._trial
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
     monkeypatch.setattr(triton_kernels, "pointwise", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))

@@ -8,10 +8,10 @@ from test_normalizers import CASES
 from torch import Tensor
 
 from lm.attention import options as opt
-from lm.attention.kernels import Relu2 as Square
-from lm.attention.kernels import by_query_blocks, tiles
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.score_functions import Relu2 as Square
+from lm.attention.tiles import tiles
 from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.decoder import Attention, Context
 from lm.model.rope import rope_rotation
@@ -136,7 +136,7 @@ def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
 @pytest.mark.parametrize("route", ["blocks", "tiles"])
 def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: str, monkeypatch: pytest.MonkeyPatch):
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
-    monkeypatch.setattr("lm.attention.kernels.TILE", 16)
+    monkeypatch.setattr("lm.attention.tiles.TILE", 16)
     entmax = make_normalizer(opt.Entmax15(), Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = []
@@ -144,7 +144,7 @@ def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: 
         for backward in (False, True):
             q, k, v = (one.detach().requires_grad_() for one in given[:3])
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                out = by_query_blocks(entmax, q, k, v, Rows.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
+                out = entmax(q, k, v, Rows.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
                 found.append((out, *torch.autograd.grad(out, (q, k, v), given[3])))
     for other in found[1:]:

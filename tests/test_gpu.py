@@ -13,8 +13,10 @@ from test_training import TASK, WITHOUT_TEXT, losses
 from torch import Tensor
 
 from lm.attention import catalogue
-from lm.attention.kernels import Pointwise, by_documents, pointwise, why_tiles
+from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
+from lm.attention.pointwise_sums import pointwise, why_tiles
+from lm.attention.score_functions import Pointwise
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.training.callbacks import StopOnSignal
 from lm.training.module import TrainModule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.kernels import by_documents
+from lm.attention.documents import by_documents
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 
@@ -207,8 +207,8 @@ def test_documents_side_by_side_equal_the_definition_forward_and_backward(option
 
 @every_case
 def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: object, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.attention.kernels.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
-    monkeypatch.setattr("lm.attention.kernels.TILE", 16)
+    monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
+    monkeypatch.setattr("lm.attention.tiles.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     normalizer, rows = made(options), Rows.full(50)
     q, k, v = (x.requires_grad_() for x in inputs(50, normalizer=normalizer))
@@ -523,3 +523,19 @@ def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
         ("b", (5,)),
     ]
     assert not list(make_normalizer(opt.SSMax(scale="none"), Shape(5, 16, WIDTH, 64)).parameters())
+
+
+@every_case
+def test_weights_are_made_of_scores_each_row_of_its_own(options: object):
+    """Scores and what is made of them are apart: the Jacobian has no entry between queries, and none for keys that aren't seen."""
+    normalizer, rows = made(options), Rows.packed([6, 5])
+    q, k, _ = inputs(11, rows=1, normalizer=normalizer)
+    scores = normalizer.scores(q, k, rows)
+    assert torch.equal(normalizer.normalize(scores, rows), normalizer.weights(q, k, rows))
+    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, rows)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
+    query = torch.arange(11)
+    own = jacobian[query, :, query].clone()  # (T, S, S)
+    jacobian[query, :, query] = 0
+    assert (jacobian == 0).all(), "entries between queries"
+    assert (own.transpose(1, 2)[~rows.visible()] == 0).all(), "entries of keys that are not seen"
+    assert (own != 0).any() or options == opt.Window(size=1)

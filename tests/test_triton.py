@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.attention.kernels import interpreted, why_tiles
+from lm.attention.pointwise_sums import interpreted, why_tiles
 
 triton = pytest.importorskip("triton", minversion="3.4")
 

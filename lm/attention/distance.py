@@ -1,6 +1,5 @@
 """Softmax of logits that depend on how far back a key is."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -8,25 +7,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.kernels import fused_softmax, without_autocast
+from lm.attention.fused import fused_softmax
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, logits
+from lm.attention.normalizer import SoftmaxNormalizer, logits
+from lm.attention.precision import without_autocast
 
 
-class ALiBi(Normalizer):
+class ALiBi(SoftmaxNormalizer):
     """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
 
     So for any H; its authors' code interleaves two such series where H is no power of two.
     """
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         heads = torch.arange(1, self.shape.n_head + 1, device=q.device)
         slopes = (2.0 ** (-8 * heads / self.shape.n_head)).view(-1, 1, 1)
-        z = logits(q, k) - (slopes * rows.distance()).to(q.dtype)
-        return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+        return logits(q, k) - (slopes * rows.distance()).to(q.dtype)
 
 
-class Window(Normalizer):
+class Window(SoftmaxNormalizer):
     """softmax(z) over the latest w keys, the query's own among them: sliding windows, for the local layers of a mixture.
 
     A row is cut into blocks of w queries, which look at their own block and the one before: O(T w) time and memory on the fused kernel.
@@ -34,9 +33,8 @@ class Window(Normalizer):
 
     options: options.Window
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        near = rows.visible() & (rows.distance() < self.options.size)
-        return logits(q, k).masked_fill(~near, -math.inf).softmax(-1)
+    def visible(self, rows: Rows) -> Tensor:
+        return rows.visible() & (rows.distance() < self.options.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
@@ -69,7 +67,7 @@ class Window(Normalizer):
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
-class ScaleInvariant(Normalizer):
+class ScaleInvariant(SoftmaxNormalizer):
     """softmax(a_t z + m_t), t tokens back: total attention to each octave of distance stays the same, arXiv 2505.17083.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
@@ -77,15 +75,13 @@ class ScaleInvariant(Normalizer):
 
     options: options.ScaleInvariant
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        visible = rows.visible()
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         distance = rows.distance().clamp(min=0.0)
         square = 2 * (torch.log1p(distance / self.options.tau) - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
-        z = logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
-        return z.masked_fill(~visible, -math.inf).softmax(-1)
+        return logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
 
 
-class Forget(Normalizer):
+class Forget(SoftmaxNormalizer):
     """softmax(z + c_i - c_j), c the running sum of ln f, f = sigmoid(w.x + b) a gate of each token and head: arXiv 2503.02130.
 
     Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %.
@@ -101,12 +97,11 @@ class Forget(Normalizer):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         visible = rows.visible()
         k, log_f = k[..., :-1], k[..., -1]
         so_far = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count
         shown = visible.expand(*q.shape[:2], *visible.shape[-2:])
         first = shown.int().argmax(-1)  # (B, H, T), the first key of the query's document
         own = (shown.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (so_far - log_f).gather(-1, first)
-        z = logits(q, k) + own.unsqueeze(-1) - so_far.unsqueeze(-2)
-        return z.masked_fill(~visible, -math.inf).softmax(-1)
+        return logits(q, k) + own.unsqueeze(-1) - so_far.unsqueeze(-2)

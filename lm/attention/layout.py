@@ -32,7 +32,7 @@ class Rows:
 
     @cached_property
     def grouped(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "Rows"]]]]:
-        """Documents of like size side by side, by the number of rows: `kernels.by_documents` keeps them here."""
+        """Documents of like size side by side, by the number of rows: `lm.attention.documents` keeps them here."""
         return {}
 
     @classmethod

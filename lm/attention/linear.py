@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import options
-from lm.attention.kernels import without_autocast
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer
-from lm.attention.pointwise import divided
+from lm.attention.precision import without_autocast
+from lm.attention.row_sums import divided
 
 CHUNK = 128  # tokens whose weights are formed at a time
 
@@ -43,12 +43,15 @@ class Linear(Normalizer):
         """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
         return None if self.options.n == "sum" else 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        """The product of features with its decay: what is divided."""
         q, k = self.features(q, k)
-        visible, factor = rows.visible(), self.factor(rows)
         decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
-        a = (q @ k.transpose(-2, -1) * decay).masked_fill(~visible, 0.0)
-        return divided(a, a.sum(-1, keepdim=True), factor)
+        return q @ k.transpose(-2, -1) * decay
+
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        a = scores.masked_fill(~rows.visible(), 0.0)
+        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.decode(q, k, v, rows, None)[0] if rows.causal else super().forward(q, k, v, rows)

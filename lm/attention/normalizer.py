@@ -1,6 +1,6 @@
 """Normalizers: how attention scores become weights. The base of every family, and how one is made.
 
-Each class gives the same function twice: `define`, the definition on dense scores, and `forward`,
+Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
 the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size.
 """
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention.catalogue import ENTRIES
-from lm.attention.kernels import by_query_blocks, without_autocast
 from lm.attention.layout import Rows
 from lm.attention.options import Options
+from lm.attention.precision import without_autocast
+from lm.attention.query_blocks import by_query_blocks
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,37 @@ class Normalizer(nn.Module, ABC):
         return {}
 
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is.
+        """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
 
-        Scores, thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
+        Thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
         anything from 0.6 to 12.
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
+        scores = self.scores(q, k, rows)
+        with without_autocast(q.device):
+            return self.normalize(scores, rows)
+
+    def scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        """What each query makes of each key before weights are made of it, (B, H, T, S), in fp32, or wider if q or k is.
+
+        All that depends on q, k and their features is in the scores, and every factor of a temperature. Keys that a query does not
+        see have scores, too. q, k: as in `weights`.
+        """
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
         with without_autocast(q.device):
-            return self.define(q.to(wide), k.to(wide), rows)
+            return self.define_scores(q.to(wide), k.to(wide), rows)
+
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        """`scores` for q and k of one dtype, fp32 or wider, and without autocast: what a family writes down; z unless it does."""
+        return logits(q, k)
 
     @abstractmethod
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        """`weights` for q and k of one dtype, fp32 or wider, and without autocast: what a family writes down."""
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        """The weights that scores (B, H, T, S) in fp32 or wider become, of the same dtype; 0 for keys that a query does not see.
+
+        A row of weights depends on the same row of scores alone: the Jacobian d weights / d scores is one of S x S for each query.
+        """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
@@ -93,7 +111,7 @@ class Normalizer(nn.Module, ABC):
         q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). Unless a family knows
         better, the definition block by block of queries, made again in the backward pass.
         """
-        return by_query_blocks(self, q, k, v, rows)
+        return by_query_blocks(_Definition(self), q, k, v, rows)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
@@ -108,6 +126,28 @@ class Normalizer(nn.Module, ABC):
     def explain(self, device: str = "cpu") -> str:
         """The kernel `forward` takes for whole rows on a `device` (`cpu`, `cuda`), and why."""
         return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel has this function"
+
+
+class SoftmaxNormalizer(Normalizer):
+    """softmax of the scores, for families that differ in their scores, or in what a query sees."""
+
+    def visible(self, rows: Rows) -> Tensor:
+        """(T, S) or (B, 1, T, S) bool: the keys that a query's softmax is over."""
+        return rows.visible()
+
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        return scores.masked_fill(~self.visible(rows), -math.inf).softmax(-1)
+
+
+class _Definition(nn.Module):
+    """A normalizer's dense weights times values, as a module's `forward`, so that its parameters can be passed in."""
+
+    def __init__(self, normalizer: Normalizer):
+        super().__init__()
+        self.normalizer = normalizer
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return self.normalizer.weights(q, k, rows).to(v.dtype) @ v
 
 
 def logits(q: Tensor, k: Tensor) -> Tensor:

@@ -7,25 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.kernels import SMALLEST_SUM, Pointwise, Relu, Relu2, Sigmoid, pointwise, why_tiles
 from lm.attention.layout import RowLength, Rows
 from lm.attention.normalizer import Normalizer, logits
-
-
-def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1); fp32 or wider.
-
-    A row whose total is below `SMALLEST_SUM` has weights 0: of relu^2 one whose scores are all negative, or below 1e-12.
-    """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if factor is None:
-        total = total.to(wide)
-        return rows.to(wide) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
-    return rows * factor.unsqueeze(-1).to(wide)
+from lm.attention.pointwise_sums import pointwise, why_tiles
+from lm.attention.row_sums import divided
+from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
 
 
 class PointwiseNormalizer(Normalizer):
-    """f(z + b(n)) r(n): a function of the score, a shift and a factor for each row."""
+    """f(z + b(n)) r(n): a function of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
 
     f: Pointwise
 
@@ -37,12 +27,13 @@ class PointwiseNormalizer(Normalizer):
     def factor(self, rows: Rows) -> Tensor | None:
         """r as fp32, broadcastable to (B, H, T); None: rows are divided by their sum."""
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z, shift, factor = logits(q, k), self.shift(rows), self.factor(rows)
-        if shift is not None:
-            z = z + shift.unsqueeze(-1).to(z.dtype)
-        a = self.f(z).masked_fill(~rows.visible(), 0.0)
-        return divided(a, a.sum(-1, keepdim=True), factor)
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z, shift = logits(q, k), self.shift(rows)
+        return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
+
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        a = self.f(scores).masked_fill(~rows.visible(), 0.0)
+        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.kernels import fused_softmax, without_autocast
+from lm.attention.fused import fused_softmax
 from lm.attention.layout import RowLength, Rows
-from lm.attention.normalizer import Normalizer, logits
+from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
+from lm.attention.precision import without_autocast
 
 
-class QueryScale(Normalizer):
-    """softmax(c q.k / sqrt(D)) with one factor c per query and head.
+class QueryScale(SoftmaxNormalizer):
+    """softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
     Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
     formed in the precision q comes in (fp32 in training) and rounded to v's dtype once.
@@ -30,12 +31,9 @@ class QueryScale(Normalizer):
         c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
         return c.double().expand(self.shape.n_head, self.shape.train_length)
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = logits(q, k)
-        scale = self.scale(rows)
-        if scale is not None:
-            z = z * scale.unsqueeze(-1).to(z.dtype)
-        return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        z, scale = logits(q, k), self.scale(rows)
+        return z if scale is None else z * scale.unsqueeze(-1).to(z.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         scale = self.scale(rows)
@@ -211,8 +209,8 @@ class Cosine(QueryScale):
     def scale_by_position(self) -> Tensor | None:
         return None  # a factor on other logits than softmax's
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().define(unit(q), unit(k), rows)
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().define_scores(unit(q), unit(k), rows)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return super().forward(unit(q), unit(k), v, rows)
@@ -253,7 +251,7 @@ class _MLP(nn.Module):
         return self.out(F.gelu(self.hidden(x)))
 
 
-class QASSMax(Normalizer):
+class QASSMax(SoftmaxNormalizer):
     """softmax(z) with q scaled dimension by dimension: q * B(ln n) * (1 + tanh G(q)), B and G MLPs (TabICLv2).
 
     G's last layer starts at 0, as there; B starts at 1 (our choice), so that the whole starts as softmax. Both are shared
@@ -276,9 +274,8 @@ class QASSMax(Normalizer):
             gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
         return q * base * gate
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = logits(self.scaled(q, rows), k)
-        return z.masked_fill(~rows.visible(), -math.inf).softmax(-1)
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return logits(self.scaled(q, rows), k)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return fused_softmax(self.scaled(q, rows), k, v, rows)

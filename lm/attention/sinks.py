@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.kernels import fused_softmax
+from lm.attention.fused import fused_softmax
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, logits
+from lm.attention.normalizer import Normalizer
 
 
 class Sink(Normalizer):
@@ -28,8 +28,8 @@ class Sink(Normalizer):
         """b, (H,), on the device of the scores."""
         return self.b
 
-    def define(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z = logits(q, k).masked_fill(~rows.visible(), -math.inf)
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        z = scores.masked_fill(~rows.visible(), -math.inf)
         b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 

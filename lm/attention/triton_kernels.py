@@ -1,10 +1,12 @@
 """Causal sums of f(q.k + b) v as Triton kernels: no weight leaves the chip, forward or backward.
 
-Importing this needs `triton`; whether it is used is decided in `lm.attention.kernels`. Sums and f are in fp32 whatever
+Importing this needs `triton`; whether it is used is decided in `lm.attention.pointwise_sums`. Sums and f are in fp32 whatever
 the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
 bits. Shapes: N = rows x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
 b, (N, T). `SUMMED`: rows are divided by their sums, (N, T), and gradients of weights are relative to their row's mean, (N, T).
 """
+
+import os
 
 import torch
 import triton
@@ -12,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.kernels import SMALLEST_SUM, Pointwise, gradient_of_sums, interpreted
+from lm.attention.row_sums import SMALLEST_SUM, gradient_of_sums
+from lm.attention.score_functions import Pointwise
 
 FLOOR = tl.constexpr(SMALLEST_SUM)
-WIDEN = tl.constexpr(interpreted())  # Triton's interpreter would multiply the bit patterns of bf16 numbers
+WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
 PIECE = 128  # values a program holds at a time; wider ones are further programs, which make the weights again
 
 
@@ -222,7 +225,7 @@ class _Pointwise(torch.autograd.Function):
 
 
 def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """As `lm.attention.kernels.pointwise`, for tensors that `kernels.why_tiles` has nothing against."""
+    """As `lm.attention.pointwise_sums.pointwise`, for tensors that `why_tiles` there has nothing against."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention.kernels import by_documents
+from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 from lm.config.inference_config import RopeScaling

@@ -1,0 +1,71 @@
+"""The route of every definition: some queries at a time, O(T x block) memory, made again in the backward pass.
+
+Shapes: B rows, H heads, T queries, S keys, D head size, E width of the values.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lm.attention.layout import Rows
+from lm.attention.precision import without_autocast
+
+BLOCK_WEIGHTS = 2**21  # weights held at a time
+
+
+def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[int, int, int]]:
+    """(first query, last query + 1, number of keys to look at) of each block.
+
+    Keys that causal queries can't see are left out, in eighths of the row: blocks of few different sizes reuse memory.
+    """
+    length, keys = q.size(2), k.size(2)
+    step, eighth = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
+    ends = [(a, min(a + step, length)) for a in range(0, length, step)]
+    return [(a, b, min(-(-b // eighth) * eighth, keys) if rows.causal else keys) for a, b in ends]
+
+
+class _ByQueryBlocks(torch.autograd.Function):
+    """Forward block by block without a graph; the backward pass makes each block's graph again.
+
+    Both without autocast, which does not reach the backward pass: the dtypes given decide alone, so that it recomputes the same function.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, definition: nn.Module, rows: Rows, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, *parameters)
+        ctx.definition, ctx.rows = definition, rows
+        names = [name for name, _ in definition.named_parameters()]
+        values = dict(zip(names, parameters, strict=True))
+        with without_autocast(v.device):
+            parts = [
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(a, b, s)))
+                for a, b, s in _blocks(q, k, rows)
+            ]
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *parameters = ctx.saved_tensors
+        names = [name for name, _ in ctx.definition.named_parameters()]
+        grads = [torch.zeros_like(x) for x in (q, k, v, *parameters)]
+        for a, b, s in _blocks(q, k, ctx.rows):
+            leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
+            with torch.enable_grad(), without_autocast(v.device):
+                values = dict(zip(names, leaves[3:], strict=True))
+                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.rows.part(a, b, s)))
+                found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
+            places = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
+            for place, value in zip(places, found, strict=True):
+                if value is not None:
+                    place += value
+        return None, None, *grads
+
+
+@torch.compiler.disable
+def by_query_blocks(definition: nn.Module, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    """What `definition(q, k, v, rows)` gives, (B, H, T, E), for some queries at a time, holding `BLOCK_WEIGHTS` weights.
+
+    Gradients reach q, k, v and the definition's parameters.
+    """
+    return _ByQueryBlocks.apply(definition, rows, q, k, v, *definition.parameters())

@@ -1,0 +1,72 @@
+"""Functions of a single score: weights that depend on their own score alone."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Pointwise(ABC):
+    """A function f of a score, plain and for tiles; `kind` names it to the Triton kernels."""
+
+    kind: str
+
+    @abstractmethod
+    def __call__(self, z: Tensor) -> Tensor:
+        """f(z), the definition."""
+
+    @abstractmethod
+    def value_(self, z: Tensor) -> Tensor:
+        """f(z); overwrites z."""
+
+    @abstractmethod
+    def derivative_(self, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """(f(z), grad x f'(z)); overwrites z and grad."""
+
+
+class Relu(Pointwise):
+    """max(z, 0)."""
+
+    kind = "relu"
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z.relu()
+
+    def value_(self, z: Tensor) -> Tensor:
+        return z.relu_()
+
+    def derivative_(self, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return z.relu_(), grad.mul_(z > 0)
+
+
+class Relu2(Pointwise):
+    """max(z, 0)^2."""
+
+    kind = "relu2"
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z.relu().square()
+
+    def value_(self, z: Tensor) -> Tensor:
+        return z.relu_().square_()
+
+    def derivative_(self, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        z.relu_()
+        grad.mul_(z).mul_(2)
+        return z.square_(), grad
+
+
+class Sigmoid(Pointwise):
+    """1 / (1 + e^-z)."""
+
+    kind = "sigmoid"
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z.sigmoid()
+
+    def value_(self, z: Tensor) -> Tensor:
+        return z.sigmoid_()
+
+    def derivative_(self, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        z.sigmoid_()
+        grad.mul_(z)
+        return z, grad.addcmul_(grad, z, value=-1)
