@@ -43,32 +43,92 @@ class Limits:
         )
 
 
-def key(default, help: str, **limits: float):
-    """A configuration key: its default, its one-line description and its bounds (`gt ge lt le`)."""
-    metadata = {"help": help, "limits": Limits(**limits)}
+@dataclass(frozen=True)
+class Effect:
+    """What a key affects. Blocks pass theirs on to their keys; what a key says itself comes first.
+
+    Attributes:
+        affects: `model`: the function that trained weights stand for; `training`: which weights are learned; `seed`: which of many alike;
+            `numerics`: the same up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run
+            is named, kept and shown.
+        on_resume: whether a run may go on with another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come.
+        acts_in: the commands that it acts in, `train` or others that a trained model is given to.
+    """
+
+    affects: str = "training"
+    on_resume: str = "same"
+    acts_in: tuple[str, ...] = ("train",)
+
+
+class Said(typing.TypedDict, total=False):
+    """What a field says of its `Effect`; the rest it has from the block that it stands in."""
+
+    affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
+    on_resume: typing.Literal["same", "free", "ahead"]
+    acts_in: tuple[str, ...]
+
+
+def key(default, help: str, effect: Said | None = None, **limits: float):
+    """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`)."""
+    metadata = {"help": help, "effect": effect, "limits": Limits(**limits)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(schema: type, help: str):
+def section(schema: type, help: str, effect: Said | None = None):
     """A nested block of keys, described by the dataclass `schema`."""
-    return field(default_factory=schema, metadata={"help": help})
+    return field(default_factory=schema, metadata={"help": help, "effect": effect})
 
 
-def sections(schema: type, help: str, default: tuple = ()):
+def sections(schema: type, help: str, default: tuple = (), effect: Said | None = None):
     """A list of blocks, each described by the dataclass `schema`."""
-    return field(default_factory=lambda: list(default), metadata={"help": help, "item": schema})
+    return field(default_factory=lambda: list(default), metadata={"help": help, "effect": effect, "item": schema})
 
 
-def variant(table: Mapping[str, type], default: str, help: str):
+def variant(table: Mapping[str, type], default: str, help: str, effect: Said | None = None):
     """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults."""
-    return field(default_factory=lambda: table[default](), metadata={"help": help, "table": table})
+    return field(default_factory=lambda: table[default](), metadata={"help": help, "effect": effect, "table": table})
 
 
-def variants(table: Mapping[str, type], help: str):
+def variants(table: Mapping[str, type], help: str, effect: Said | None = None):
     """A list of blocks, each as in `variant`; empty by default."""
-    return field(default_factory=list, metadata={"help": help, "list_table": table})
+    return field(default_factory=list, metadata={"help": help, "effect": effect, "list_table": table})
+
+
+def effect(schema: type, path: str) -> Effect | None:
+    """What the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
+
+    Below a key that holds plain data, or an option that the table of its block does not have, all affect what the block does.
+    """
+    first, *rest = path.split(".")
+    spec = _field(schema, first)
+    if spec is None:
+        return None
+    found = said(Effect(), spec)
+    for name in rest:
+        table = spec.metadata.get("table") or spec.metadata.get("list_table")
+        inner = list(table.values()) if table else [spec.metadata.get("item") or spec.type]
+        if not table and not is_dataclass(inner[0]):
+            break
+        spec = next((known for one in inner if (known := _field(one, name))), None)
+        if spec is None:
+            return found if table else None
+        found = said(found, spec)
+    return found
+
+
+def said(above: Effect, spec: dataclasses.Field) -> Effect:
+    """The effect of a field in a block whose effect is `above`: what affects neither the model nor training may change on resume."""
+    changes = dict(spec.metadata["effect"] or {})
+    if "affects" in changes:
+        changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
+    return dataclasses.replace(above, **changes)
+
+
+def _field(schema: type, name: str) -> dataclasses.Field | None:
+    """The field of a name, of which an item may be named: `phases[1]`."""
+    return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)
 
 
 def suggest(word: str, known: typing.Iterable[str]) -> str:

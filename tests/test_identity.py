@@ -41,7 +41,20 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     first, second = environment["starts"]
     assert [one["step"] for one in (first, second)] == [0, 4]
     assert [one["precision"] for one in (first, second)] == ["32", "bf16-mixed"]
-    keys = {"lm", "git_commit", "git_dirty", "versions", "device", "precision", "compile", "threads", "world_size", "max_steps", "command"}
+    keys = {
+        "lm",
+        "git_commit",
+        "git_dirty",
+        "versions",
+        "device",
+        "precision",
+        "compile",
+        "threads",
+        "world_size",
+        "max_steps",
+        "command",
+        "on_nonfinite",
+    }
     assert first.keys() == second.keys() == keys | {"step", "time"}
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
     assert identity.used(environment, "precision") == "32, from step 4 bf16-mixed"

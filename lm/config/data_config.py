@@ -139,9 +139,11 @@ class DataConfig:
     on_error: Literal["fail", "skip"] = key(
         "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
     )
-    root: str = key("data", "folder of the prepared token stores")
-    prepare_workers: int | None = key(None, "processes that tokenise; the store is the same for any number; null: one a core", ge=1)
-    workers: int = key(0, "processes that read batches; 0: the training process itself", ge=0)
+    root: str = key("data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap")})
+    prepare_workers: int | None = key(
+        None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1
+    )
+    workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0)
 
     @property
     def parts(self) -> list[Part]:

@@ -4,6 +4,7 @@
 `ConfigError` that holds every problem. Nothing here imports torch.
 """
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lm.config.checks import check
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.schema import Plain, build, reference, suggest, to_plain
+from lm.schema import Effect, Plain, build, effect, reference, said, suggest, to_plain
 
 
 def load(arguments: list[str]) -> Config:
@@ -111,6 +112,33 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     return merged
 
 
+def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
+    """`key=value` texts as nested plain data, for a command that a trained model is given to: `eval`, `swap`, `harness`.
+
+    Raises:
+        ConfigError: naming each key that does not act there: it belongs to the checkpoint, or would be ignored.
+    """
+    changes = interpolated(read_overrides(overrides))
+    parts = [override.partition("=") for override in overrides]
+    refused = [(path, value) for path, _, value in parts if command not in (effect(Config, path) or Effect(acts_in=())).acts_in]
+    if refused:
+        remedy = "free to change: " + ", ".join(acting_in(command))
+        raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused])
+    return changes
+
+
+def acting_in(command: str, schema: type = Config, above: Effect | None = None, path: str = "") -> list[str]:
+    """The keys that act in a command; of blocks that do as a whole, the block."""
+    found = []
+    for spec in fields(schema):
+        here, where = said(above or Effect(), spec), f"{path}{spec.name}"
+        if command in here.acts_in:
+            found.append(where)
+        elif is_dataclass(spec.type):
+            found += acting_in(command, spec.type, here, f"{where}.")
+    return found
+
+
 def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
     """`over` laid on `under`. A block whose `name` changes replaces the old block whole,
     so that options of one normalizer never leak into another."""
@@ -145,12 +173,24 @@ def reference_markdown() -> str:
         "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;",
         "a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.",
         "",
-        "| key | type | default | what it is |",
-        "|---|---|---|---|",
+        "What a key affects: `model`, the function that trained weights stand for; `training`, which weights are learned; `seed`, which",
+        "of many alike; `numerics`, the same up to rounding; `execution`, where and how fast; `evaluation`, what is measured; `label`,",
+        "how a run is named, kept and shown. Model, training and numerics tell arms apart. A resumed run must agree in model, training",
+        "and seed but for what is marked *free*, or *ahead*: for steps that are still to come.",
+        "",
+        "| key | type | default | affects | what it is |",
+        "|---|---|---|---|---|",
     ]
     for path, kind, default, text in reference(Config):
-        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {text.replace('|', '&#124;')} |")
+        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {_affects(path)} | {text.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
+
+
+def _affects(path: str) -> str:
+    """What a key affects, and if a resumed run may change it nevertheless."""
+    found = effect(Config, path)
+    strict = found.affects in ("model", "training", "seed")
+    return f"{found.affects}, *{found.on_resume}*" if strict and found.on_resume != "same" else found.affects
 
 
 def _one_line(error: Exception) -> str:

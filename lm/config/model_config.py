@@ -57,12 +57,19 @@ class ModelConfig:
     mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     position: Rope | Learned | NoPosition = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
-    normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights")
+    normalizer: Options = variant(
+        OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
+    )
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     tied: bool = key(False, "one matrix for embedding and head")
-    dropout: float = key(0.0, "after embedding, attention and MLP", ge=0, lt=1)
-    init_std: float = key(0.02, "standard deviation of initial weights; projections into the residual stream: / sqrt(2 n_layer)", gt=0)
+    dropout: float = key(0.0, "after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
+    init_std: float = key(
+        0.02,
+        "standard deviation of initial weights; projections into the residual stream: / sqrt(2 n_layer)",
+        {"affects": "training"},
+        gt=0,
+    )
 
     @property
     def head_size(self) -> int:

@@ -87,7 +87,9 @@ class OptimConfig:
     groups: Groups = section(Groups, "learning rates and weight decay of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     on_nonfinite: Literal["stop", "skip"] = key(
-        "stop", "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it"
+        "stop",
+        "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it",
+        {"on_resume": "free"},
     )
     warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
     schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
@@ -108,16 +110,23 @@ class Phase:
     warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters alone", ge=0)
 
 
+EVERYWHERE = ("train", "eval", "swap", "harness")  # where a model runs, whatever for
+
+
 @dataclass
 class TrainerConfig:
-    max_steps: int = key(1000, "optimizer steps", ge=1)
-    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one")
+    max_steps: int = key(1000, "optimizer steps", {"affects": "training", "on_resume": "free"}, ge=1)
+    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": EVERYWHERE})
     devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1)
     num_nodes: int = key(1, "machines", ge=1)
     micro_batch: int | None = key(None, "rows in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
-    precision: Literal["auto", 32, "bf16-mixed"] = key("auto", "`auto`: bf16-mixed where the device has native bf16, else 32")
-    compile: Literal["auto", True, False] = key("auto", "torch.compile; `auto`: when the run is long enough to repay it")
-    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", ge=1)
+    precision: Literal["auto", 32, "bf16-mixed"] = key(
+        "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": EVERYWHERE}
+    )
+    compile: Literal["auto", True, False] = key(
+        "auto", "torch.compile; `auto`: when the run is long enough to repay it", {"affects": "numerics"}
+    )
+    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", {"acts_in": EVERYWHERE}, ge=1)
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1)
     keep_checkpoints: int = key(2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1)
 

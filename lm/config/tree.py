@@ -14,19 +14,25 @@ from lm.schema import key, section, sections
 
 @dataclass
 class Config:
-    name: str = key("", "name of the run; empty: the first configuration file's name")
-    runs: str = key("runs", "folder that holds the run folders")
-    resume: str = key("", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run")
+    name: str = key("", "name of the run; empty: the first configuration file's name", {"affects": "label"})
+    runs: str = key("runs", "folder that holds the run folders", {"affects": "label"})
+    resume: str = key(
+        "", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run", {"affects": "label"}
+    )
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
-    seed: int = key(1, "of initial weights, dropout and the order of the batches", ge=0, lt=2**31)
+    seed: int = key(1, "of initial weights, dropout and the order of the batches", {"affects": "seed"}, ge=0, lt=2**31)
     data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
-    model: ModelConfig = section(ModelConfig, "the decoder")
-    phases: list[Phase] = sections(Phase, "swap the normalizer during training; empty: `model.normalizer` throughout")
+    model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
+    phases: list[Phase] = sections(
+        Phase, "swap the normalizer during training; empty: `model.normalizer` throughout", effect={"on_resume": "ahead"}
+    )
     optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
-    trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision")
-    eval: EvalConfig = section(EvalConfig, "what is measured while training and by `lm eval`")
-    log: LogConfig = section(LogConfig, "metrics and progress")
+    trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision", {"affects": "execution"})
+    eval: EvalConfig = section(
+        EvalConfig, "what is measured while training and by `lm eval`", {"affects": "evaluation", "acts_in": ("train", "eval", "swap")}
+    )
+    log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
 
     @property
     def run_folder(self) -> Path:

@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.config.load import merge, parse
+from lm.config.load import merge, overrides_in, parse
 from lm.errors import ConfigError, LMError, Problem, RunError
-from lm.evaluation.evaluate import only, open_device
+from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.evaluation.results import evaluation_path, finite, write_evaluation
 from lm.runs.folder import CONFIG, read_json, write_json
@@ -21,7 +21,6 @@ from lm.schema import Plain, to_plain
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-OVERRIDABLE = ("trainer.accelerator", "trainer.precision", "trainer.threads")
 KIND = "harness"  # of the file in evaluations/
 
 
@@ -47,7 +46,7 @@ def measure(
         include_path: folder of further task files.
         num_fewshot: examples shown before each question [default: the task's own].
         limit: documents of each task at most; below 1: a share of them.
-        overrides: `key=value` of `OVERRIDABLE` keys.
+        overrides: `key=value` of keys that act in `lm harness`.
 
     Raises:
         LMError: nothing to load there, no such task, a task whose data can't be read, or settings out of range.
@@ -64,7 +63,7 @@ def measure(
     limit = int(limit) if limit is not None and limit >= 1 else limit
     loaded = load(source, checkpoint)
     facts, folder = loaded.facts, loaded.folder
-    config = parse(merge(to_plain(loaded.config), only(OVERRIDABLE, overrides or [], "an evaluation")))
+    config = parse(merge(to_plain(loaded.config), overrides_in("harness", overrides or [])))
     where = open_device(config, loaded.environment)
     model = HarnessLM(loaded, max_length, where)
     kept = evaluation_path(folder, KIND, facts["step"])

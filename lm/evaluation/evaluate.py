@@ -14,11 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.config.load import interpolated, merge, parse, read_overrides, read_yaml
+from lm.config.load import interpolated, merge, overrides_in, parse, read_yaml
 from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare, store_of, summary
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, RunError
 from lm.evaluation.measurement import Row, weights_sha256
 from lm.evaluation.results import finite, write_evaluation
 from lm.evaluation.suite import SUITES, keep, kept, measured, measurements
@@ -30,9 +30,6 @@ from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, write_json
 from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
-
-# What an evaluation may set differently from training; the rest belongs to the checkpoint.
-OVERRIDABLE = ("eval", "data.root", "trainer.accelerator", "trainer.precision", "trainer.threads")
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def evaluate_runs(
         folders: run folders.
         checkpoint: `last`, `best` or a step; of a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
-        overrides: `key=value` of `OVERRIDABLE` keys, after the suite's.
+        overrides: `key=value` of keys that act in `lm eval`, after the suite's.
         out: a .csv or .json file for all numbers.
 
     Raises:
@@ -72,7 +69,7 @@ def evaluate_runs(
     """
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
-    own = only(OVERRIDABLE, overrides or [], "an evaluation")
+    own = overrides_in("eval", overrides or [])
     trained = [read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [find_checkpoint(folder, checkpoint) for folder in folders]
@@ -212,19 +209,3 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     precision = resolve_precision(config, accelerator, trained)
     torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
-
-
-def only(allowed: tuple[str, ...], overrides: list[str], what: str) -> dict[str, Plain]:
-    """The overrides as nested plain data. Raises ConfigError naming each that `what` may not change."""
-    changes = interpolated(read_overrides(overrides))
-    keys = [override.split("=")[0] for override in overrides]
-    refused = [key for key in keys if not any(key == free or key.startswith(free + ".") for free in allowed)]
-    if refused:
-        remedy = "free to change: " + ", ".join(allowed)
-        raise ConfigError([Problem(key, override_of(key, overrides), f"can't be changed in {what}", remedy) for key in refused])
-    return changes
-
-
-def override_of(key: str, overrides: list[str]) -> str:
-    """The value that an override gives `key`."""
-    return next(override.partition("=")[2] for override in overrides if override.startswith(key + "="))

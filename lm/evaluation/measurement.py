@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lm.config.effects import function_of
 from lm.config.eval_config import Schedule
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 Progress = Callable[[int], None]  # hears of units of work done
 
@@ -83,7 +84,7 @@ class Measurement(ABC):
 
     def key(self, weights: str, where: Device) -> str:
         """Names what decides a result: kind, version, settings, model, data, precision and `weights` (their sha256)."""
-        model = to_plain(self.config.model)
+        model = function_of(self.config.model)
         facts = [self.kind, self.version, self.settings, model, self.store.fingerprint, self.precision(where), weights]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
-from lm.config.load import merge, parse, to_yaml
+from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
-from lm.evaluation.evaluate import OVERRIDABLE, only, open_device, open_store
+from lm.evaluation.evaluate import open_device, open_store
 from lm.evaluation.results import write_evaluation
 from lm.files import new_folder, write_text
 from lm.model.decoder import Decoder, count_parameters
@@ -70,7 +70,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
 
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
     """The configuration of the new run folder."""
-    changes = only(("model.normalizer", *OVERRIDABLE), overrides, "a swap")
+    changes = overrides_in("swap", overrides)
     if to not in OPTIONS:
         remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, OPTIONS)
         raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)])

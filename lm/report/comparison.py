@@ -10,10 +10,11 @@ from itertools import pairwise
 import numpy as np
 
 from lm.attention import catalogue
+from lm.config.effects import is_learned
 from lm.config.task_config import task_names
 from lm.errors import RunError
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled, wilson
-from lm.runs.identity import BOOKKEEPING, unlike
+from lm.runs.identity import unlike
 from lm.runs.record import AnswersRight, LongContext, RunRecord, Setting, Validation
 from lm.schema import Plain
 
@@ -134,7 +135,7 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     if len(arms) == 1:
         return result
     diff = _config_diff(arms)
-    other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and not key.startswith(BOOKKEEPING)]
+    other = [key for key, _ in diff if not key.startswith(_NORMALIZER) and is_learned(key)]
     warning = f"The arms differ in more than the normalizer: {', '.join(other)}." if other else ""
     same_start, start = result.across(lambda run: run.tokens_before)
     if same_start is False:
@@ -172,7 +173,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
-        keys = [key for key, _ in _config_diff(bare) if not key.startswith((*_NORMALIZER, *BOOKKEEPING))]
+        keys = [key for key, _ in _config_diff(bare) if is_learned(key) and not key.startswith(_NORMALIZER)]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
         repeated = {label for label, count in Counter(labels).items() if count > 1}
         for index, group in enumerate(runs):

@@ -4,17 +4,13 @@ from pathlib import Path
 
 import yaml
 
+from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.data.sequence_lengths import Curriculum
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs.folder import read_json
 from lm.schema import Plain, flatten, to_plain
-
-# A run may differ from what its checkpoint was trained with in these; anything else would make it another run.
-# Normalizers and phases are compared step by step (`_plan_problems`): what is still to come may change, too.
-FREE_TO_CHANGE = ("name", "runs", "resume", "log", "eval", "trainer", "data.root", "data.workers", "data.prepare_workers")
-FREE_TO_CHANGE += ("optim.on_nonfinite", "phases", "model.normalizer")
 
 
 def trained_config(facts: dict[str, Plain], path: Path) -> Config:
@@ -34,8 +30,9 @@ def config_problems(config: Config, trained: Config, facts: dict[str, Plain], pa
     problems = [
         Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
         for key in dict.fromkeys((*new, *old))
-        if old.get(key) != new.get(key) and not any(key == free or key.startswith((free + ".", free + "[")) for free in FREE_TO_CHANGE)
+        if old.get(key) != new.get(key) and effect_of(key).on_resume == "same"
     ]
+    # Normalizers and phases are compared step by step: those ahead may change.
     problems += _length_problems(config, trained, facts["step"], path)
     return problems + _plan_problems(config, trained, facts["phase"], facts["step"], path)
 

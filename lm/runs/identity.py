@@ -3,19 +3,9 @@
 import hashlib
 import json
 
+from lm.config.effects import counted_as_used, is_learned
 from lm.schema import Plain, flatten
 
-# Keys that do not change what is learned.
-BOOKKEEPING = ("name", "runs", "resume", "log.", "eval.", "data.root", "data.workers", "data.prepare_workers", "trainer.devices")
-BOOKKEEPING += (
-    "trainer.micro_batch",
-    "trainer.num_nodes",
-    "trainer.threads",
-    "trainer.accelerator",
-    "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-)
-_AS_USED = ("precision", "compile", "max_steps")  # keys of `trainer` that a resumed run may change, and that count as they were used
 _UNLIKE_EACH_TIME = ("step", "time", "command")
 
 
@@ -30,7 +20,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     found = environment.get("starts", [{"step": 0}])
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) and isinstance(one.get("step"), int) for one in found):
         raise ValueError("starts is no list of objects with a step")
-    names = ("lm", "git_commit", "git_dirty", "device", "precision", "compile", "versions", "threads", "world_size", "max_steps")
+    names = ("lm", "git_commit", "git_dirty", "device", "versions", "threads", "world_size", *map(_last_part, counted_as_used()))
     last = {name: environment[name] for name in names if name in environment} | found[-1]
     kept: list[dict[str, Plain]] = []
     for start in (*found[:-1], last):
@@ -47,6 +37,11 @@ def used(environment: dict[str, Plain], name: str) -> Plain:
     if len(changes) < 2:
         return changes[0][1] if changes else None
     return ", ".join(f"from step {step:,} {_short(value)}" if number else _short(value) for number, (step, value) in enumerate(changes))
+
+
+def _last_part(key: str) -> str:
+    """As environment.json names what a key was used as."""
+    return key.rpartition(".")[2]
 
 
 def unlike(environment: dict[str, Plain]) -> list[str]:
@@ -68,8 +63,8 @@ def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str
     Precision, compilation and the steps that the schedule was for are those used at each start; starting weights (`init_from`) are
     named by the arm they are of, not by their path.
     """
-    found = {key: value for key, value in flatten(config).items() if key != "seed" and not key.startswith(BOOKKEEPING)}
-    as_used = {f"trainer.{name}": used(environment, name) for name in _AS_USED}
+    found = {key: value for key, value in flatten(config).items() if is_learned(key)}
+    as_used = {key: used(environment, _last_part(key)) for key in counted_as_used()}
     found |= {key: value for key, value in as_used.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:

@@ -160,6 +160,7 @@ def environment(
         "threads": torch.get_num_threads(),
         "world_size": config.world_size,
         "max_steps": config.trainer.max_steps,
+        "on_nonfinite": config.optim.on_nonfinite,
         "command": " ".join(["lm", *sys.argv[1:]]),
     }
     return {

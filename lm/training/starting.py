@@ -7,16 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lm.config.effects import function_of
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
 from lm.runs.identity import arm, seeds
-from lm.schema import Plain, flatten, to_plain
-
-# A model that starts from other weights may differ from theirs in these.
-FREE_AT_START = ("normalizer", "dropout", "init_std")
+from lm.schema import Plain, to_plain
 
 
 def claim(folder: Path, resume: bool) -> None:
@@ -134,9 +132,9 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
 
     loaded = load(config.init_from)
     problems = []
-    ours, theirs = (flatten(to_plain(model)) for model in (decoder.config, loaded.decoder.config))
+    ours, theirs = (function_of(model) for model in (decoder.config, loaded.decoder.config))
     for key in dict.fromkeys((*ours, *theirs)):
-        if ours.get(key) != theirs.get(key) and not any(key == free or key.startswith(free + ".") for free in FREE_AT_START):
+        if ours.get(key) != theirs.get(key) and not key.startswith("normalizer"):  # which may have been set up otherwise
             problems.append(Problem(f"model.{key}", ours.get(key), f"{loaded.path} has {theirs.get(key)!r}", "set it to that"))
     problems += _normalizer_problems(config, decoder, loaded)
     if store.vocab_size != loaded.decoder.vocab_size:

@@ -1,0 +1,64 @@
+"""What a key affects is said at the key, and all that follows from it agrees with what was true before it was."""
+
+import pytest
+
+from lm.config.effects import counted_as_used, effect_of, function_of, is_learned
+from lm.config.load import acting_in, overrides_in
+from lm.config.model_config import ModelConfig
+from lm.config.tree import Config
+from lm.errors import ConfigError
+from lm.schema import effect, reference
+
+KEYS = [path for path, *_ in reference(Config)]
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_every_key_has_an_effect(path: str):
+    assert effect(Config, path) is not None
+
+
+def test_keys_that_do_not_exist_have_none():
+    assert [effect(Config, path) for path in ("nothing", "optim.nothing", "model.n_layer2", "trainer.threads2")] == [None] * 4
+    assert effect(Config, "model.normalizer.an_option_of_a_plugin") == effect(Config, "model.normalizer")
+
+
+def test_a_key_of_another_version_counts_as_learned_and_is_never_free_to_change():
+    assert is_learned("optim.nothing")
+    assert effect_of("optim.nothing").on_resume == "same"
+
+
+@pytest.mark.parametrize(
+    ("path", "learned"),
+    [
+        ("optim.lr", True), ("data.source.paths", True), ("phases[1].normalizer.name", True), ("trainer.precision", True),
+        ("trainer.max_steps", True), ("data.on_error", True), ("seed", False), ("name", False), ("trainer.micro_batch", False),
+        ("data.root", False), ("eval.needle.finetune.steps", False), ("log.every", False), ("resume", False), ("init_from", True),
+    ],
+)  # fmt: skip
+def test_what_tells_arms_apart(path: str, learned: bool):
+    assert is_learned(path) == learned
+
+
+def test_what_a_resumed_run_may_change_although_it_is_learned():
+    assert sorted(counted_as_used()) == ["optim.on_nonfinite", "trainer.compile", "trainer.max_steps", "trainer.precision"]
+    ahead = {path.partition(".")[0].removesuffix("[]") for path in KEYS if effect_of(path).on_resume == "ahead"}
+    assert ahead == {"phases", "model"}
+    assert effect_of("phases[2].warmup_steps").on_resume == effect_of("model.normalizer.init").on_resume == "ahead"
+
+
+def test_dropout_and_first_values_are_no_part_of_the_function():
+    assert {"dropout", "init_std"}.isdisjoint(function_of(ModelConfig()))
+    assert {"n_layer", "normalizer.name", "position.theta"} <= set(function_of(ModelConfig()))
+
+
+def test_commands_take_the_keys_that_act_in_them():
+    assert set(acting_in("harness")) == {"trainer.accelerator", "trainer.precision", "trainer.threads"}
+    assert set(acting_in("eval")) == {*acting_in("harness"), "data.root", "eval"}
+    assert set(acting_in("swap")) == {*acting_in("eval"), "model.normalizer"}
+    assert overrides_in("eval", ["eval.rows=3"]) == {"eval": {"rows": 3}}
+
+
+@pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "eval.rows2=3", "nothing=1"])
+def test_an_override_that_would_be_ignored_is_refused(override: str):
+    with pytest.raises(ConfigError, match=r"can't be changed in lm eval; free to change: data\.root, "):
+        overrides_in("eval", [override])
