@@ -78,7 +78,7 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
         ("model.position=none", "eval.long_context.settings[1].rope"),
         ("eval.long_context.length_factor=0.5", "eval.long_context.length_factor"),
         ("eval.long_context.settings=[{}, {}]", "eval.long_context.settings"),
-        ("eval.long_context.settings=[{log_n_clip: true}]", "eval.long_context.settings[0].log_n_clip"),
+        ("eval.long_context.settings=[{normalizer: {clip: true}}]", "eval.long_context.settings[0].normalizer.clip"),
         ("eval.long_context.settings=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.settings[0].rope.fast"),
         ("optim.warmup_steps=2000", "optim.warmup_steps"),
         ("optim.schedule={name: wsd, decay_fraction: 0.95}", "optim.schedule.decay_fraction"),
@@ -93,6 +93,34 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
 )
 def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str):
     assert path in problems(override)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "change", "said"),
+    [
+        ("log_n", "clip: true", None),
+        ("[log_n, ssmax]", "clip: true, n: sample", None),
+        ("log_n", "clip: 1", r"normalizer\.clip = 1: must be true or false"),
+        ("log_n", "base: 0.5", r"normalizer\.base = 0\.5: must be > 1"),
+        ("ssmax", "n: wide", r"normalizer\.n = 'wide': unknown row length"),
+        ("ssmax", "clip: true", r"normalizer\.clip = True: no normalizer of this model has this option"),
+        ("ssmax", "bias: true", r"normalizer\.bias = True: decides whether there is a b to learn"),
+        ("[log_n, ssmax]", "init: 1.0", r"normalizer\.init = 1\.0: is a first value"),
+        ("ssmax", "name: softmax", r"normalizer\.name = 'softmax': no normalizer of this model has this option"),
+    ],
+)
+def test_an_inference_setting_may_set_those_options_of_normalizers_that_training_has_not_fixed(
+    normalizer: str, change: str, said: str | None
+):
+    arguments = ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", f"model.normalizer={normalizer}"]
+    arguments.append(f"eval.recall.settings=[{{normalizer: {{{change}}}}}]")
+    arguments.append("data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]")
+    arguments += ["eval.long_context.length_factor=0", "data.seq_len=64"]
+    if said is None:
+        assert load(arguments).eval.recall.settings[0].label.startswith("as trained, clip=true")
+    else:
+        with pytest.raises(ConfigError, match=said):
+            load(arguments)
 
 
 def test_a_renamed_block_drops_the_options_of_the_old_name():

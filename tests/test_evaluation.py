@@ -17,7 +17,7 @@ from conftest import ROOT, lm
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.config.inference_config import LongSetting, ThetaFactor
+from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
@@ -27,6 +27,7 @@ from lm.evaluation.results import finite
 from lm.evaluation.text_loss import LongContext, by_octave
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
+from lm.model.inference import for_inference
 from lm.runs.loading import find_checkpoint, load
 from lm.training.train import train
 
@@ -45,18 +46,20 @@ def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length:
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.decoder.LONG_TOKENS", 100)
     decoder, held_out = made(name, rows, length)
-    found = nll_by_token(decoder, held_out, CPU, LongSetting(ThetaFactor()))
-    assert decoder.training
-    decoder.eval()
+    used = for_inference(decoder, InferenceSetting(ThetaFactor()))
+    found = nll_by_token(used, held_out, CPU)
+    assert used.training
+    used.eval()
     rows = torch.from_numpy(held_out.rows)
-    logits = decoder.head(decoder(rows[:, :-1], ThetaFactor()))
+    logits = decoder.head(used(rows[:, :-1]))
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(found.shape)
     assert np.allclose(found, expected.detach(), atol=1e-5)
 
 
 def test_clipping_log_n_is_a_setting_of_the_evaluation_alone():
     decoder, held_out = made("log_n")
-    clipped, plain = (nll_by_token(decoder, held_out, CPU, setting) for setting in (LongSetting(log_n_clip=True), LongSetting()))
+    settings = InferenceSetting(normalizer={"clip": True}), InferenceSetting()
+    clipped, plain = (nll_by_token(for_inference(decoder, setting), held_out, CPU) for setting in settings)
     assert not np.allclose(clipped[:, :10], plain[:, :10])
     assert not decoder.blocks[0].attention.normalizer.options.clip
     other = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=opt.LogN(clip=True), dropout=0.5), 60, 16)

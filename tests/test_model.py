@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from folders import same, weights
 from lm.attention import catalogue
 from lm.attention import options as opt
 from lm.attention.layout import Rows
-from lm.config.inference_config import NTK, AsTrained, Interpolation, ThetaFactor, YaRNScaling
+from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
@@ -21,7 +23,8 @@ from lm.errors import ConfigError
 from lm.evaluation.generation import generate, sample
 from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
 from lm.model.decoder import Cache, Context, Decoder, count_parameters, mlp_width
-from lm.model.rope import frequencies, logit_factor, rope_rotation, rotate
+from lm.model.inference import for_inference
+from lm.model.rope import frequencies, rope_rotation, rotate
 from lm.runs.loading import load as load_model
 from lm.training.train import train
 
@@ -130,9 +133,9 @@ def test_theta_factor_multiplies_theta():
     scaled, asked = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))
     assert torch.equal(scaled[0], asked[0])
     decoder = Decoder(small(), 50, 16)
-    tokens = torch.randint(50, (1, 16))
-    assert not torch.allclose(decoder(tokens, ThetaFactor(50.0)), decoder(tokens))
-    assert decoder.config.position.theta == 1e4
+    tokens, used = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
+    assert torch.equal(used(tokens), Decoder(small(position=Rope(theta=5e5)), 50, 16)(tokens))
+    assert not torch.allclose(used(tokens), decoder(tokens))
 
 
 def test_scalings_of_rope_have_their_closed_forms():
@@ -148,11 +151,52 @@ def test_scalings_of_rope_have_their_closed_forms():
     fast = frequencies(64, rope, YaRNScaling(fast=4.0), trained, length)
     assert torch.equal(fast[turns >= 4], plain[turns >= 4])
     assert (turns >= 4).any()
-    assert logit_factor(YaRNScaling(), trained, length) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
-    assert logit_factor(YaRNScaling(temperature=False), trained, length) == logit_factor(NTK(), trained, length) == 1
+    assert YaRNScaling().logit_factor(8.0) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
+    assert YaRNScaling(temperature=False).logit_factor(8.0) == NTK().logit_factor(8.0) == 1
     for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a row no longer than in training is used as trained
         assert torch.equal(frequencies(64, rope, scaling, trained, trained), plain)
-        assert logit_factor(scaling, trained, 50) == 1
+        assert scaling.logit_factor(scaling.s(trained, 50)) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", ["attention", "gau"])
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_a_setting_makes_a_copy_that_shares_its_weights_and_leaves_the_model(name: str, block: str):
+    model, tokens = made(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
+    changes = {"n": "fixed:7"} if "n" in vars(model.normalizers()[0].options) else {}
+    before, state = model(tokens), torch.get_rng_state()
+    used = for_inference(model, InferenceSetting(Interpolation(), changes))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(used(tokens), before)
+    assert torch.equal(model(tokens), before)
+    ours, theirs = dict(used.named_parameters()), dict(model.named_parameters())
+    assert list(ours) == list(theirs)
+    assert all(ours[name] is theirs[name] for name in ours)
+    alike = made(name, block, changes)
+    alike.load_state_dict(model.state_dict())
+    assert torch.equal(for_inference(alike, InferenceSetting(Interpolation()))(tokens), used(tokens))
+
+
+def settable(options: type) -> dict[str, object]:
+    """Another value of every option that an inference setting may change."""
+    fixed, others = getattr(options, "fixed_by_training", {}), {bool: lambda value: not value, float: lambda value: value + 1.5}
+    others |= {int: lambda value: value + 1, str: lambda value: "fixed:9"}
+    found = {spec.name: others[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed}
+    literals = {"base": 9.0, "form": "1/n^2", "features": "relu"}
+    return {name: literals.get(name, value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
+    options, shapes = catalogue.OPTIONS[name], []
+    for changes in ({}, settable(options)):
+        shapes.append({key: value.shape for key, value in Decoder(small(normalizer=options(**changes)), 50, 16).named_parameters()})
+    assert shapes[0] == shapes[1]
+
+
+def test_what_an_inference_setting_can_not_change_is_refused():
+    with pytest.raises(ConfigError, match=r"normalizer\.bias = True: decides whether there is a b"):
+        for_inference(Decoder(small(normalizer=opt.SSMax()), 50, 16), InferenceSetting(normalizer={"bias": True}))
 
 
 def test_learned_positions_refuse_longer_rows():
@@ -220,8 +264,8 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
 BLOCKS = {"attention": {"n_head": 2}, "gau": {"n_head": 1, "block": GAUBlock(key_size=8)}}
 
 
-def made(name: str, block: str, **changes: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), **BLOCKS[block], **changes)
+def made(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
+    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **BLOCKS[block], **changes)
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
         for normalizer in decoder.normalizers():

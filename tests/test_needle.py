@@ -10,7 +10,6 @@ from conftest import lm
 
 from lm.attention import catalogue
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
-from lm.config.inference_config import LongSetting
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import Needle
 from lm.data.prepare import prepare
@@ -51,7 +50,7 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
     asked = trials(Needle(distractors=2), 300, 12, text)
     size = len(asked[0].prompt)
     asked = [one for one in asked if len(one.prompt) == size][:3]
-    found = score(decoder, asked, 300, LongSetting(), text)
+    found = score(decoder, asked, 300, text)
     for one, (nll, hits, digit, whole, better, margin) in zip(asked, found.tolist(), strict=True):
         losses = []
         for candidate in (one.answer, *one.others):
@@ -90,7 +89,7 @@ def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
     for hook in hooks:
         hook.remove()
     expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]) for a in seen], 1)
-    assert torch.allclose(head_scores(decoder, one, LENGTH, LongSetting()), expected, atol=1e-5)
+    assert torch.allclose(head_scores(decoder, one, LENGTH), expected, atol=1e-5)
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
@@ -106,7 +105,7 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     rows = trials(Needle(), LENGTH, 8, text)
     rows = [one for one in rows if len(one.prompt) == len(rows[0].prompt)]
     with torch.no_grad():
-        losses = [score(model, rows, LENGTH, LongSetting(), text)[:, 0].mean() for model in (decoder, taught)]
+        losses = [score(model, rows, LENGTH, text)[:, 0].mean() for model in (decoder, taught)]
     assert losses[1] < losses[0] - 0.5
 
 

@@ -137,19 +137,17 @@ class Knowing(torch.nn.Module):
 
     def __init__(self, size: int, wrong: set[tuple[int, int]]):
         super().__init__()
+        self.config = ModelConfig()
         self.wrong, self.head, self.done = wrong, torch.nn.Linear(size, size, bias=False), 0
         self.head.weight = torch.nn.Parameter(10 * torch.eye(size))
 
-    def normalizers(self) -> list:
-        return []
-
-    def hidden(self, batch: Batch, rope: object) -> torch.Tensor:
+    def hidden(self, batch: Batch) -> torch.Tensor:
         self.rows, self.said = batch.tokens, batch.targets.clone()
         for row, position in self.wrong:
             self.said[row, position - 1] = (self.said[row, position - 1] + 1) % self.head.weight.size(0)
         return F.one_hot(self.said, self.head.weight.size(0)).float()
 
-    def forward(self, tokens: torch.Tensor, rope: object, cache: Cache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Says what it said in `hidden`, whatever its own answers are."""
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         if not start:
@@ -162,17 +160,15 @@ class Chained(torch.nn.Module):
 
     def __init__(self, task: MQAR, mistaken: int):
         super().__init__()
+        self.config = ModelConfig()
         self.task, self.mistaken, self.head = task, mistaken, torch.nn.Linear(task.vocab_size, task.vocab_size, bias=False)
         self.head.weight = torch.nn.Parameter(10 * torch.eye(task.vocab_size))
 
-    def normalizers(self) -> list:
-        return []
-
-    def hidden(self, batch: Batch, rope: object) -> torch.Tensor:
+    def hidden(self, batch: Batch) -> torch.Tensor:
         self.right = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)  # (B, T + 1)
         return self._said(batch.tokens, torch.arange(len(batch.tokens)))
 
-    def forward(self, tokens: torch.Tensor, rope: object, cache: Cache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         before = cache.states.get(self)
         cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)

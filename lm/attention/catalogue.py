@@ -162,6 +162,9 @@ class Layers(Options):
     def of_layer(self, layer: int) -> Options:
         return self.of[layer % len(self.of)]
 
+    def used_with(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
+        return Layers([one.used_with(changes, path, problems) for one in self.parts()])
+
     def label(self) -> str:
         return _listed(one.label() for one in self.of)
 

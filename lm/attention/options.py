@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
-from lm.schema import Plain, key
+from lm.schema import Plain, build, key, own_problems, to_plain
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
+FIRST_VALUE = "is a first value, which training has replaced"
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
 
 
@@ -24,12 +25,14 @@ class Options:
         full_formula: the weights, with all that options can add.
         sums_to_one: rows of weights do, whatever the options.
         over_sum: `n` may be `sum`: each row is divided by its sum.
+        fixed_by_training: options that decide which parameters there are, or their first values: why another value comes too late.
     """
 
     name: ClassVar[str]
     full_formula: ClassVar[str]
     sums_to_one: ClassVar[bool] = True
     over_sum: ClassVar[bool] = False
+    fixed_by_training: ClassVar[Mapping[str, str]] = {}
 
     def formula(self) -> str:
         """The weights with these options, without what they switch off."""
@@ -50,6 +53,14 @@ class Options:
         """The options of one layer's normalizer."""
         return self
 
+    def used_with(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
+        """Those of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
+        own = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
+        late = [Problem(f"{path}.{option}", own[option], reason) for option, reason in self.fixed_by_training.items() if option in own]
+        found = build(type(self), {**to_plain(self), **own}, path, late)
+        problems += late or own_problems(found, path)
+        return found
+
     def changed(self) -> dict[str, Plain]:
         """The options that aren't their defaults."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
@@ -61,15 +72,16 @@ class Options:
     def arguments(self) -> str:
         """As `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; first values left out."""
         changed = {option: value for option, value in self.changed().items() if option != "init"}
-        return " ".join([self.name, *(f"model.normalizer.{option}={_shown(value)}" for option, value in changed.items())])
+        return " ".join([self.name, *(f"model.normalizer.{option}={shown(value)}" for option, value in changed.items())])
 
 
 def labelled(name: str, options: Mapping[str, Plain]) -> str:
     """A normalizer's name and options as a reader sees them."""
-    return f"{name} ({', '.join(f'{option}={_shown(value)}' for option, value in options.items())})" if options else name
+    return f"{name} ({', '.join(f'{option}={shown(value)}' for option, value in options.items())})" if options else name
 
 
-def _shown(value: Plain) -> str:
+def shown(value: Plain) -> str:
+    """An option's value as it is written in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -87,6 +99,11 @@ class SSMax(Options):
 
     name = "ssmax"
     full_formula = "softmax((s ln n + b) z)"
+    fixed_by_training: ClassVar[Mapping[str, str]] = {
+        "scale": "decides whether there is an s to learn",
+        "bias": "decides whether there is a b to learn",
+        "init": FIRST_VALUE,
+    }
     scale: Literal["learned", "none"] = key("learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)")
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
     init: Literal["match", "unit"] | float = key(
@@ -200,6 +217,7 @@ class Sink(Options):
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
     sums_to_one = False
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": FIRST_VALUE}
     init: float = key(0.0, "first value of b")
 
 
@@ -238,6 +256,7 @@ class Sigmoid(Options):
     name = "sigmoid"
     full_formula = "sigmoid(z - ln n (+ b))"
     sums_to_one = False
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"bias": "decides whether there is a b to learn"}
     bias: bool = key(False, "add a learned b, one per layer and head, from 0")
     n: str = key("visible", N_HELP)
 

@@ -14,8 +14,8 @@ from lm.config.data_config import (
     TiktokenTokenizer,
     TrainedTokenizer,
 )
-from lm.config.inference_config import LongSetting, YaRNScaling
-from lm.config.model_config import GAUBlock, Learned, Rope, rotated_dims
+from lm.config.inference_config import InferenceSetting
+from lm.config.model_config import GAUBlock
 from lm.config.task_config import Task
 from lm.config.training_config import WSD
 from lm.config.tree import Config
@@ -55,11 +55,11 @@ def check(config: Config) -> list[Problem]:
         "model.n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}",
         f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}",
     )  # fmt: skip
-    if isinstance(model.position, Rope):
+    if model.position.rotates:
         where, value = ("model.block.key_size", head_size) if gau else ("model.n_embd", model.n_embd)
         problem(head_size % 2 == 1, where, value, f"gives heads of odd size {head_size}, which RoPE can't rotate")
         problem(
-            rotated_dims(head_size, model.position.fraction) == 0,
+            model.position.rotated(head_size) == 0,
             "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
         )  # fmt: skip
     listed = len(model.normalizer.parts())
@@ -102,7 +102,7 @@ def check(config: Config) -> list[Problem]:
         "eval.long_context.length_factor", long.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off",
     )  # fmt: skip
     problem(
-        isinstance(model.position, Learned) and long.length_factor > 1,
+        model.position.ends and long.length_factor > 1,
         "eval.long_context.length_factor", long.length_factor,
         "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
     )  # fmt: skip
@@ -119,7 +119,7 @@ def check_needle(config: Config) -> list[Problem]:
     problems = check_settings(config, "eval.needle.settings", needle.settings)
     if config.data.symbolic:
         problems.append(Problem(where, needle.length_factors, "needs a model of text", "set it to []"))
-    if isinstance(config.model.position, Learned) and max(*needle.length_factors, needle.heads_at or 0) > 1:
+    if config.model.position.ends and max(*needle.length_factors, needle.heads_at or 0) > 1:
         problems.append(Problem(where, needle.length_factors, "learned positions end at the training length", "set it to [1]"))
     return problems
 
@@ -144,26 +144,22 @@ def check_recall(config: Config) -> list[Problem]:
                 Problem(where, task.name, f"has {task.vocab_size} symbols, the model {known}", "set its options as in data.tasks")
             )
     longest = max(recall.length_factors)
-    if isinstance(config.model.position, Learned) and longest > 1:
+    if config.model.position.ends and longest > 1:
         reason = "learned positions end at the training length"
         problems.append(Problem("eval.recall.length_factors", longest, reason, "leave longer rows out, or set model.position=rope"))
     return problems
 
 
-def check_settings(config: Config, where: str, settings: list[LongSetting]) -> list[Problem]:
-    """What is wrong with the ways to use a model at `where`."""
-    model, problems = config.model, []
-    if not settings or len(set(settings)) < len(settings):
+def check_settings(config: Config, where: str, settings: list[InferenceSetting]) -> list[Problem]:
+    """What is wrong with the inference settings at `where`."""
+    position, problems = config.model.position, []
+    if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
-    used = {one.name for phase in config.plan for one in phase.normalizer.parts()}
     for index, setting in enumerate(settings):
-        if setting.rope.name != "as_trained" and not isinstance(model.position, Rope):
-            reason = f"model.position = {model.position.name} has no RoPE to scale"
+        if setting.rope.name != "as_trained" and not position.rotates:
+            reason = f"model.position = {position.name} has no RoPE to scale"
             problems.append(Problem(f"{where}[{index}].rope", setting.rope.name, reason, f"set {where}=[{{}}]"))
-        if isinstance(setting.rope, YaRNScaling) and setting.rope.fast <= setting.rope.slow:
-            problems.append(Problem(f"{where}[{index}].rope.fast", setting.rope.fast, f"is not above slow = {setting.rope.slow:g}"))
-        if setting.log_n_clip and "log_n" not in used:
-            problems.append(Problem(f"{where}[{index}].log_n_clip", True, "no normalizer of this model is log_n", "drop it"))
+        problems += setting.normalizers([phase.normalizer for phase in config.plan], f"{where}[{index}].normalizer")[1]
     return problems
 
 
@@ -244,7 +240,7 @@ def check_lengths(config: Config) -> list[Problem]:
     wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
     if wrong:
         reasons.append(f"{wrong[0]:g} does not divide data.seq_len = {seq_len} into rows of 2 tokens and more")
-    if isinstance(config.model.position, Learned) and lengths is not None:
+    if config.model.position.ends and lengths is not None:
         reasons.append("short rows train the first learned positions only: set model.position=rope")
     return [Problem("data.lengths", lengths, reason) for reason in reasons]
 

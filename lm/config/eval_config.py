@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lm.config.inference_config import LongSetting, ThetaFactor
+from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.task_config import TASKS, Task
 from lm.schema import key, section, sections, variants
 
@@ -25,8 +25,8 @@ class Schedule:
 class LongContextConfig(Schedule):
     length_factor: float = key(8.0, "length of the rows, in training lengths; 0: off", ge=0)
     rows: int = key(32, "rows, spread over the held-out documents that are long enough", ge=1)
-    settings: list[LongSetting] = sections(
-        LongSetting, "how the model is used there, each measured", (LongSetting(), LongSetting(ThetaFactor()))
+    settings: list[InferenceSetting] = sections(
+        InferenceSetting, "how the model is used there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
 
 
@@ -35,7 +35,7 @@ class RecallConfig(Schedule):
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
     length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "lengths of the rows, in training lengths; []: off", gt=0)
     rows: int = key(128, "rows of each task and length", ge=1)
-    settings: list[LongSetting] = sections(LongSetting, "how the model is used, each measured", (LongSetting(),))
+    settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
 
 
 @dataclass
@@ -58,7 +58,7 @@ class NeedleConfig(Schedule):
         None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0
     )
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
-    settings: list[LongSetting] = sections(LongSetting, "how the model is used, each measured", (LongSetting(),))
+    settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
 
 
 @dataclass

@@ -1,67 +1,118 @@
-"""How a trained model is used in an evaluation: RoPE's scaling and what else differs from training."""
+"""How a trained model is used in an evaluation: RoPE's scaling and the normalizer's options, where they differ from training."""
 
+import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from lm.attention.options import Options, shown
+from lm.errors import Problem
 from lm.schema import key, variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+S_HELP = "s; null: the sequence's length in training lengths"
+
+
+class RopeScaling:
+    """What a scaling of RoPE does for sequences s times as long as in training: nothing, unless a class says more."""
+
+    name: ClassVar[str]
+
+    def s(self, trained: int, length: int) -> float:
+        """As set, or the length of the sequence in training lengths, at least 1."""
+        return getattr(self, "factor", None) or max(1.0, length / trained)
+
+    def theta(self, theta: float, head_size: int, s: float) -> float:
+        """Base of the periods, from that of training."""
+        return theta
+
+    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+        """Radians per token of each pair (pairs,), from those that theta gives; `turns`: of each pair over the training length."""
+        return frequencies
+
+    def logit_factor(self, s: float) -> float:
+        """Multiplies the logits."""
+        return 1.0
 
 
 @dataclass(frozen=True)
-class AsTrained:
+class AsTrained(RopeScaling):
     """RoPE as it was trained."""
 
     name: ClassVar[str] = "as_trained"
 
 
 @dataclass(frozen=True)
-class ThetaFactor:
+class ThetaFactor(RopeScaling):
     """RoPE with theta multiplied (the SSMax paper: 50)."""
 
     name: ClassVar[str] = "theta"
     factor: float = key(50.0, "multiplies theta", gt=0)
 
+    def theta(self, theta: float, head_size: int, s: float) -> float:
+        return theta * s
+
 
 @dataclass(frozen=True)
-class Interpolation:
+class Interpolation(RopeScaling):
     """Position interpolation, arXiv 2306.15595: all frequencies divided by s."""
 
     name: ClassVar[str] = "interpolation"
-    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
+    factor: float | None = key(None, S_HELP, ge=1)
+
+    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+        return frequencies / s
 
 
 @dataclass(frozen=True)
-class NTK:
-    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the slowest pair turns 1 / s as fast."""
+class NTK(RopeScaling):
+    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the slowest pair turns 1 / s as fast, the fastest as before."""
 
     name: ClassVar[str] = "ntk"
-    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
+    factor: float | None = key(None, S_HELP, ge=1)
+
+    def theta(self, theta: float, head_size: int, s: float) -> float:
+        return theta * s ** (head_size / max(1, head_size - 2))
 
 
 @dataclass(frozen=True)
-class YaRNScaling:
-    """YaRN, arXiv 2309.00071: interpolation of pairs that turn seldom in a training row, and a temperature."""
+class YaRNScaling(RopeScaling):
+    """YaRN, arXiv 2309.00071: interpolation of pairs that turn seldom in a training sequence, and a temperature."""
 
     name: ClassVar[str] = "yarn"
-    factor: float | None = key(None, "s; null: the row's length in training lengths", ge=1)
-    fast: float = key(32.0, "pairs that turn this often in a training row, and more, stay as they are", gt=0)
+    factor: float | None = key(None, S_HELP, ge=1)
+    fast: float = key(32.0, "pairs that turn this often in a training sequence, and more, stay as they are", gt=0)
     slow: float = key(1.0, "pairs that turn this often, and less, are interpolated by s", ge=0)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
+    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+        kept = ((turns - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / s)
 
-RopeScaling = AsTrained | ThetaFactor | Interpolation | NTK | YaRNScaling
+    def logit_factor(self, s: float) -> float:
+        return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
+
+    def problems(self) -> list[Problem]:
+        """Contradictory options."""
+        return [] if self.fast > self.slow else [Problem("fast", self.fast, f"is not above slow = {self.slow:g}")]
+
+
 ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK, YaRNScaling)}
 
 
 @dataclass(frozen=True)
-class LongSetting:
-    """How a model is used beyond its training length; the model itself stays as it is."""
+class InferenceSetting:
+    """How a model is used beyond its training length; the model itself stays as it is (`lm.model.inference.for_inference`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
-    log_n_clip: bool = key(False, "log_n: never scale below 1 (`max(1, ln n / ln m)`), whatever it was trained with")
+    normalizer: dict[str, bool | int | float | str] = key(
+        {}, "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} of log_n"
+    )
 
     @property
     def label(self) -> str:
-        """A few words, e.g. `theta x 50`; unlike for unlike settings."""
+        """A few words, e.g. `theta x 50` or `as trained, clip=true`; unlike for unlike settings."""
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
@@ -71,4 +122,16 @@ class LongSetting:
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
-        return ", ".join([words, *others, *(["log_n clipped"] if self.log_n_clip else [])])
+        return ", ".join([words, *others, *(f"{name}={shown(value)}" for name, value in self.normalizer.items())])
+
+    def normalizers(self, trained: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
+        """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""
+        problems: list[Problem] = []
+        used = [options.used_with(self.normalizer, path, problems) for options in trained]
+        known = {spec.name for options in trained for one in options.parts() for spec in fields(one)}
+        problems += [
+            Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
+            for name, value in self.normalizer.items()
+            if name not in known
+        ]
+        return used, list({problem.path: problem for problem in problems}.values())

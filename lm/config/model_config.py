@@ -8,24 +8,52 @@ from lm.attention.options import Options
 from lm.schema import key, variant
 
 
+class Position:
+    """How a model knows where tokens stand.
+
+    Attributes:
+        rotates: queries and keys are turned, by angles that can be rescaled.
+        ends: there are no positions beyond the training length.
+    """
+
+    name: ClassVar[str]
+    rotates: ClassVar[bool] = False
+    ends: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return f"position {self.name}"
+
+
 @dataclass
-class Rope:
+class Rope(Position):
     """Rotary embedding, arXiv 2104.09864."""
 
     name: ClassVar[str] = "rope"
+    rotates: ClassVar[bool] = True
     theta: float = key(10000.0, "base of the rotation periods", gt=1)
     fraction: float = key(1.0, "share of each head's dimensions that rotates, fastest first (p-RoPE below 1)", gt=0, le=1)
 
+    @property
+    def label(self) -> str:
+        return f"rope theta {self.theta:g}"
+
+    def rotated(self, head_size: int) -> int:
+        """How many of a head's dimensions turn: an even number."""
+        return int(head_size * self.fraction) // 2 * 2
+
 
 @dataclass
-class Learned:
+class Learned(Position):
     """A learned vector per position; can't be evaluated beyond the training length."""
 
     name: ClassVar[str] = "learned"
+    ends: ClassVar[bool] = True
 
 
 @dataclass
-class NoPosition:
+class NoPosition(Position):
     """No position information but the causal mask (NoPE)."""
 
     name: ClassVar[str] = "none"
@@ -56,7 +84,7 @@ class ModelConfig:
     n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1)
     mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
-    position: Rope | Learned | NoPosition = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
+    position: Position = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )
@@ -75,8 +103,3 @@ class ModelConfig:
     def head_size(self) -> int:
         """Dimensions of each head's queries and keys."""
         return self.block.key_size if isinstance(self.block, GAUBlock) else self.n_embd // self.n_head
-
-
-def rotated_dims(head_size: int, fraction: float) -> int:
-    """How many of a head's dimensions RoPE rotates: an even number."""
-    return int(head_size * fraction) // 2 * 2

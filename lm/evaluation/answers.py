@@ -7,11 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.inference_config import LongSetting
 from lm.data.batches import Batch
 from lm.data.tasks.examples import Example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.held_out import used_as
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence
 from lm.model.cross_entropy import likeliest, token_nll
@@ -40,7 +38,6 @@ def answers(
     decoder: Decoder,
     made: list[Example],
     where: Device,
-    setting: LongSetting | None = None,
     progress: Progress = lambda rows: None,
 ) -> Answers:
     """Read sequences of one length and give each answer's tokens, in fp32: teacher-forced, and by greedy decoding. Collective.
@@ -50,10 +47,8 @@ def answers(
     T x T weights where the normalizer needs none.
 
     Args:
-        setting: how the model is used.
         progress: hears how many sequences are done.
     """
-    setting = setting or LongSetting()
     at = np.array([(row, end, end - begin) for row, one in enumerate(made) for begin, stop in one.questions for end in range(begin, stop)])
     row, position, place = at[:, 0], at[:, 1] - 1, at[:, 2]
     asked = np.bincount(row, minlength=len(made))  # tokens, of each sequence
@@ -64,21 +59,20 @@ def answers(
         tokens = Batch.of(np.stack([made[one].tokens for one in rows])).to(where.device)
         spot = torch.from_numpy(np.stack((np.searchsorted(rows, row[mine]), position[mine]))).to(where.device)
         with torch.autocast(where.device.type, enabled=False):
-            hidden = decoder.hidden(tokens, setting.rope)[spot[0], spot[1]]
+            hidden = decoder.hidden(tokens)[spot[0], spot[1]]
             targets, head = tokens.targets[spot[0], spot[1]], decoder.head.weight
             said = likeliest(hidden, head)
-            hits = [answer == targets for answer in (said, roll_out(decoder, tokens, spot, said, setting))]
+            hits = [answer == targets for answer in (said, roll_out(decoder, tokens, spot, said))]
             result = torch.zeros(len(rows), max(asked), 3, device=where.device)
             result[spot[0], torch.from_numpy(column[mine])] = torch.stack((token_nll(hidden, head, targets), *map(Tensor.float, hits)), 1)
         return result
 
     lengths = [len(one.tokens) - 1 for one in made]
-    with used_as(decoder, setting):
-        nll, right, rolled_out = by_sequence([decoder], lengths, (max(asked), 3), where, measure, progress)[row, column].T
+    nll, right, rolled_out = by_sequence([decoder], lengths, (max(asked), 3), where, measure, progress)[row, column].T
     return Answers(nll, right > 0.5, rolled_out > 0.5, row, place)
 
 
-def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor, setting: LongSetting) -> Tensor:
+def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Tensor:
     """The answers of greedy decoding, in which the model's own stand in place of the right ones: (N,) int64, token by token.
 
     Rows are read again with what the model says in them until it says the same: what it says depends on what stands before alone,
@@ -99,10 +93,10 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor, settin
     tokens, spoken = batch.tokens[rows], said[mine]
     first = int(position.min()) + 1  # no answer stands before it
     cache, later, shown = Cache(tokens.size(1)), position >= first, position + 1 < tokens.size(1)
-    decoder(tokens[:, :first], setting.rope, cache=cache)
+    decoder(tokens[:, :first], cache=cache)
     for _ in range(int(row.bincount().max())):
         tokens[row[shown], position[shown] + 1] = spoken[shown]
-        hidden = decoder(tokens[:, first:], setting.rope, cache=cache.fork(1))
+        hidden = decoder(tokens[:, first:], cache=cache.fork(1))
         before, spoken = spoken, spoken.clone()
         spoken[later] = likeliest(hidden[row[later], position[later] - first], decoder.head.weight)
         if torch.equal(spoken, before):
@@ -132,7 +126,6 @@ def scored(
     asked: list[Trial],
     length: int,
     where: Device,
-    setting: LongSetting,
     text: Text,
     progress: Progress = lambda trials: None,
 ) -> np.ndarray:
@@ -140,13 +133,12 @@ def scored(
 
     def measure(part: list[int]) -> Tensor:
         with torch.autocast(where.device.type, enabled=False):
-            return score(decoder, [asked[index] for index in part], length, setting, text)
+            return score(decoder, [asked[index] for index in part], length, text)
 
-    with used_as(decoder, setting):
-        return by_sequence([decoder], [len(one.prompt) for one in asked], (SCORES,), where, measure, progress)
+    return by_sequence([decoder], [len(one.prompt) for one in asked], (SCORES,), where, measure, progress)
 
 
-def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, text: Text) -> Tensor:
+def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tensor:
     """Prompts of one length, read once each: (trials, SCORES) fp32.
 
     Loss of the answer (nats per token); 1 if each of its tokens is the likeliest after those before (then greedy decoding gives it);
@@ -156,12 +148,12 @@ def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, t
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
     cache = Cache(length)
-    first = decoder.head(decoder(prompts, way.rope, cache=cache)[:, -1:]).float()  # (B, 1, V)
-    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2, way)
+    first = decoder.head(decoder(prompts, cache=cache)[:, -1:]).float()  # (B, 1, V)
+    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2)
     rows = []
     for index, one in enumerate(asked):
         candidates = [one.answer, *one.others]
-        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)), way)
+        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)))
         better = (nll[1:] < nll[0]).sum()
         said = text.decode(written[index].cpu().numpy()).strip()
         digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
@@ -179,15 +171,15 @@ def score(decoder: Decoder, asked: list[Trial], length: int, way: LongSetting, t
     return torch.tensor(rows)
 
 
-def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int, way: LongSetting) -> Tensor:
+def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int) -> Tensor:
     """The likeliest `count` tokens one after the other: (B, count)."""
     tokens = [first.argmax(-1)]
     for _ in range(count - 1):
-        tokens.append(decoder.head(decoder(tokens[-1], way.rope, cache=cache)).argmax(-1))
+        tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
     return torch.cat(tokens, 1)
 
 
-def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache, way: LongSetting) -> tuple[Tensor, bool]:
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache) -> tuple[Tensor, bool]:
     """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the likeliest one."""
     longest = max(map(len, candidates))
     tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
@@ -197,7 +189,7 @@ def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: C
     tokens, real = tokens.to(first.device), real.to(first.device)
     logits = first.expand(len(candidates), -1, -1)
     if longest > 1:
-        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], way.rope, cache=cache)).float()), 1)
+        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], cache=cache)).float()), 1)
     log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
     return -(log_p * real).sum(1), bool(hits.all())

@@ -11,7 +11,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lm.attention.layout import Rows
-from lm.config.model_config import Learned
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
@@ -36,7 +35,7 @@ def swap_rows(store: Store, config: Config) -> list[HeldOut]:
         length = int(factor * config.data.seq_len)
         if factor == 1:
             found.append(validation_rows(store, config))
-        elif not isinstance(config.model.position, Learned):
+        elif not config.model.position.ends:
             starts = long_starts(store.val, length, config.eval.long_context.rows)
             found += [HeldOut.take(store, starts, length)] if len(starts) else []
     return found

@@ -7,7 +7,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.model_config import Learned
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Cache, Decoder
 from lm.runs.loading import load
@@ -79,7 +78,7 @@ def generate_text(
         raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
     start = loaded.tokenizer.token_to_id(loaded.end_of_text)
     ids = [start, *loaded.tokenizer.encode(prompt, add_special_tokens=False).ids]
-    if isinstance(loaded.config.model.position, Learned) and len(ids) + max_new_tokens > loaded.decoder.seq_len:
+    if loaded.config.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
     return pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))

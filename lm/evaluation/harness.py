@@ -6,7 +6,6 @@ from itertools import groupby
 
 import torch
 
-from lm.config.model_config import Learned
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
 from lm.evaluation.sequences import EVAL_TOKENS
@@ -60,7 +59,7 @@ class HarnessLM(LM):
         self.max_length = decoder.seq_len if max_length is None else max_length
         if self.max_length < 2:
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
-        if isinstance(decoder.config.position, Learned) and self.max_length > decoder.seq_len:
+        if decoder.config.position.ends and self.max_length > decoder.seq_len:
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
         self.where = where or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.where.device

@@ -2,15 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from lm.attention.query_scale import LogN
-from lm.config.inference_config import LongSetting
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
@@ -125,41 +122,18 @@ def by_token(
     return by_sequence(models, lengths, (numbers, held_out.length), where, of, progress).swapaxes(0, 1)
 
 
-def nll_by_token(
-    decoder: Decoder,
-    held_out: HeldOut,
-    where: Device,
-    setting: LongSetting | None = None,
-    progress: Progress = lambda rows: None,
-) -> np.ndarray:
-    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`. `setting`: how the model is used.
+def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Progress = lambda rows: None) -> np.ndarray:
+    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`.
 
     Never holds T x T weights nor T x V logits.
     """
 
-    setting = setting or LongSetting()
-
     def measure(batch: Batch) -> Tensor:
         with where.autocast():
-            hidden = decoder.hidden(batch, setting.rope)
+            hidden = decoder.hidden(batch)
         return token_nll(hidden.flatten(0, 1), decoder.head.weight, batch.targets.flatten()).view(1, *batch.targets.shape)
 
-    with used_as(decoder, setting):
-        return by_token([decoder], held_out, where, measure, progress=progress)[0]
-
-
-@contextmanager
-def used_as(decoder: Decoder, setting: LongSetting) -> Iterator[None]:
-    """A decoder whose log_n normalizers are clipped if the setting says so; as it was afterwards."""
-    clipped = [n for n in decoder.normalizers() if isinstance(n, LogN)] if setting.log_n_clip else []
-    before = [normalizer.options for normalizer in clipped]
-    try:
-        for normalizer in clipped:
-            normalizer.options = replace(normalizer.options, clip=True)
-        yield
-    finally:
-        for normalizer, options in zip(clipped, before, strict=True):
-            normalizer.options = options
+    return by_token([decoder], held_out, where, measure, progress=progress)[0]
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:

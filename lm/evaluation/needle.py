@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.attention.layout import Rows
 from lm.config.eval_config import NeedleConfig, Schedule
-from lm.config.inference_config import LongSetting
+from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -20,7 +20,6 @@ from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.evaluation.answers import Trial, scored
-from lm.evaluation.held_out import used_as
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.recall import OVER, check_room
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
@@ -28,6 +27,7 @@ from lm.evaluation.statistics import wilson
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
 from lm.model.device import Device, over_ranks, undisturbed
+from lm.model.inference import for_inference
 from lm.schema import Plain, to_plain
 
 SEED = 0  # of the trials, the same for every model
@@ -98,7 +98,7 @@ def _split(batch: Batch, rows: int) -> list[Batch]:
     return [Batch(tokens, targets, None) for tokens, targets in zip(batch.tokens.split(rows), batch.targets.split(rows), strict=True)]
 
 
-def head_scores(decoder: Decoder, one: Trial, length: int, way: LongSetting) -> Tensor:
+def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
     """Attention from the prompt's last token, in a row of `length`, to the number in its needle and to its sentence: (2, layers, H) fp32.
 
     Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
@@ -114,7 +114,7 @@ def head_scores(decoder: Decoder, one: Trial, length: int, way: LongSetting) -> 
     hooks = [normalizer.register_forward_pre_hook(note) for normalizer in decoder.normalizers()]
     try:
         device = decoder.head.weight.device
-        decoder(torch.from_numpy(one.prompt[None]).to(device), way.rope, Rows.next(0, len(one.prompt), length, device))
+        decoder(torch.from_numpy(one.prompt[None]).to(device), Rows.next(0, len(one.prompt), length, device))
     finally:
         for hook in hooks:
             hook.remove()
@@ -184,10 +184,11 @@ class NeedleMeasurement(Measurement):
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
-    def _cell(self, decoder: Decoder, length: int, task: Needle, way: LongSetting, where: Device, progress: Progress) -> dict[str, Plain]:
+    def _cell(
+        self, decoder: Decoder, length: int, task: Needle, way: InferenceSetting, where: Device, progress: Progress
+    ) -> dict[str, Plain]:
         asked = trials(task, length, self.asked.trials, self.haystack)
-
-        nll, hits, digit, whole, better, margin = scored(decoder, asked, length, where, way, self.haystack, progress).T
+        nll, hits, digit, whole, better, margin = scored(for_inference(decoder, way), asked, length, where, self.haystack, progress).T
         return {
             "label": way.label,
             "length": length,
@@ -207,20 +208,19 @@ class NeedleMeasurement(Measurement):
             "by_trial": [int(x) for x in whole],
         }
 
-    def _heads(self, decoder: Decoder, way: LongSetting, where: Device) -> dict[str, Plain]:
+    def _heads(self, decoder: Decoder, way: InferenceSetting, where: Device) -> dict[str, Plain]:
         """Attention of every head to needles at `HEADS_DEPTH`, and whether the trial was answered."""
         length = self._heads_length
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
-        asked = trials(task, length, self.asked.trials, self.haystack)
+        asked, decoder = trials(task, length, self.asked.trials, self.haystack), for_inference(decoder, way)
         shape = 2, len(decoder.normalizers()), decoder.normalizers()[0].shape.n_head
 
         def measure(part: list[int]) -> Tensor:
             with torch.autocast(where.device.type, enabled=False):
-                return torch.stack([head_scores(decoder, asked[index], length, way) for index in part])
+                return torch.stack([head_scores(decoder, asked[index], length) for index in part])
 
-        digit, whole = scored(decoder, asked, length, where, way, self.haystack).T[[2, 3]]
-        with used_as(decoder, way):
-            by_trial = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
+        digit, whole = scored(decoder, asked, length, where, self.haystack).T[[2, 3]]
+        by_trial = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
         number, sentence = by_trial.mean(0, dtype=np.float64)
         order = np.argsort(-number, axis=None)[:25]
         tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0)

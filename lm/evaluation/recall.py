@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm.config.eval_config import Schedule
-from lm.config.inference_config import LongSetting
+from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import Task, task_names
 from lm.config.tree import Config
 from lm.data.store import Store
@@ -20,6 +20,7 @@ from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.statistics import wilson
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.inference import for_inference
 from lm.schema import Plain, to_plain
 
 RECALL_SEED = 0  # of the rows, the same for every model
@@ -102,9 +103,9 @@ class Recall(Measurement):
             "cells": [self._cell(decoder, cell, where, way, progress) for way in self.config.eval.recall.settings for cell in self.cells]
         }
 
-    def _cell(self, decoder: Decoder, cell: Cell, where: Device, way: LongSetting, progress: Progress) -> dict[str, Plain]:
+    def _cell(self, decoder: Decoder, cell: Cell, where: Device, way: InferenceSetting, progress: Progress) -> dict[str, Plain]:
         made = [example(cell.task, RECALL_SEED, index, cell.length, "test", self.haystack) for index in range(cell.rows)]
-        return {"label": way.label, **_summary(cell, made, answers(decoder, made, where, way, progress))}
+        return {"label": way.label, **_summary(cell, made, answers(for_inference(decoder, way), made, where, progress))}
 
     def rows(self, result: dict[str, Plain]) -> list[Row]:
         found = []

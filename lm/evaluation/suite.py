@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from lm.config.model_config import Learned, Rope
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import RunError
@@ -28,9 +27,9 @@ def suite(name: str, config: Config) -> dict[str, Plain]:
         few = {"long_context": {"rows": min(4, ours.long_context.rows)}, "recall": {"rows": min(16, ours.recall.rows)}}
         return {"rows": min(32, ours.rows), **few, "needle": {"trials": min(10, ours.needle.trials)}}
     changes: dict[str, Plain] = {}
-    if isinstance(config.model.position, Rope):
+    if config.model.position.rotates:
         changes["long_context"] = {"settings": [{"rope": scaling} for scaling in SCALINGS]}
-    if not config.data.symbolic and not isinstance(config.model.position, Learned):
+    if not config.data.symbolic and not config.model.position.ends:
         changes["needle"] = {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}}
     return changes
 

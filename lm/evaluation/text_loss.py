@@ -11,6 +11,7 @@ from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_rows, nll_b
 from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.inference import for_inference
 from lm.schema import Plain, to_plain
 
 
@@ -113,7 +114,7 @@ class LongContext(Measurement):
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
         edges, found = bucket_edges(decoder.seq_len, self.held_out.length), []
         for way in self.ways:
-            nll = nll_by_token(decoder, self.held_out, where, way, progress)
+            nll = nll_by_token(for_inference(decoder, way), self.held_out, where, progress)
             by_bucket = np.add.reduceat(nll.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
             found.append(
                 {

@@ -17,10 +17,10 @@ from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, Shape, make_normalizer
 from lm.config.inference_config import RopeScaling
-from lm.config.model_config import GAUBlock, Learned, ModelConfig, Rope
+from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.model.cross_entropy import linear_cross_entropy
-from lm.model.rope import Rotation, logit_factor, rope_rotation, rotate
+from lm.model.rope import AS_TRAINED, Rotation, rope_rotation, rotate
 
 LONG_TOKENS = 8192  # of a row that an MLP sees at a time where nothing is kept for a backward pass
 
@@ -204,8 +204,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.inference.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
-        self.position = nn.Embedding(seq_len, config.n_embd) if isinstance(config.position, Learned) else None
+        self.position = nn.Embedding(seq_len, config.n_embd) if config.position.ends else None
         self.dropout = nn.Dropout(config.dropout)
         block = GatedBlock if isinstance(config.block, GAUBlock) else Block
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
@@ -240,11 +241,10 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
 
-    def forward(self, tokens: Tensor, scaling: RopeScaling | None = None, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
-            scaling: of RoPE in this call (evaluation beyond the training length); never a part of the model.
             rows: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
             cache: of the tokens before, which these go on from and are added to.
 
@@ -255,16 +255,16 @@ class Decoder(nn.Module):
             rows = Rows.next(cache.seen, tokens.size(1), cache.length, tokens.device)
         rows = rows or Rows.full(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
-        rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.position is not None:
             last = int(rows.positions.max()) if cache or rows.documents is not None else tokens.size(1) - 1
             if last >= self.seq_len:
                 raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {last + 1}")
             x = x + self.position(rows.positions)
-        elif isinstance(self.config.position, Rope):
-            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, scaling, lengths)
+        rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
+        if self.config.position.rotates:
+            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, self.rope_scaling, lengths)
         x = self.dropout(x)
-        context = Context(rows, rotation, logit_factor(scaling, *lengths), cache)
+        context = Context(rows, rotation, self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths)), cache)
         for block in self.blocks:
             x = block(x, context)
         if cache:
@@ -275,18 +275,18 @@ class Decoder(nn.Module):
         """The normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
-    def logits(self, tokens: Tensor, scaling: RopeScaling | None = None) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.model.cross_entropy`."""
-        return self.head(self(tokens, scaling))
+        return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
         """Sum of the losses (nats, fp32 scalar) of a batch's targets."""
         hidden = self.hidden(batch)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, batch.targets.flatten())
 
-    def hidden(self, batch: Batch, scaling: RopeScaling | None = None) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
-        return self(batch.tokens, scaling, None if batch.positions is None else Rows.isolated(batch.positions))
+        return self(batch.tokens, None if batch.positions is None else Rows.isolated(batch.positions))
 
 
 def is_normalizer(parameter: str) -> bool:

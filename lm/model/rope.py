@@ -1,18 +1,19 @@
-"""Rotary embedding, and its rescalings for rows beyond the training length."""
+"""Rotary embedding, and its rescalings for sequences beyond the training length."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from lm.config.inference_config import NTK, AsTrained, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
-from lm.config.model_config import Rope, rotated_dims
+from lm.config.inference_config import AsTrained, RopeScaling
+from lm.config.model_config import Rope
 
+AS_TRAINED = AsTrained()
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
 
 
 def rope_rotation(
-    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling | None = None, lengths: tuple[int, int] = (1, 1)
+    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = AS_TRAINED, lengths: tuple[int, int] = (1, 1)
 ) -> Rotation:
     """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
 
@@ -20,41 +21,19 @@ def rope_rotation(
     (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
-        scaling: other frequencies, for rows beyond the training length.
-        lengths: tokens in a training row and in this one.
+        scaling: other frequencies, for sequences beyond the training length.
+        lengths: tokens in a training sequence and in this one.
     """
-    angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling or AsTrained(), *lengths, positions.device)
+    angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling, *lengths, positions.device)
     return angles.cos().float(), angles.sin().float()
 
 
 def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int, device: torch.device | str = "cpu") -> Tensor:
     """Radians per token of each turning pair, (rotated / 2,) float64."""
-    pairs = torch.arange(rotated_dims(head_size, rope.fraction) // 2, dtype=torch.float64, device=device)
-    theta, s = rope.theta, scaling_factor(scaling, trained, length)
-    if isinstance(scaling, ThetaFactor):
-        theta *= s
-    elif isinstance(scaling, NTK):  # the slowest pair turns 1 / s as fast, the fastest as before
-        theta *= s ** (head_size / max(1, head_size - 2))
-    plain = theta ** (-2 * pairs / head_size)
-    if isinstance(scaling, Interpolation):
-        return plain / s
-    if isinstance(scaling, YaRNScaling):  # by parts: pairs that turn often in a training row keep their frequency
-        turns = trained * plain / (2 * math.pi)
-        kept = ((turns - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
-        return plain * (kept + (1 - kept) / s)
-    return plain
-
-
-def scaling_factor(scaling: RopeScaling, trained: int, length: int) -> float:
-    """The scaling's factor: as set, or the row's length in training lengths, at least 1."""
-    return getattr(scaling, "factor", None) or max(1.0, length / trained)
-
-
-def logit_factor(scaling: RopeScaling | None, trained: int, length: int) -> float:
-    """What a scaling multiplies logits by: (0.1 ln s + 1)^2 for YaRN (arXiv 2309.00071), 1 for others."""
-    if not isinstance(scaling, YaRNScaling) or not scaling.temperature:
-        return 1.0
-    return (0.1 * math.log(scaling_factor(scaling, trained, length)) + 1) ** 2
+    pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
+    s = scaling.s(trained, length)
+    plain = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
+    return scaling.slowed(plain, trained * plain / (2 * math.pi), s)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import lm
-from lm.config.model_config import GAUBlock, ModelConfig, Rope
+from lm.config.model_config import GAUBlock, ModelConfig
 from lm.config.training_config import Groups
 from lm.config.tree import Config
 from lm.data.batches import train_rows
@@ -43,14 +43,13 @@ def banner(
     flops = flops_per_token(decoder)
     on = "cuda" if accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.explain(on) for normalizer in decoder.normalizers())
-    position = f"rope theta {model.position.theta:g}" if isinstance(model.position, Rope) else f"position {model.position.name}"
     accumulation = config.rank_rows // config.micro_batch
     rows = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {model.n_head} heads x {model.head_size}, width {model.n_embd}, "
-        f"{_block(model)}, {position}, vocabulary {store.vocab_size:,}",
+        f"{_block(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         **({"phases": _phases(config, phase)} if config.phases else {}),

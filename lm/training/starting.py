@@ -143,7 +143,7 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
     elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
         reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
         problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(loaded.folder / TOKENIZER)))
-    if config.model.position.name == "learned" and loaded.decoder.seq_len != decoder.seq_len:
+    if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:
         reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
     if problems:
