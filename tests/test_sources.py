@@ -16,7 +16,9 @@ from texts import TEXTS, one_line_error, start, stored_texts, write_parquet, wri
 from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
 from lm.data.packages import PACKAGES
 from lm.data.prepare import prepare
-from lm.data.sources import Unreadable, documents, expand, identity
+from lm.data.reading import Unreadable
+from lm.data.sources import documents, identity
+from lm.data.text_files import expand
 from lm.errors import DataError
 
 # ---------------------------------------------------------------- sources

@@ -1,19 +1,7 @@
 """What a configuration's single keys can't say: missing values, contradictory pairs."""
 
-import re
 from pathlib import Path
 
-from lm.config.data_config import (
-    ENCODINGS,
-    END_OF_TEXT,
-    TOKENIZER_FILES,
-    DataConfig,
-    Files,
-    Hub,
-    Mixture,
-    TiktokenTokenizer,
-    TrainedTokenizer,
-)
 from lm.config.inference_config import InferenceSetting
 from lm.config.model_config import GAUBlock
 from lm.config.task_config import Task
@@ -21,9 +9,6 @@ from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.errors import Problem
 from lm.schema import own_problems
-
-# A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
-_BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
 def check(config: Config) -> list[Problem]:
@@ -40,7 +25,6 @@ def check(config: Config) -> list[Problem]:
         not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
         "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
     )  # fmt: skip
-    problems += check_data(data)
 
     gau = isinstance(model.block, GAUBlock)
     head_size = model.head_size
@@ -160,50 +144,6 @@ def check_settings(config: Config, where: str, settings: list[InferenceSetting])
             reason = f"model.position = {position.name} has no RoPE to scale"
             problems.append(Problem(f"{where}[{index}].rope", setting.rope.name, reason, f"set {where}=[{{}}]"))
         problems += setting.normalizers([phase.normalizer for phase in config.plan], f"{where}[{index}].normalizer")[1]
-    return problems
-
-
-def check_data(data: DataConfig) -> list[Problem]:
-    """What is missing or contradictory in sources and tokenizer."""
-    problems = []
-    mixed = isinstance(data.source, Mixture)
-    weights = [part.weight for part in data.parts]
-    if mixed and not weights:
-        problems.append(Problem("data.source.of", [], "no sources given", "list blocks of weight and source"))
-    elif abs(sum(weights) - 1) > 1e-6:
-        problems.append(Problem("data.source.of", weights, f"the weights sum to {sum(weights):g}, not to 1"))
-    for index, part in enumerate(data.parts):
-        where = f"data.source.of[{index}].source" if mixed else "data.source"
-        if isinstance(part.source, Files) and not part.source.paths:
-            problems.append(Problem(f"{where}.paths", [], "no files given", "list files, folders or globs"))
-        if isinstance(part.source, Hub) and not part.source.dataset:
-            problems.append(Problem(f"{where}.dataset", "", "no dataset given", "name a dataset or a folder"))
-    tokenizer = data.tokenizer
-    for name, remedy in TOKENIZER_FILES.get(tokenizer.name, {}).items():
-        if not getattr(tokenizer, name):
-            problems.append(Problem(f"data.tokenizer.{name}", "", "no file given", f"name {remedy}"))
-    if (
-        isinstance(tokenizer, TiktokenTokenizer)
-        and tokenizer.path
-        and not tokenizer.encoding
-        and Path(tokenizer.path).stem not in ENCODINGS
-    ):
-        reason = f"is not named after one of {', '.join(ENCODINGS)}"
-        problems.append(Problem("data.tokenizer.path", tokenizer.path, reason, "set data.tokenizer.encoding"))
-    if isinstance(tokenizer, TrainedTokenizer):
-        special = tokenizer.special_tokens
-        if len({*special, "", END_OF_TEXT}) < len(special) + 2:
-            reason = f"must be different texts, none of them empty or {END_OF_TEXT}"
-            problems.append(Problem("data.tokenizer.special_tokens", special, reason))
-        elif words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
-            reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
-            problems.append(Problem("data.tokenizer.special_tokens", special, reason, "set signs beside letters, e.g. <|def|>"))
-        elif tokenizer.vocab_size < 257 + len(special):
-            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
-            problems.append(Problem("data.tokenizer.vocab_size", tokenizer.vocab_size, reason, f"set it to {257 + len(special)} or more"))
-    if data.max_document_bytes is not None and data.max_document_bytes < data.min_document_bytes:
-        reason = f"is less than data.min_document_bytes = {data.min_document_bytes}"
-        problems.append(Problem("data.max_document_bytes", data.max_document_bytes, reason))
     return problems
 
 

