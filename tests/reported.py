@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from lm.config import load as configuration
-from lm.report.comparison import Comparison, Difference, compare
+from lm.evaluation.statistics import Interval
+from lm.report.comparison import Comparison, compare
+from lm.report.differences import Difference
+from lm.report.sections import Line
 from lm.runs.record import read_run
 
 SEQ_LEN = 64
+ANSWERS = "answers right"
 
 
 def plain(value):
@@ -133,7 +137,7 @@ def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
 def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
     comparison = compare([read_run(folder) for folder in folders])
-    return comparison, {difference.of: difference for difference in comparison.differences}
+    return comparison, {difference.line.of: difference for difference in comparison.differences}
 
 
 def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
@@ -141,3 +145,13 @@ def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def asked(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Task and inference setting of all answers, in the order of their files."""
+    return [line.of for line in comparison.sections[-1].lines if line.metric == ANSWERS]
+
+
+def fraction_right(comparison: Comparison, arm: int, of: tuple[str, str], length: int) -> Interval:
+    """Of an arm's answers, with its interval."""
+    return comparison.sections[-1].interval(comparison.arms[arm], Line(ANSWERS, *of), str(length))

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
-from lm.report.comparison import Difference, compare
+from lm.report.comparison import compare
+from lm.report.differences import Difference
 from lm.report.html import write_report
 from lm.report.plots import overview
 from lm.report.tables import print_table
@@ -33,8 +34,10 @@ def pair(tmp_path) -> list[Path]:
 def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
     assert (run.name, run.seed, run.seq_len, run.missing) == ("scalable", 1, SEQ_LEN, ())
-    assert run.validation.nll_by_row.shape == (128,)
-    assert [setting.label for setting in run.long_context.settings] == ["as trained", "theta x 50"]
+    validation, bits, *long = run.series
+    assert validation.samples[0].values.shape == (128, 1)
+    assert bits.samples == ()
+    assert [(one.setting, one.samples[0].values.shape[0]) for one in long] == [("as trained", 24), ("theta x 50", 24)]
     assert len(run.training.tokens) == 100
     assert len(run.validations.tokens) == 20
 
@@ -42,7 +45,7 @@ def test_a_run_is_read_whole(pair):
 def test_the_last_evaluation_counts(pair):
     old = json.loads((pair[0] / "evaluations/validation.step-000200.json").read_text())
     write_evaluation(pair[0], "validation", 90, old | {"step": 90, "loss": 9.0})
-    assert read_run(pair[0]).validation.step == 200
+    assert read_run(pair[0]).evaluations[0].step == 200
 
 
 def test_evaluations_of_different_steps_are_said(pair):
@@ -50,10 +53,10 @@ def test_evaluations_of_different_steps_are_said(pair):
     write_evaluation(pair[0], "long_context", 90, json.loads(path.read_text()) | {"step": 90, "tokens_seen": 90 * 8192})
     path.unlink()
     run = read_run(pair[0])
-    assert run.missing == ("the validation is of step 200, the long-context evaluation of step 90",)
+    assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
     checks = {check.what: check.ok for check in compare([run, read_run(pair[1])]).checks}
     assert checks["tokens seen"] is True
-    assert checks["tokens seen, long-context evaluation"] is False
+    assert checks["tokens seen, long-context rows"] is False
 
 
 def test_a_cut_off_last_line_is_ignored(pair):
@@ -89,8 +92,7 @@ def test_not_a_run_folder(tmp_path):
         ("config.yaml", "a: [", "YAML"),
         ("config.yaml", "seed: 1", "no model.normalizer.name, data.seq_len"),
         ("evaluations/validation.step-000200.json", '{"loss": 1', "JSON"),
-        ("evaluations/validation.step-000200.json", "{}", "no data_fingerprint"),
-        ("evaluations/long_context.step-000200.json", '{"settings": []}', "no data_fingerprint"),
+        ("evaluations/long_context.step-000200.json", "[]", "no JSON object"),
         ("metrics.jsonl", "nonsense\nmore\n", "no line"),
     ],
 )
@@ -100,6 +102,14 @@ def test_corrupt_files_are_named(pair, name, content, words):
         read_run(pair[0])
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["validation", "long_context"])
+def test_an_evaluation_of_an_older_version_is_said_to_be_missing(pair, kind):
+    edit(pair[0], kind, lambda result: result.pop("data_fingerprint"))
+    lacks = read_run(pair[0]).missing
+    assert f"no {kind.replace('_', '-')} evaluation that can be read" in lacks[0]
+    assert "no data_fingerprint; if it was measured by an older version, measure it again with `lm eval`" in lacks[0]
 
 
 def test_numbers_of_the_wrong_shape_are_refused(pair):
@@ -207,7 +217,7 @@ def test_differences_are_between_seeds_in_common(tmp_path):
 
 def test_runs_of_an_arm_on_different_rows_have_no_mean(tmp_path):
     folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "rows-a"), (2, "rows-b"))]
-    assert "softmax: the validation rows of its runs differ: no mean of their losses" in compared(*folders)[0].missing
+    assert "softmax: the validation rows of its runs differ: no mean over them" in compared(*folders)[0].missing
     assert re.search(r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
 
 
@@ -333,7 +343,7 @@ def test_nothing_is_set_in_bold(pair, tmp_path):
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     rows = list(csv.DictReader(write_report(pair, tmp_path / "out").csv.open()))
     assert not any(None in row for row in rows)
-    by_label = {(row["arm"], row["RoPE"], row["quantity"]): row for row in rows}
+    by_label = {(row["arm"], row["inference setting"], row["quantity"]): row for row in rows}
     assert len(by_label) == len(rows)
     difference = by_label["ssmax", "as trained", "difference to softmax, 4x-8x"]
     assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
@@ -403,5 +413,5 @@ def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
 
 
 def test_reports_import_neither_torch_nor_lightning():
-    code = "import lm.report, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
+    code = "import lm.report.html, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,12 +1,12 @@
 """Answers right in reports: recall and needles, by length of the row."""
 
 import re
+from pathlib import Path
 
 import pytest
-from reported import build_run, compared, edit, write_answers, write_evaluation
+from reported import asked, build_run, compared, edit, fraction_right, write_answers, write_evaluation
 
 from lm.evaluation.statistics import Interval, wilson
-from lm.report.comparison import asked, share_right
 from lm.report.html import write_report
 from lm.report.plots import overview
 from lm.runs.record import read_run
@@ -18,12 +18,10 @@ NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as t
 def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
     comparison, found = compared(*folders)
-    assert asked(comparison.arms) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
-    assert share_right(comparison.arms[0], RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
-    assert share_right(comparison.arms[1], NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), (
-        "not 14 of 20: depths ask the same"
-    )
-    assert share_right(comparison.arms[1], CONTROL, 64).mean == 0
+    assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
+    assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
+    assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
+    assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
     assert found[RECALL].interval is None, "all rows differ by the same"
     edit(folders[1], "recall", lambda result: result["cells"][1]["by_row"].reverse())
     found = compared(*folders)[1]
@@ -38,12 +36,16 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_p
     assert b"Answers right" in files.html.read_bytes()
 
 
+def levels(folder: Path) -> list[dict[str, float]]:
+    return [one.references for one in read_run(folder).series if one.unit == "fraction"]
+
+
 def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
-    assert [one.chance for one in read_run(folder).answers] == [0.3397, 0.125, None, None], "one needle is no choice"
+    assert levels(folder) == [{"chance": 0.3397}, {"chance, roll-out": 0.125}, {}, {}], "one needle is no choice"
     assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
     edit(folder, "needle", lambda result: [cell.update(chance=0.25) for cell in result["cells"] if not cell["absent"]])
-    assert [one.chance for one in read_run(folder).answers] == [0.3397, 0.125, 0.25, None]
+    assert levels(folder)[2:] == [{"chance": 0.25}, {}]
 
 
 def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):
@@ -56,17 +58,17 @@ def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path)
 
 def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.8})
-    (arm,) = compared(folder)[0].arms
-    assert share_right(arm, RECALL, 64).mean == pytest.approx(0.8)
-    assert share_right(arm, ROLLED_OUT, 64).mean == pytest.approx(0.4)
+    comparison, _ = compared(folder)
+    assert fraction_right(comparison, 0, RECALL, 64).mean == pytest.approx(0.8)
+    assert fraction_right(comparison, 0, ROLLED_OUT, 64).mean == pytest.approx(0.4)
     edit(folder, "recall", lambda result: result["cells"][0].update(questions_by_row=[1] * 16))
-    assert ROLLED_OUT not in asked(compared(folder)[0].arms)
+    assert ROLLED_OUT not in asked(compared(folder)[0])
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     def arm(name: str, *shares: float) -> Interval:
         folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: share}) for seed, share in enumerate(shares)]
-        return share_right(compared(*folders)[0].arms[0], RECALL, 64)
+        return fraction_right(compared(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
     assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
@@ -82,7 +84,7 @@ def test_rows_with_more_answers_weigh_more(tmp_path):
         edit(folder, "validation", lambda result, first=first: result.update(
             nll_by_row=[first] * 64 + [0.5] * 64, targets_by_row=[3] * 64 + [1] * 64))  # fmt: skip
     comparison, found = compared(*folders)
-    assert share_right(comparison.arms[1], RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
+    assert fraction_right(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
     assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
     assert found[()].interval.mean == pytest.approx(0.4 * 3 / 4)
     assert found[()].interval.low < 0.3 < found[()].interval.high
@@ -95,7 +97,7 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     assert found[RECALL].interval is None
     assert "not measured on the same tokens" in found[RECALL].note
     assert found[NEEDLE].interval is not None
-    assert [check.ok for check in comparison.checks if "questions" in check.what] == [False]
+    assert [check.ok for check in comparison.checks if check.what == "rows with questions (sha256)"] == [False]
 
 
 def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
@@ -111,9 +113,9 @@ def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
 
 def test_tasks_are_named_over_all_runs(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a"}, {64: 0.9}, pairs=16)
+    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a", "seq_len": 64}, {64: 0.9}, pairs=16)
     comparison, found = compared(*folders)
-    assert asked(comparison.arms)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
+    assert asked(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
     assert found["mqar (pairs 16)", "as trained"].interval is None
 
 
@@ -122,9 +124,9 @@ def test_answers_of_other_steps_are_said(tmp_path):
     edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
     edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
     comparison, _ = compared(*folders)
-    assert "asked for answers after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [check.ok for check in comparison.checks if check.what == "tokens seen, answers"] == [False]
-    assert any("the evaluation of mqar of step 100" in lack for lack in comparison.missing)
+    assert "measured on rows with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
+    assert [check.ok for check in comparison.checks if check.what == "tokens seen, rows with questions"] == [False]
+    assert any("the recall evaluation of step 100" in lack for lack in comparison.missing)
 
 
 def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):

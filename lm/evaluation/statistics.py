@@ -1,8 +1,10 @@
 """Intervals: percentile bootstrap over rows or documents, Student t over seeds, Wilson for shares. Seeded, numpy only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from lm.runs.series import Series
 
 FEWEST = 8  # rows or documents; below, a bootstrap interval says nothing
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -34,6 +36,21 @@ def groups_of(documents: np.ndarray) -> np.ndarray | None:
 def unit_resampled(documents: int, rows: int) -> str:
     """What a bootstrap of so many rows, from so many documents, resamples: `documents` where `groups_of` has groups, else `rows`."""
     return "documents" if FEWEST <= documents < rows else "rows"
+
+
+def interval_of(one: Series, column: int, mean: float | None = None) -> Interval | None:
+    """The interval of a column's mean (or of another that is as well known); None if the series has none, or too few units for one."""
+    mean = float(one.means[column]) if mean is None else mean
+    if one.interval == "none":
+        return None
+    sample, values = one.column(column)
+    if one.interval == "wilson":
+        asked = int(sample.weights.sum())
+        return replace(wilson(mean * asked, asked), over="questions, 1 seed")
+    if len(values) < FEWEST:
+        return None
+    (low,), (high,) = bootstrap_mean(values[:, None], sample.weights, groups_of(sample.groups))
+    return Interval(mean, float(low), float(high), f"{unit_resampled(len(np.unique(sample.groups)), len(values))}, 1 seed")
 
 
 def paired_difference(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from markupsafe import Markup
 
 from lm.attention import catalogue
 from lm.files import replacing
-from lm.report.comparison import Comparison, asked, compare, lengths_asked, printable, seeds_shown, show, ways_used
-from lm.report.plots import Overview, overview
-from lm.report.tables import DIFFERENCE, comparison_tables, notes, to_csv, to_latex, to_markdown
-from lm.runs.record import RunRecord, flatten, read_run
-from lm.schema import Plain
+from lm.report.comparison import Comparison, across, compare, printable, show
+from lm.report.differences import seeds_shown
+from lm.report.plots import INTERVALS, Overview, overview
+from lm.report.sections import Section
+from lm.report.tables import DIFFERENCE, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
+from lm.runs.record import RunRecord, read_run
+from lm.schema import Plain, flatten
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ def render(comparison: Comparison, picture: Overview) -> str:
         caption=picture.caption,
         tables=comparison_tables(comparison),
         signed=DIFFERENCE,
+        differing=[
+            f"{metric} {in_unit(unit)} ({'below' if better == 'lower' else 'above'} zero: better)"
+            for metric, unit, better in differing(comparison)
+        ],
         measured=_how_measured(comparison),
         methods=methods(comparison),
         runs=runs,
@@ -85,22 +92,16 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
     """(what, value) lines; a value that differs is given by arm."""
 
     def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
-        return what, comparison.across(value)[1]
+        return what, across(comparison.arms, value)[1]
 
-    long = [
-        line("long-context rows", _long("{e.rows:,} of {e.length:,} tokens")),
-        line("long-context rows, sha256", lambda run: run.long_context and run.long_context.identity[1]),
-    ]
     runs = [run for arm in comparison.arms for run in arm.runs]
-    ways = [*ways_used(comparison.arms), *(way for _, way in asked(comparison.arms))]
+    settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
+    on = {section.first.shown.measured_on: section for section in comparison.sections}
     return [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
         line("training length (tokens)", lambda run: run.seq_len),
-        line("validation rows", lambda run: run.validation and f"{len(run.validation.nll_by_row):,} of {run.validation.seq_len:,} tokens"),
-        line("validation rows, sha256", lambda run: run.validation and run.validation.identity[1]),
-        *(long if ways_used(comparison.arms) else []),
-        *([line("questions", _questions)] if asked(comparison.arms) else []),
-        ("used at evaluation", ", ".join(dict.fromkeys(ways)) or "none"),
+        *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name}, sha256", one.sha256))),
+        ("inference settings", ", ".join(settings) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
         *([line("tasks", _tasks)] if any(map(_tasks, runs)) else []),
@@ -121,17 +122,14 @@ def _tasks(run: RunRecord) -> str | None:
     return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
 
 
-def _questions(run: RunRecord) -> str | None:
-    tasks = dict.fromkeys((one.name, int(one.questions.sum())) for one in run.answers)
-    return "; ".join(f"{task}: {questions:,} different ones a length" for task, questions in tasks) or None
-
-
-def _long(text: str) -> Callable[[RunRecord], str | None]:
-    return lambda run: run.long_context and text.format(e=run.long_context)
+def _amount(section: Section, run: RunRecord) -> str | None:
+    """How many and how long the sequences are that a run was measured on, task by task."""
+    of = [(line.what, one.shown.amount) for (owner, line), one in section.series.items() if owner is run and one.shown.amount]
+    return "; ".join(": ".join(filter(None, one)) for one in dict.fromkeys(of)) or None
 
 
 def _step(run: RunRecord) -> str:
-    return show(run.validation.step if run.validation else run.long_context.step if run.long_context else None)
+    return show(run.evaluations[0].step if run.evaluations else None)
 
 
 def _parameters(run: RunRecord) -> str:
@@ -167,12 +165,11 @@ def methods(comparison: Comparison) -> str:
     """A paragraph for a paper: what was trained, on what, and how it was measured."""
 
     def say(value: Callable[[RunRecord], object]) -> str:
-        return comparison.across(value)[1]
+        return across(comparison.arms, value)[1]
 
     def key(path: str) -> str:
         return say(lambda run: run.flat.get(path))
 
-    runs = [run for arm in comparison.arms for run in arm.runs]
     text = (
         f"We trained decoders of {key('model.n_layer')} layers, {key('model.n_head')} heads and width {key('model.n_embd')} "
         f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
@@ -186,7 +183,8 @@ def methods(comparison: Comparison) -> str:
     usual = {"lr_factor": 1.0, "weight_decay": None}  # of a group of parameters
     options = dict.fromkeys(
         path
-        for run in runs
+        for arm in comparison.arms
+        for run in arm.runs
         for path, value in run.flat.items()
         if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
         or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
@@ -201,28 +199,7 @@ def methods(comparison: Comparison) -> str:
     )
     if comparison.warning:
         text += f"{comparison.warning} "
-    if any(run.validation for run in runs):
-        rows = say(lambda run: run.validation and len(run.validation.nll_by_row))
-        token = "token of the answers" if any(run.symbolic for run in runs) else "token"
-        text += (
-            f"Validation loss is the mean negative log-likelihood in nats per {token} over {rows} held-out rows of the training length. "
-        )
-    if any(run.long_context for run in runs):
-        ways = ", ".join(ways_used(comparison.arms))
-        text += (
-            f"Loss beyond the training length is measured on {say(_long('{e.rows:,} held-out rows of {e.length:,} tokens'))}, "
-            f"by position, without further training, with RoPE: {ways}. "
-        )
-    if asked(comparison.arms):
-        lengths = lengths_asked(comparison.arms)
-        rows = f"rows of {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") + " tokens"
-        names = "; ".join(f"{task}, {way}" for task, way in asked(comparison.arms))
-        text += (
-            f"Answers are right as wholes, under greedy decoding in fp32 after the right answers to earlier questions "
-            f"(in a roll-out after the model's own), in held-out {rows} "
-            f"({names}), with 95% intervals: "
-            "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out. "
-        )
+    text += "".join(_method(comparison, section) for section in comparison.sections)
     if any(difference.interval for difference in comparison.differences):
         covered = list(dict.fromkeys(difference.interval.over for difference in comparison.differences if difference.interval))
         seeds, alone = ([over for over in covered if ("1 seed" in over) == single] for single in (False, True))
@@ -232,3 +209,21 @@ def methods(comparison: Comparison) -> str:
             ways.append(f"paired by row, with {how}: over {' or '.join(alone)}")
         text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
     return text.strip()
+
+
+def _method(comparison: Comparison, section: Section) -> str:
+    """How a section was measured: its series' own sentence, or those of the arms where they differ; over what, in which settings."""
+    sentences = {run: one.shown.method for (run, _), one in section.series.items() if one.shown.method}
+    if not sentences:
+        return ""
+    alike = len(set(sentences.values())) == 1
+    said = next(iter(sentences.values())) if alike else across(comparison.arms, sentences.get)[1]
+    axis, places = section.first.axis, list(section.places)
+    over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
+    settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
+    how = [
+        f", with 95% intervals: {INTERVALS[kind]}"
+        for kind in dict.fromkeys(one.interval for one in section.series.values())
+        if kind in INTERVALS
+    ]
+    return f"{said}{over}{settings}{''.join(how)}. "

@@ -1,9 +1,10 @@
-"""The overview picture: loss while training, loss by position beyond the training length, and answers right by length."""
+"""The overview picture: loss while training, and a panel for each section that is over an axis."""
 
 import io
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import matplotlib
 import numpy as np
@@ -12,15 +13,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lm.evaluation.statistics import FEWEST, bootstrap_mean, groups_of, unit_resampled
-from lm.report.comparison import Arm, Comparison, asked, lengths_asked, setting_of, share_right, ways_used
-from lm.runs.record import ROLL_OUT, Curve
+from lm.evaluation.statistics import FEWEST, Interval, bootstrap_mean, groups_of, unit_resampled
+from lm.report.comparison import Comparison
+from lm.report.sections import Arm, Line, Section, number
+from lm.runs.record import Curve
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"
 _STYLES = ("-", "--", ":", "-.")
 _GREY = "#555555"
-_FIRST_POSITION = 16  # where the right panel begins
+_FIRST_POSITION = 16  # where a picture by position begins
+INTERVALS = {
+    "wilson": "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out"
+}
 _SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -51,21 +56,18 @@ class Overview:
 
 
 def overview(comparison: Comparison) -> Overview:
-    """Training and validation loss by tokens; loss by position, a line an arm and way to use it; if any was asked, answers right.
-
-    Rows of one length alone, of runs that were asked for answers, leave the second panel out.
-    """
-    panels = [_training]
-    panels += [_by_position] if ways_used(comparison.arms) or not asked(comparison.arms) else []
-    panels += [_answered] if asked(comparison.arms) else []
+    """Training and validation loss by tokens; then each section over an axis, a line an arm, task and inference setting."""
+    over_axes = [section for section in comparison.sections if section.shape != "number"]
+    panels = [partial(_training, comparison=comparison), *(partial(_section, comparison=comparison, section=one) for one in over_axes)]
     width = 6 * len(panels)
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, 5), dpi=100)
         FigureCanvasAgg(figure)
-        drawn = [draw(axes, comparison) for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True)]
-        sides = ("Left", "Middle", "Right") if len(panels) > 2 else ("Left", "Right")
+        drawn = [draw(axes) for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True)]
+        sides = ["Left", *["Middle"] * (len(panels) - 2), "Right"] if len(panels) > 1 else [""]
         captions, cuts = (
-            [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
+            [f"{side}: {text}".removeprefix(": ") for side, text in zip(sides, texts, strict=True) if text]
+            for texts in zip(*drawn, strict=True)
         )
         legend = tuple(f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms)
         handles = [Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=label) for i, label in enumerate(legend)]
@@ -126,7 +128,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     axes.set_xlabel(f"tokens seen ({word})" if word else "tokens seen")
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, last / unit * 1.01)
-    entropy = _entropy(comparison)
+    level, entropy = comparison.level("nats per token") or ("", None)
     low, high = _finite(lows, min), _finite(highs, max)
     if low is None:
         _empty(axes, "no training metrics")
@@ -139,11 +141,11 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if entropy and low < entropy < shown:
         axes.axhline(entropy, color=_GREY, linestyle="--", linewidth=1)
         axes.annotate(
-            f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), textcoords="offset points",
+            f"{level} {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), textcoords="offset points",
             ha="right", va="bottom", color=_GREY, fontsize=9,
         )  # fmt: skip
     elif entropy:
-        ends += f" The unigram entropy, {entropy:.2f}, is outside the picture."
+        ends += f" The {level}, {entropy:.2f}, is outside the picture."
     key = [Line2D([], [], color=_GREY, linewidth=1.1, alpha=0.7, label="training")]
     key.append(Line2D([], [], color=_GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
     axes.legend(handles=key, loc="best", fontsize=10)
@@ -172,137 +174,130 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(good, total / np.maximum(count, 1), np.nan)
 
 
-# ---------------------------------------------------------------- right panel
+# ---------------------------------------------------------------- sections
 
 
-def _by_position(axes: Axes, comparison: Comparison) -> tuple[str, str]:
-    axes.set_title("By position in the row, beyond the training length")
-    ways = ways_used(comparison.arms)
-    curves = [
-        (index, way, arm, *curve) for index, arm in enumerate(comparison.arms) for way in ways if (curve := _curve(arm, way)) is not None
-    ]
-    if not curves:
-        _empty(axes, "no long-context evaluation")
-        return "no long-context evaluation.", ""
-    inside, lost = [], []
-    trained = sorted({run.long_context.seq_len for arm in comparison.arms for run in arm.runs if run.long_context})
-    for index, way, arm, x, mean, low, high, _ in curves:
-        colour, style = _COLOURS[index % 7], _STYLES[min(ways.index(way), 3)]
-        axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
-        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.8)
-        inside.append(mean[x <= trained[-1]])
-        if not np.isfinite(mean).all():
-            lost.append(f"{arm.label}, {way}")
-    low, best = _finite([c[5] for c in curves], min), _finite(inside, min)
-    ends, cut = "", ""
-    if low is not None:
-        limit = max(1.08 * (_entropy(comparison) or 0), 1.6 * best if best else low)
-        highest = _finite([c[6] for c in curves], max)
-        shown = _limit(axes, low, min(highest, limit), limit)
-        above = [f"{c[2].label}, {c[1]} (highest: {_finite([c[4]], max):.4g})" for c in curves if (_finite([c[4]], max) or 0) > shown]
-        cut = f"leaving the picture: {'; '.join(above)}." if above else ""
-    if lost:
-        ends += f" Not finite at some positions: {'; '.join(lost)}."
-    for length in trained:
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """A line of a panel, each array (points,), and what its band is in words; empty if it has none."""
+
+    arm: int
+    line: Line
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    band: str
+
+
+def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str, str]:
+    first, words, cut = section.first, section.first.shown.caption, ""
+    lines = [one for index, arm in enumerate(comparison.arms) for line in section.lines if (one := _line(index, arm, section, line))]
+    for one in lines:
+        style = {"color": _COLOURS[one.arm % 7], "linestyle": _STYLES[section.of.index(", ".join(one.line.of)) % 4]}
+        if one.band:
+            axes.fill_between(one.x, one.low, one.high, color=style["color"], alpha=0.13, linewidth=0)
+        marker = {} if first.bins else {"marker": _marker(one.arm), "markersize": 4}
+        axes.plot(one.x, one.mean, linewidth=1.8, **style, **marker)
+    axes.set_title(section.title)
+    axes.set_xlabel(f"{first.axis.name} ({first.axis.unit})" if first.axis.unit else first.axis.name)
+    axes.set_ylabel(f"{', '.join(section.metrics)} ({first.unit})")
+    _ticks(axes, section, lines)
+    if first.unit == "fraction":
+        axes.set_ylim(-0.02, 1.02)
+    else:
+        cut = _y_range(axes, comparison, section, lines)
+    for length in section.seq_lens:
         axes.axvline(length, color=_GREY, linewidth=1)
         axes.annotate(
             f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), textcoords="offset points",
             ha="right", va="top", rotation=90, color=_GREY, fontsize=9,
         )  # fmt: skip
-    first, last = (
-        min(_FIRST_POSITION, *(c[3][0] for c in curves)),
-        max(run.long_context.length for a in comparison.arms for run in a.runs if run.long_context),
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(first, last)
-    ticks = [2**power for power in range(31) if first <= 2**power <= last]
-    axes.set_xticks(ticks, [f"{tick:,}" if tick < 10_000 else f"{tick // 1024}k" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("position in the row (tokens)")
-    axes.set_ylabel("loss (nats per token)")
-    if ways != ["as trained"]:
-        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[min(i, 3)], linewidth=1.8, label=f"{way}") for i, way in enumerate(ways)]
+    for level, name in sorted({(level, name) for one in section.series.values() for name, level in one.references.items()}):
+        axes.axhline(level, color=_GREY, linestyle=":", linewidth=1)
+        text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
+        axes.annotate(text, (0, level), (4, 3), axes.get_yaxis_transform(), textcoords="offset points", color=_GREY, fontsize=9)
+    if len(section.of) > 1 or {line.setting for line in section.lines} - {"", "as trained"}:
+        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=of) for i, of in enumerate(section.of)]
         axes.legend(handles=handles, loc="best", fontsize=10)
-    bands = _bands([c[7] for c in curves])
-    return f"loss by position, mean over rows, from position {_FIRST_POSITION}. {bands}{ends}", f"{bands} {cut}".strip()
+    bands = _bands([one.band for one in lines])
+    words += f" ({'; '.join(section.of)})" if any(line.what for line in section.lines) else ""
+    words += f", from position {_FIRST_POSITION}" if first.bins else ""
+    how = [f"They are {INTERVALS[kind]}." for kind in dict.fromkeys(one.interval for one in section.series.values()) if kind in INTERVALS]
+    lost = [f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)}" for one in lines if not np.isfinite(one.mean).all()]
+    ends = [f"Not finite at some places: {'; '.join(lost)}."] if lost else []
+    ends += [f"Dotted, if any: {first.shown.levels}."] if first.shown.levels else []
+    return " ".join(filter(None, [f"{words}.", bands, *how, *ends])), f"{bands} {cut}".strip()
 
 
-def _curve(arm: Arm, way: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, str] | None:
-    """Positions (buckets' middles), mean loss, lower and upper end of the band, each (buckets,), and what the band is."""
-    runs = [run for run in arm.runs if setting_of(run, way)]
-    if not runs:
+def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
+    """An arm's line; None if it has none. Of bins the middles, and for several seeds the band from the lowest to the highest."""
+    found = section.of_arm(arm, line)
+    if not found:
         return None
-    edges = runs[0].long_context.bucket_edges
-    runs = [run for run in runs if np.array_equal(run.long_context.bucket_edges, edges)]
-    x = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:])
-    keep = edges[:-1] >= min(_FIRST_POSITION, edges[-2])
-    values = np.array([setting_of(run, way).nll_by_row.mean(axis=0) for run in runs])[:, keep]  # (seeds, buckets)
-    if len(runs) > 1:
-        return x[keep], values.mean(axis=0), values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(runs))}"
-    rows, documents = setting_of(runs[0], way).nll_by_row[:, keep], runs[0].long_context.document_by_row
-    if len(rows) < FEWEST:
-        return x[keep], values[0], values[0], values[0], ""
-    unit = unit_resampled(len(np.unique(documents)), len(rows))
-    return x[keep], values[0], *bootstrap_mean(rows, groups=groups_of(documents)), f"95% interval over {unit}, 1 seed"
+    if not found[0].bins:
+        return _points(index, arm, section, line)
+    edges = np.array(found[0].axis.values)
+    found = [one for one in found if np.array_equal(one.axis.values, edges)]
+    x, keep = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:]), edges[:-1] >= min(_FIRST_POSITION, edges[-2])
+    values = np.array([one.means for one in found])[:, keep]  # (seeds, bins)
+    low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}"
+    if len(found) == 1:
+        band = ""
+        (sample,) = found[0].samples
+        if found[0].interval != "none" and len(sample.values) >= FEWEST:
+            low, high = bootstrap_mean(sample.values[:, keep], sample.weights, groups_of(sample.groups))
+            band = f"95% interval over {unit_resampled(len(np.unique(sample.groups)), len(sample.values))}, 1 seed"
+    return _Drawn(index, line, x[keep], values.mean(axis=0), low, high, band)
 
 
-# ---------------------------------------------------------------- answers
-
-
-def _answered(axes: Axes, comparison: Comparison) -> tuple[str, str]:
-    axes.set_title("Answers right, by length of the row")
-    each, lengths = asked(comparison.arms), lengths_asked(comparison.arms)
-    bands: list[str] = []
-    for index, arm in enumerate(comparison.arms):
-        for number, of in enumerate(each):
-            points = [(length, share) for length in lengths if (share := share_right(arm, of, length))]
-            if not points:
-                continue
-            x, (mean, low, high) = [length for length, _ in points], np.array([share.listed() for _, share in points]).T
-            if "control" not in of[0]:
-                axes.fill_between(x, low, high, color=_COLOURS[index % 7], alpha=0.13, linewidth=0)
-                bands += [f"95% interval over {share.over}" for _, share in points]
-            style = {"color": _COLOURS[index % 7], "marker": _marker(index), "linestyle": _STYLES[number % 4]}
-            axes.plot(x, mean, markersize=4, linewidth=1.8, **style)
-    for length in sorted({run.seq_len for arm in comparison.arms for run in arm.runs}):
-        axes.axvline(length, color=_GREY, linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" if length < 10_000 else f"{length // 1024}k" for length in lengths])
-    axes.minorticks_off()
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("length of the row (tokens)")
-    axes.set_ylabel("share of answers right")
-    names = [f"{task}, {way}" for task, way in each]
-    if len(each) > 1:
-        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=name) for i, name in enumerate(names)]
-        axes.legend(handles=handles, loc="best", fontsize=10)
-    answers = [one for arm in comparison.arms for run in arm.runs for one in run.answers if one.chance is not None]
-    for chance, rolled_out in sorted({(one.chance, one.way.endswith(ROLL_OUT)) for one in answers}):
-        axes.axhline(chance, color=_GREY, linestyle=":", linewidth=1)
-        axes.annotate(
-            f"chance{', roll-out' if rolled_out else ''} {chance:.1%}",
-            (0, chance),
-            (4, 3),
-            axes.get_yaxis_transform(),
-            textcoords="offset points",
-            color=_GREY,
-            fontsize=9,
-        )
-    how = "Wilson's over questions, for several seeds each end of Student's t over seeds that lies farther out"
-    caption = (
-        f"answers right by length of the row, after the right answers to earlier questions, or in a {ROLL_OUT} after the model's own "
-        f"({'; '.join(names)}). {_bands(bands)} They are {how}. Grey line: the training length. "
-        "Dotted, if any: chance, picking among the answers shown and not yet given."
+def _points(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
+    """Its means, with their intervals, at the places where it has one."""
+    means = {place: mean for place in section.places if (mean := section.mean(arm, line, place)) is not None}
+    intervals = [section.interval(arm, line, place) or Interval(mean, mean, mean) for place, mean in means.items()]
+    if not intervals:
+        return None
+    listed = np.array([interval.listed() for interval in intervals]).T
+    band = (
+        ""
+        if section.of_arm(arm, line)[0].control
+        else "; ".join(dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over))
     )
-    return caption, _bands(bands)
+    return _Drawn(index, line, np.array([section.places[place][0] for place in means]), *listed, band)
+
+
+def _ticks(axes: Axes, section: Section, lines: list[_Drawn]) -> None:
+    """A logarithmic axis has a tick at each doubling, or at each of the points."""
+    if not section.first.axis.log:
+        return
+    ticks = sorted({value for one in section.series.values() for value in one.axis.values})
+    axes.set_xscale("log", base=2)
+    if section.shape == "bins":
+        first, last = min(_FIRST_POSITION, *(one.x[0] for one in lines)), ticks[-1]
+        axes.set_xlim(first, last)
+        ticks = [2**power for power in range(31) if first <= 2**power <= last]
+    axes.set_xticks(ticks, [number(tick) if tick < 10_000 else f"{tick // 1024:g}k" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _y_range(axes: Axes, comparison: Comparison, section: Section, lines: list[_Drawn]) -> str:
+    """Leave out what lies far above a level that the metric can be compared with, if there is one; says what leaves the picture."""
+    low, best = (
+        _finite(some, min) for some in ([one.low for one in lines], [one.mean[one.x <= max(section.seq_lens, default=0)] for one in lines])
+    )
+    level = comparison.level(section.first.unit)
+    if low is None or level is None:
+        return ""
+    limit = max(1.08 * level[1], 1.6 * best if best else low)
+    shown = _limit(axes, low, min(_finite([one.high for one in lines], max), limit), limit)
+    highest = {one: _finite([one.mean], max) or 0 for one in lines}
+    above = [
+        f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)} (highest: {top:.4g})" for one, top in highest.items() if top > shown
+    ]
+    return f"leaving the picture: {'; '.join(above)}." if above else ""
 
 
 # ---------------------------------------------------------------- all
-
-
-def _entropy(comparison: Comparison) -> float | None:
-    found = [run.unigram_entropy for arm in comparison.arms for run in arm.runs]
-    return next((entropy for entropy in found if entropy is not None and np.isfinite(entropy)), None)
 
 
 def _marker(arm: int) -> str:

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,33 +14,21 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from lm.evaluation.statistics import Interval
-from lm.report.comparison import (
-    LONG,
-    VALIDATION,
-    Arm,
-    Comparison,
-    Difference,
-    asked,
-    compare,
-    lengths_asked,
-    ranges,
-    setting_of,
-    share_right,
-    ways_used,
-)
+from lm.report.comparison import Comparison, compare
+from lm.report.sections import Arm, Line, Section, mean_at
 from lm.runs.record import RunRecord, read_run
 
-LOSSES, SHARES = "losses in nats/token", "share"
 Cell = str | Interval | None  # None: not measured
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and its unit, and what the cells are: text; numbers as text; shares or differences, which are intervals."""
+    """A heading and its unit, and what the cells are: text; numbers as text; means or differences, which are intervals."""
 
     name: str
     unit: str = ""
-    kind: Literal["label", "number", "share", "difference"] = "number"
+    kind: Literal["label", "number", "mean", "difference"] = "number"
+    decimals: int = 4  # of means
 
     @property
     def heading(self) -> str:
@@ -48,7 +36,7 @@ class Column:
 
     def text(self, value: float) -> str:
         """One number of an interval: a difference has its sign."""
-        return signed(value) if self.kind == "difference" else f"{value:.3f}"
+        return signed(value) if self.kind == "difference" else f"{value:.{self.decimals}f}"
 
     def shown(self, cell: Cell) -> str:
         """The cell as text; an interval as `mean [low, high]`."""
@@ -78,7 +66,7 @@ class Table:
 DIFFERENCE = Column("difference", kind="difference")
 
 
-def number(value: float | None) -> str | None:
+def digits(value: float | None) -> str | None:
     """Four decimals, or four digits where there are more before the point; None stays None."""
     if value is None:
         return None
@@ -94,125 +82,108 @@ def signed(value: float) -> str:
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """At the training length; beyond it, if any run was evaluated on longer rows; of answers, if any was asked for some."""
-    tables = (_at_training_length(comparison), _beyond(comparison), _answered(comparison))
-    return tuple(table for table in tables if table.rows)
+    """One for each section: a row for each task, inference setting and arm, a column for each metric and place."""
+    return tuple(_table(comparison, section) for section in comparison.sections)
 
 
-def _at_training_length(comparison: Comparison) -> Table:
-    def millions(path: str) -> Callable[[RunRecord], float | None]:
-        return lambda run: None if run.measured(path) is None else run.measured(path) / 1e6
+_Made = tuple[Column, Callable[[Arm, Line], Cell]]  # a column, and its cell in the row of an arm and a line
 
+
+def _table(comparison: Comparison, section: Section) -> Table:
+    settings, tasks = (any(getattr(line, name) for line in section.lines) for name in ("setting", "what"))
+    made: list[_Made] = [(Column("arm", kind="label"), lambda arm, line: arm.label)]
+    made += [(Column("task", kind="label"), lambda arm, line: line.what)] if tasks else []
+    made += [(Column("inference setting", kind="label"), lambda arm, line: line.setting)] if settings else []
+    made += [(Column("seeds"), lambda arm, line: str(len(arm.runs)))]
+    if section.shape == "number":
+        made += [_millions("params", lambda run: run.measured("parameters.total")), _millions("tokens", lambda run: run.tokens_seen)]
+    made += [column for metric in section.metrics for column in _means(comparison, section, metric)]
+    made += [_reference(section, metric, name) for metric, name in section.references] if section.shape == "number" else []
+    made += [column for metric in section.metrics for column in _differences(comparison, section, metric)]
+    rows = [
+        tuple(cell(arm, line) for _, cell in made)
+        for line in dict.fromkeys(replace(line, metric="") for line in section.lines)
+        for arm in comparison.arms
+        if any(section.of_arm(arm, replace(line, metric=metric)) for metric in section.metrics)
+    ]
+    title = section.title + (" in training lengths" if section.shape == "bins" else "")
+    return Table(title, _unit(section.first.unit), tuple(column for column, _ in made), tuple(rows))
+
+
+def _millions(name: str, value: Callable[[RunRecord], float | None]) -> _Made:
+    def cell(arm: Arm, line: Line) -> str | None:
+        values = [found for found in map(value, arm.runs) if found is not None]
+        return f"{np.mean(values) / 1e6:.4g}" if values else None
+
+    return Column(name, "M"), cell
+
+
+def _means(comparison: Comparison, section: Section, metric: str) -> list[_Made]:
+    """A column for each place, with intervals at points; the spread of a single number over seeds has a column of its own."""
+    one = section.example(metric)
+    unit, points, lengths = _unit(one.unit), section.shape == "points", section.seq_lens
+    made: list[_Made] = []
+    for place, (start, _) in section.places.items():
+
+        def mean(arm: Arm, line: Line, place: str = place) -> Cell:
+            of = replace(line, metric=metric)
+            return (section.interval(arm, of, place) if points else None) or digits(section.mean(arm, of, place))
+
+        times = f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else ""
+        name = place + times if points and len(section.metrics) == 1 else f"{metric} {place}{times}".strip()
+        made.append((Column(name, unit, "mean", 3 if one.unit == "fraction" else 4), mean))
+    cells = [cell(arm, line) for _, cell in made for arm in comparison.arms for line in section.lines if line.metric == metric]
+    covered = dict.fromkeys(cell.over for cell in cells if isinstance(cell, Interval))
+    if covered:
+        return [(replace(column, unit=_with_interval(unit, " or over ".join(covered))), cell) for column, cell in made]
+    made = [(replace(column, kind="number"), cell) for column, cell in made]
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    nats = "nats/token"
-    columns = [Column("arm", kind="label"), Column("seeds"), Column("params", "M"), Column("tokens", "M"), Column("val loss", nats)]
-    columns += [Column("sd over seeds", nats)] if several else []
-    in_bytes = any(arm.values(bits) for arm in comparison.arms)
-    columns += [Column("bits per byte")] if in_bytes else []
-    columns += [Column("unigram entropy", nats)]
-    differences = _Differences.of(comparison, 0, "nats/token")
-    columns += differences.columns
-    rows = []
-    for arm in comparison.arms:
-        tokens = arm.mean(lambda run: run.tokens_seen)
-        sizes = (arm.mean(millions("parameters.total")), None if tokens is None else tokens / 1e6)
-        row = [
-            arm.label,
-            str(len(arm.runs)),
-            *(None if size is None else f"{size:.4g}" for size in sizes),
-            number(arm.mean(loss, VALIDATION)),
-        ]
-        losses = arm.values(loss)
-        row += [number(float(np.std(losses, ddof=1))) if len(losses) > 1 and not arm.apart(VALIDATION) else None] if several else []
-        row += [number(arm.mean(bits, VALIDATION))] if in_bytes else []
-        row += [number(arm.mean(lambda run: run.unigram_entropy, VALIDATION))]
-        rows.append((*row, *differences.cells(arm, ())))
-    return Table("Validation, rows of the training length", LOSSES, tuple(columns), tuple(rows))
+    return made + ([_spread(section, metric)] if section.shape == "number" and several and one.samples else [])
 
 
-def loss(run: RunRecord) -> float | None:
-    """Validation loss, nats per token; the last logged one if there is no evaluation."""
-    return run.validation.loss if run.validation else _last(run.validations.loss)
+def _spread(section: Section, metric: str) -> _Made:
+    def cell(arm: Arm, line: Line) -> str | None:
+        of = replace(line, metric=metric)
+        values = [mean_at(found, "") for found in section.of_arm(arm, of)]
+        return digits(float(np.std(values, ddof=1))) if len(values) > 1 and section.mean(arm, of, "") is not None else None
+
+    return Column("sd over seeds", _unit(section.example(metric).unit)), cell
 
 
-def bits(run: RunRecord) -> float | None:
-    """Validation bits per byte; the last logged one if there is no evaluation."""
-    return run.validation.bits_per_byte if run.validation else _last(run.validations.bits_per_byte)
+def _reference(section: Section, metric: str, name: str) -> _Made:
+    """The mean of a level that a single number is to be compared with."""
+
+    def cell(arm: Arm, line: Line) -> str | None:
+        of = replace(line, metric=metric)
+        levels = [found.references[name] for found in section.of_arm(arm, of) if name in found.references]
+        return digits(float(np.mean(levels))) if levels and section.mean(arm, of, "") is not None else None
+
+    return Column(name, _unit(section.example(metric).unit)), cell
 
 
-def _last(values: np.ndarray) -> float | None:
-    return float(values[-1]) if len(values) else None
+def _differences(comparison: Comparison, section: Section, metric: str) -> list[_Made]:
+    """Differences to the baseline at the farthest place: a column for each thing that their intervals cover; none for one arm."""
+    farthest = list(section.places)[-1]
+    every = [one for one in comparison.differences if (one.section, one.line.metric) == (section.title, metric)]
+    found = [one for one in every if one.place == farthest]
+    covered = list(dict.fromkeys(one.interval.over for one in found if one.interval)) or [""] * bool(every)
+    several = len({one.line.metric for one in comparison.differences if one.section == section.title}) > 1
+    parts = (f"difference to {comparison.arms[0].label}", metric if several else "", farthest)
+    made: list[_Made] = []
+    for over in covered:
+
+        def cell(arm: Arm, line: Line, over: str = over) -> Cell:
+            of = arm.label, replace(line, metric=metric)
+            return next((one.interval for one in found if (one.arm, one.line) == of and one.interval and one.interval.over == over), None)
+
+        unit = _with_interval(_unit(section.example(metric).unit), over)
+        made.append((Column(", ".join(filter(None, parts)), unit, "difference"), cell))
+    return made
 
 
-def _beyond(comparison: Comparison) -> Table:
-    found = [ranges(run.long_context) for arm in comparison.arms for run in arm.runs if run.long_context]
-    labels = list(dict.fromkeys(label for one in sorted(found, key=len) for label, _, _ in one))
-    columns = [Column("arm", kind="label"), Column("RoPE", kind="label"), *(Column(f"loss {label}", "nats/token") for label in labels)]
-    last = max((run.long_context.length for arm in comparison.arms for run in arm.runs if run.long_context), default=0)
-    differences = _Differences.of(comparison, 1, "nats/token", labels[-1] if labels else "", last)
-    columns += differences.columns
-    rows = []
-    for arm in comparison.arms:
-        for way in ways_used([arm]):
-            row = [arm.label, way, *(number(arm.mean(lambda run, a=(way, label): _range_loss(run, *a), LONG)) for label in labels)]
-            rows.append((*row, *differences.cells(arm, (way,))))
-    return Table("Long rows, by position in training lengths", LOSSES, tuple(columns), tuple(rows))
-
-
-def _range_loss(run: RunRecord, way: str, label: str) -> float | None:
-    """Mean loss over a position range, nats per token."""
-    setting = setting_of(run, way)
-    if setting is None:
-        return None
-    return next((float(setting.nll_by_position[a:b].mean()) for name, a, b in ranges(run.long_context) if name == label), None)
-
-
-def _answered(comparison: Comparison) -> Table:
-    lengths = lengths_asked(comparison.arms)
-    trained = {run.seq_len for arm in comparison.arms for run in arm.runs}
-    times = {length: f", {length / min(trained):g}x" if len(trained) == 1 else "" for length in lengths}
-    shares = {(arm, of): [share_right(arm, of, length) for length in lengths] for of in asked(comparison.arms) for arm in comparison.arms}
-    shares = {key: row for key, row in shares.items() if any(row)}
-    unit = _with_interval(SHARES, " or over ".join(dict.fromkeys(share.over for row in shares.values() for share in row if share)))
-    columns = [*(Column(name, kind="label") for name in ("arm", "task", "used")), Column("seeds")]
-    columns += [Column(f"{length:,}{times[length]}", unit, "share") for length in lengths]
-    farthest = lengths[-1] if lengths else 0
-    differences = _Differences.of(comparison, 2, SHARES, f"{farthest:,}", farthest)
-    rows = [(arm.label, *of, str(len(arm.runs)), *row, *differences.cells(arm, of)) for (arm, of), row in shares.items()]
-    return Table("Answers right, by tokens in the row", SHARES, (*columns, *differences.columns), tuple(rows))
-
-
-@dataclass(frozen=True)
-class _Differences:
-    """The differences to the baseline of one table: a column for each thing that their intervals cover; none for one arm."""
-
-    several: bool  # arms
-    found: tuple[Difference, ...]
-    name: str
-    unit: str
-
-    @classmethod
-    def of(cls, comparison: Comparison, parts: int, unit: str, where: str = "", length: int | None = None) -> "_Differences":
-        """Those whose `of` has so many `parts`; if a length is given, those up to there, which the heading calls `where`."""
-        found = (one for one in comparison.differences if len(one.of) == parts and length in (None, one.length))
-        return cls(
-            len(comparison.arms) > 1, tuple(found), f"difference to {comparison.arms[0].label}" + (f", {where}" if where else ""), unit
-        )
-
-    @property
-    def covered(self) -> list[str]:
-        """What the intervals are over; [""] where there is none."""
-        return list(dict.fromkeys(one.interval.over for one in self.found if one.interval)) or [""] * self.several
-
-    @property
-    def columns(self) -> list[Column]:
-        """A column for each of `covered`."""
-        return [Column(self.name, _with_interval(self.unit, over), "difference") for over in self.covered]
-
-    def cells(self, arm: Arm, of: tuple[str, ...]) -> list[Cell]:
-        """An arm's difference in the column of what it covers."""
-        interval = next((one.interval for one in self.found if (one.arm, one.of) == (arm.label, of)), None)
-        return [interval if interval and interval.over == over else None for over in self.covered]
+def _unit(unit: str) -> str:
+    """In the little room of a heading."""
+    return unit.replace(" per ", "/")
 
 
 def _with_interval(unit: str, over: str) -> str:
@@ -283,7 +254,7 @@ def _tex_unit(unit: str) -> str:
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval):
         mean, low, high = (f"${column.text(value)}$" for value in cell.listed())
-        return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "share" else f"{mean} [{low}, {high}]"
+        return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
     return _tex(column.shown(cell))
 
 
@@ -301,9 +272,7 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
         grid = _grid(f"{table.title} ({table.unit})")
         for index in kept:
             column = table.columns[index]
-            heading = (
-                column.name if column.unit in table.unit or column.kind == "share" else column.heading
-            )  # shares without their intervals
+            heading = column.name if column.unit == table.unit or column.kind == "mean" else column.heading  # without their intervals
             if column.kind == "label":
                 grid.add_column(escape(heading), min_width=8, overflow="fold")
             else:
@@ -320,7 +289,8 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
 
 def _differences_grid(comparison: Comparison) -> RichTable:
     """Each difference in the column of what its interval covers."""
-    grid = _grid(f"Differences to {comparison.arms[0].label} (losses in nats/token, answers right as a share)")
+    units = dict.fromkeys(f"{metric} {in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
+    grid = _grid(f"Differences to {comparison.arms[0].label} ({', '.join(units)})")
     grid.add_column("arm")
     grid.add_column("of")
     covered = list(dict.fromkeys(one.interval.over for one in comparison.differences if one.interval)) or [""]
@@ -334,6 +304,18 @@ def _differences_grid(comparison: Comparison) -> RichTable:
 
 def _grid(title: str) -> RichTable:
     return RichTable(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Metric, unit and which way is better of what has differences."""
+    sections = {section.title: section for section in comparison.sections}
+    of = dict.fromkeys((one.section, one.line.metric) for one in comparison.differences)
+    return [(metric, one.unit, one.better) for title, metric in of for one in [sections[title].example(metric)]]
+
+
+def in_unit(unit: str) -> str:
+    """Words after what a number is of."""
+    return f"as a {unit}" if unit == "fraction" else f"in {unit}"
 
 
 def notes(comparison: Comparison) -> list[str]:

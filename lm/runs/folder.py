@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Plain]:
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: not readable: {' '.join(str(error).split())[:160]}") from None
+        raise RunError(f"{path}: not readable as JSON: {' '.join(str(error).split())[:160]}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content

@@ -9,6 +9,7 @@ from lm.schema import Plain
 
 Interval = Literal["none", "bootstrap", "wilson"]  # of a mean: resampling groups of units; Wilson's over questions
 Better = Literal["lower", "higher"]
+Shape = Literal["number", "bins", "points"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Shown:
     measured_on: str  # a plural noun for the sequences, such as `validation sequences`
     amount: str  # how many and how long they are, such as `256 of 512 tokens`
     caption: str = ""  # what the picture shows, in words
+    levels: str = ""  # what its references are, in words
     method: str = ""  # a sentence for a paper's methods section, without its full stop
 
 
@@ -100,6 +102,19 @@ class Series:
         """Whether its columns are ranges of the axis, not points."""
         return self.axis is not None and self.axis.bins
 
+    @property
+    def shape(self) -> Shape:
+        """What it is over: nothing, ranges or points of its axis."""
+        return "number" if self.axis is None else "bins" if self.axis.bins else "points"
+
+    def column(self, number: int) -> tuple[Sample, np.ndarray]:
+        """The sample that a column is of, and the column's values, (units,)."""
+        for sample in self.samples:
+            if number < sample.values.shape[1]:
+                return sample, sample.values[:, number]
+            number -= sample.values.shape[1]
+        raise IndexError(f"{self.metric} has no such column")
+
     def plain(self) -> dict[str, Plain]:
         """As JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -127,6 +142,7 @@ class Series:
             "samples": tuple(samples),
             "means": numbers(made["means"]),
             "curve": None if made["curve"] is None else numbers(made["curve"]),
+            "references": {name: float("nan") if level is None else float(level) for name, level in made["references"].items()},
             "logged": tuple(made["logged"]),
         }
         return cls(**made)

@@ -1,0 +1,102 @@
+"""Paired differences of arms to the baseline, on any series that has values by unit."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled
+from lm.report.sections import Arm, Line, Section, Units, number, places, units_at
+from lm.runs.series import Series
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Arm minus baseline: an interval and how it was made, or why there is none."""
+
+    arm: str
+    section: str  # its title
+    line: Line
+    place: str  # label, such as `4x-8x`; empty: of a single number
+    what: str  # all of these in words
+    interval: Interval | None  # in the unit of the series
+    note: str
+
+
+def differences(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> list[Difference]:
+    """Of every arm to the first, in every line that has values by unit, at the farthest place that both have."""
+    return [
+        _of_line(arm, arms[0], section, line)
+        for arm in arms[1:]
+        for section in found
+        for line in section.lines
+        if any(one.samples for one in (*section.of_arm(arm, line), *section.of_arm(arms[0], line)))
+    ]
+
+
+def _of_line(arm: Arm, base: Arm, section: Section, line: Line) -> Difference:
+    measured = [[one for one in section.of_arm(each, line) if one.samples] for each in (arm, base)]
+    ours, theirs = ({label for one in some for label in places(one)} for some in measured)
+    place = [label for label in section.places if label in (ours & theirs or ours | theirs)][-1]
+    one = next(one for some in measured for one in some if place in places(one))
+    interval, note = _difference(arm, base, section, line, place)
+    if one.unit == "fraction":
+        interval, note = _of_fractions(interval, note)
+    return Difference(arm.label, section.title, line, place, _in_words(one, line, place), interval, note)
+
+
+def _in_words(one: Series, line: Line, place: str) -> str:
+    where = ""
+    if one.axis is not None:
+        start, stop = units_at(one, place).place
+        where = f" {one.axis.before} {f'{number(start)}-{number(stop)}' if one.bins else place}"
+    return ", ".join(filter(None, (line.metric, line.what))) + where + (line.setting and f", {line.setting}")
+
+
+def _of_fractions(interval: Interval | None, note: str) -> tuple[Interval | None, str]:
+    """A difference of fractions lies within -1 and 1, and its interval is not a point because all rows, at 0 or 1 say, agree."""
+    if interval is None or interval.low == interval.high:
+        return None, "all rows, or all seeds, agree: their spread gives no interval" if interval else note
+    return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)), note
+
+
+def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -> tuple[Interval | None, str]:
+    def units(one: Arm) -> dict[tuple[int, ...], Units]:
+        series = {run.seeds: section.series.get((run, line)) for run in one.runs}
+        return {seeds: found for seeds, each in series.items() if each and (found := units_at(each, place))}
+
+    ours, theirs = units(arm), units(base)
+    for one, found in ((arm, ours), (base, theirs)):
+        if not found:
+            return None, f"{one.label} was not evaluated on it"
+    every = [*ours.values(), *theirs.values()]
+    if len({one.identity[0] for one in every}) > 1:
+        return None, "not measured on the same tokens: the data fingerprints differ"
+    if len({(one.identity, one.place, one.values.shape, one.weights.tobytes()) for one in every}) > 1:
+        return None, "not measured on the same tokens: the evaluation rows or positions differ"
+    if not all(np.isfinite(one.values).all() for one in every):
+        return None, "not finite on some rows"
+    shared, weights = sorted(ours.keys() & theirs.keys()), every[0].weights
+    if not shared:
+        return None, "no seed in common: a difference could be that of the seeds"
+    if len(shared) >= 2:
+        values = np.array([np.average(ours[seed].values - theirs[seed].values, weights=weights) for seed in shared])
+        return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
+    mine, other = ours[shared[0]].values, theirs[shared[0]].values
+    documents = len(np.unique(every[0].groups))
+    groups = groups_of(every[0].groups)
+    over = f"{len(mine)} rows" if documents == len(mine) else f"{documents} documents ({len(mine)} rows)"
+    if groups is None:
+        over = f"{len(mine)} rows of only {documents} documents, as if they were independent"
+    note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
+    alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"
+    note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
+    if len(mine) < FEWEST:
+        return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
+    interval = paired_difference(mine, other, weights, groups)
+    return replace(interval, over=f"{unit_resampled(documents, len(mine))}, 1 seed"), note
+
+
+def seeds_shown(seeds: tuple[int, ...]) -> str:
+    """A run's seed, and after it those of the weights it started from, if they differ."""
+    before = " after ".join(map(str, reversed(seeds[:-1])))
+    return f"{seeds[-1]} after {before}" if before else str(seeds[-1])
