@@ -16,7 +16,7 @@ from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
-from lm.data.batches import Batch, MicroBatches, train_rows
+from lm.data.batches import IGNORED, Batch, MicroBatches, train_rows
 from lm.data.prepare import prepare
 from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
@@ -26,7 +26,6 @@ from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_rows
 from lm.evaluation.recall import Recall
 from lm.evaluation.text_loss import Validation
-from lm.model.cross_entropy import IGNORED
 from lm.model.decoder import Cache, Decoder
 from lm.model.device import Device
 from lm.schema import build

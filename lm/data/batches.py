@@ -22,8 +22,8 @@ from lm.data.tasks.examples import NoRoom, fold
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
-from lm.model.cross_entropy import IGNORED
 
+IGNORED = -1  # a target that is not to be predicted
 _PARTS = 2**62  # keeps the draws of a mixture's parts apart from those of epochs
 
 

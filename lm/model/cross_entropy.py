@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -1  # a target that is not to be predicted
+from lm.data.batches import IGNORED
 
 # Logits held at a time. On a CPU a chunk that stays in the cache (4 MiB) halves the head's time; a GPU wants large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}

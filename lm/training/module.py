@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.data.batches import Batch, train_loader, train_rows
+from lm.data.batches import IGNORED, Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.model.cross_entropy import IGNORED
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import FORMAT, bare_weights, is_saved

@@ -1,0 +1,84 @@
+"""The structure of the package, derived from its source: imports point one way, and every module has its own name and its own subject."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...
+ROOMS = ("errors", "files", "schema", "progress", "attention", "config", "data", "model", "runs", "evaluation", "report", "training", "cli")
+LARGEST = 450  # lines of a module
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "lm").rglob("*.py"))}
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of the package that a module imports, wherever in it: at the top, in functions, and for annotations."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys()
+
+
+def room(module: str) -> str:
+    """The folder or the module right below `lm` that a module belongs to."""
+    return module.split(".")[1]
+
+
+GRAPH = {name: imports(path) for name, path in MODULES.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_rooms_import_the_ones_before_them_only():
+    inner = [name for name in MODULES if room(name) not in ("__init__", "__main__")]
+    assert {room(name) for name in inner} == set(ROOMS)
+    order = {name: place for place, name in enumerate(ROOMS)}
+    back = [f"{name} imports {other}" for name in inner for other in GRAPH[name] if order[room(other)] > order[room(name)]]
+    assert not back
+
+
+def test_training_and_reports_know_nothing_of_each_other():
+    across = [f"{name} imports {other}" for name in MODULES for other in GRAPH[name] if {room(name), room(other)} == {"training", "report"}]
+    assert not across
+
+
+def test_no_two_modules_have_one_name():
+    names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_can_be_read_in_one_sitting(name: str):
+    assert len(MODULES[name].read_text().splitlines()) <= LARGEST
+
+
+@pytest.mark.parametrize("name", [name for name, path in MODULES.items() if path.name == "__init__.py"])
+def test_packages_pass_nothing_on(name: str):
+    assert name == "lm.__init__" or not GRAPH[name]
+
+
+@pytest.mark.parametrize("module", ["lm", "lm.cli", "lm.config.load", "lm.config.effects", "lm.report.html", "lm.runs.record"])
+def test_what_reads_configurations_and_reports_needs_no_torch(module: str):
+    code = f"import sys, {module}; print(*{{'torch', 'lightning', 'wandb', 'datasets'}} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
