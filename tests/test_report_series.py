@@ -1,0 +1,89 @@
+"""Reports know no kind of evaluation by name: a made-up one is in every table, picture, difference and check."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reported import build_run, compared, write_evaluation
+
+from lm.errors import RunError
+from lm.report.html import write_report
+from lm.report.plots import overview
+from lm.report.tables import comparison_tables
+from lm.runs.record import read_run
+from lm.runs.series import Axis, Sample, Series, Shown
+
+
+def probe(rng: np.random.Generator, level: float) -> list[Series]:
+    """A number, a curve by position, and points at depths with units of their own."""
+    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "bootstrap", "data_fingerprint": "d"}
+
+    def sample(name: str, columns: int, units: int = 40) -> Sample:
+        return Sample(name, level + rng.normal(0, 0.1, (units, columns)), np.ones(units), np.arange(units))
+
+    number, bins, points = sample("n", 1), sample("b", 3), [sample(f"p{depth}", 1, 10 + depth) for depth in (0, 1)]
+    mean = number.values.mean(0)
+    return [
+        Series(metric="sparsity", unit="bits", means=mean, samples=(number,), references={"uniform": 9.0}, logged=("probe/sparsity",),
+               shown=Shown("Sparsity of attention", "probe sequences", "40 of 64 tokens", method="Sparsity is ours"), **common),
+        Series(metric="sparsity", unit="bits", means=bins.values.mean(0), samples=(bins,), curve=np.full(256, level),
+               axis=Axis("position", "tokens", "at positions", (0, 64, 128, 256), bins=True),
+               shown=Shown("Sparsity by position", "long probe sequences", "40 of 256 tokens", "sparsity by position"), **common),
+        Series(metric="reach", unit="tokens", means=np.array([one.values.mean() for one in points]), samples=tuple(points), what="books",
+               axis=Axis("depth", "", "at depth", (0.0, 0.5), log=False),
+               shown=Shown("Reach by depth", "deep probe sequences", "10 of 64 tokens", "reach by depth"), **common),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    made = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
+    for folder, level in zip(made, (2.0, 3.0), strict=True):
+        series = [one.plain() for one in probe(np.random.default_rng(len(folder.name)), level)]
+        stamp = {"kind": "probe", "step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "d"}
+        made_with = {"settings": {}, "precision": "32", "weights_sha256": "w"}
+        write_evaluation(folder, "probe", 200, stamp | made_with | {"series": series})
+    return made
+
+
+def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
+    comparison, _ = compared(*folders)
+    titles = [table.title for table in comparison_tables(comparison)]
+    assert {"Sparsity of attention", "Sparsity by position in training lengths", "Reach by depth"} < set(titles)
+    found = {one.what: one.interval for one in comparison.differences}
+    for what in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
+        assert found[what].mean == pytest.approx(1, abs=0.2)
+        assert found[what].low > 0.5
+    checks = {check.what: check.ok for check in comparison.checks}
+    for measured_on in ("probe sequences", "long probe sequences", "deep probe sequences"):
+        assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
+    files = write_report(folders, tmp_path / "out")
+    rows = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
+    assert float(rows["Sparsity by position in training lengths", "ssmax", "sparsity 2x-4x"]["value"]) == 3
+    assert rows["Sparsity of attention", "ssmax", "uniform"]["value"] == "9.0000"
+    deep = rows["Reach by depth", "softmax", "0.5"]
+    assert (deep["task"], deep["unit"], deep["interval over"]) == ("books", "tokens, 95% interval over rows, 1 seed", "rows, 1 seed")
+    assert float(deep["low"]) < 2 < float(deep["high"])
+    assert float(rows["Reach by depth", "ssmax", "difference to softmax, 0.5"]["value"]) == pytest.approx(1, abs=0.2)
+    for text in (files.html.read_text(), files.markdown.read_text(), files.latex.read_text()):
+        assert "Reach by depth" in text
+        assert "Sparsity by position" in text
+    assert "Sparsity is ours (as trained)." in files.html.read_text()
+
+
+def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
+    picture = overview(compared(*folders)[0])
+    for folder in folders:
+        next(folder.glob("evaluations/probe.*")).unlink()
+    widths = [int.from_bytes(one.png[16:20]) for one in (overview(compared(*folders)[0]), picture)]  # of a PNG's header
+    assert widths == [2 * 2 * 600, 2 * 4 * 600]
+    assert "Middle: sparsity by position, from position 16. Bands: 95% interval over rows, 1 seed." in picture.caption
+    assert "Right: reach by depth (books, as trained). Bands: 95% interval over rows, 1 seed." in picture.caption
+
+
+def test_series_that_are_none_are_refused_in_one_line(folders):
+    path = next(folders[0].glob("evaluations/probe.*"))
+    path.write_text(path.read_text().replace('"higher"', '"more"'))
+    with pytest.raises(RunError, match=r"probe.step-000200.json: better must be lower or higher$"):
+        read_run(folders[0])
