@@ -158,7 +158,7 @@ def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatc
         a, b = (model.normalizers()[0].weights(q, k, places) for model in (old, new))
         expected += float((a - b).detach().abs().sum(-1).mean() / 2) / 2
     hook.remove()
-    monkeypatch.setattr("lm.evaluation.continuity.DRIFT_WEIGHTS", 500)  # several blocks of queries
+    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 500)  # several blocks of queries
     drift = attention_drift(old, new, rows, HERE)
     assert drift[0] == pytest.approx(expected, abs=1e-5)
     assert 0.01 < drift[0] < 1

@@ -63,12 +63,12 @@ class Rows:
         keys = torch.arange(seen + new, device=device)
         return cls(keys[seen:], keys, torch.full((new,), length, device=device), causal=seen == 0)
 
-    def part(self, start: int, stop: int, keys: int) -> "Rows":
-        """The queries from `start` to `stop`, and the first `keys` keys."""
-        documents = None if self.documents is None else self.documents[..., start:stop]
+    def part(self, queries: slice | Tensor, keys: int) -> "Rows":
+        """Some of the queries, by their places, and the first `keys` keys."""
+        documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
-        lengths = self.lengths.expand_as(self.positions)[..., start:stop]
-        return Rows(self.positions[..., start:stop], self.key_positions[..., :keys], lengths, False, documents, key_documents)
+        lengths = self.lengths.expand_as(self.positions)[..., queries]
+        return Rows(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
 
     def visible(self) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: which keys each query sees."""

@@ -38,7 +38,7 @@ class _ByQueryBlocks(torch.autograd.Function):
         values = dict(zip(names, parameters, strict=True))
         with without_autocast(v.device):
             parts = [
-                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(a, b, s)))
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(slice(a, b), s)))
                 for a, b, s in _blocks(q, k, rows)
             ]
         return torch.cat(parts, 2)
@@ -53,7 +53,7 @@ class _ByQueryBlocks(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.rows.part(a, b, s)))
+                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.rows.part(slice(a, b), s)))
                 found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
             places = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for place, value in zip(places, found, strict=True):

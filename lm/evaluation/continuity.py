@@ -8,21 +8,20 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
-from lm.attention.layout import Rows
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.held_out import HeldOut, bucket_edges, by_token, validation_rows
 from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
+from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device, over_ranks, undisturbed
 from lm.schema import Plain
 
 DRIFT_ROWS = 4  # of each length whose attention weights are compared
-DRIFT_WEIGHTS = 2**24  # attention weights held at a time
 
 
 def swap_rows(store: Store, config: Config) -> list[HeldOut]:
@@ -95,59 +94,23 @@ def _rounded(values: np.ndarray, counts: np.ndarray) -> list[float]:
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> list[float]:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads, for each layer.
 
-    On the first `DRIFT_ROWS` rows; holds `DRIFT_WEIGHTS` weights at a time, not T x T. Collective.
+    On the first `DRIFT_ROWS` rows. Collective.
     """
     rows = held_out.rows[:DRIFT_ROWS]
 
     def local() -> Tensor:
         total = torch.zeros(old.config.n_layer, dtype=torch.float64)
-        layers = {normalizer: layer for layer, normalizer in enumerate(old.normalizers())}
         for row in rows[where.rank :: where.world]:
             batch = Batch.of(row[None], end_of_text=held_out.end_of_text).to(where.device)
-            seen = [_attention_inputs(model, batch, where) for model in (old, new)]
-            for a, b in zip(*seen, strict=True):  # of isolated documents, one entry for each of like size
-                total[layers[a[0]]] += _distance(a, b) / held_out.length
+            with where.autocast():
+                for a, b in in_lockstep([old, new], batch):
+                    apart = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
+                    total[a.layer] += float(apart) / 2 / held_out.length
         return total.float()
 
     with undisturbed(old, new):
         drift = over_ranks(where, local) / len(rows)
     return [round(float(x), 6) for x in drift]
-
-
-_Inputs = tuple[nn.Module, Tensor, Tensor, Rows]  # a normalizer and its queries, keys and rows
-
-
-def _attention_inputs(model: Decoder, batch: Batch, where: Device) -> list[_Inputs]:
-    """What each layer's normalizer is given for a batch, call by call."""
-    seen: list[_Inputs] = []
-
-    def note(normalizer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor, Rows]) -> None:
-        q, k, _, rows = arguments
-        seen.append((normalizer, q.float(), k.float(), rows))
-
-    hooks = [normalizer.register_forward_pre_hook(note) for normalizer in model.normalizers()]
-    try:
-        with where.autocast():
-            model.hidden(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
-
-
-def _distance(a: _Inputs, b: _Inputs) -> float:
-    """Half the L1 distance of the weights of one call, a mean over heads and a sum over queries."""
-    n_head, length = a[1].shape[1:3]
-    step, total = max(1, DRIFT_WEIGHTS // (n_head * length)), 0.0
-    real = (a[3].positions < a[3].lengths).expand(a[1].size(0), length)  # documents side by side are padded
-    for start in range(0, length, step):
-        first, second = (
-            normalizer.weights(q[:, :, start : start + step], k, rows.part(start, start + step, length))
-            for normalizer, q, k, rows in (a, b)
-        )
-        apart = (first - second).abs().sum(-1, dtype=torch.float64).mean(1)  # (B, T)
-        total += float((apart * real[:, start : start + step]).sum()) / 2
-    return total
 
 
 def print_swap(result: dict[str, Plain]) -> None:

@@ -24,6 +24,7 @@ from lm.evaluation.measurement import Measurement, Progress, Row
 from lm.evaluation.recall import OVER, check_room
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
 from lm.evaluation.statistics import wilson
+from lm.model.attention_stream import attention_blocks
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
 from lm.model.device import Device, over_ranks, undisturbed
@@ -103,21 +104,12 @@ def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
 
     Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
     """
-    found: list[Tensor] = []
-
-    def note(normalizer: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor, Rows]) -> None:
-        q, k, _, rows = arguments
-        last = q.size(2) - 1
-        a = normalizer.weights(q[:, :, last:].float(), k.float(), rows.part(last, last + 1, k.size(2)))[0, :, 0]  # (H, S)
-        found.append(torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]))
-
-    hooks = [normalizer.register_forward_pre_hook(note) for normalizer in decoder.normalizers()]
-    try:
-        device = decoder.head.weight.device
-        decoder(torch.from_numpy(one.prompt[None]).to(device), Rows.next(0, len(one.prompt), length, device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    tokens = torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device)
+    rows = Rows.next(0, len(one.prompt), length, tokens.device)
+    found = [
+        torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in one.spans])
+        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], rows)
+    ]
     return torch.stack(found, 1).cpu()
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,15 @@ class Cache:
         return other
 
 
+class Heads(NamedTuple):
+    """What a layer's normalizer is given, and the layer's input that it is made from."""
+
+    x: Tensor  # (B, T, C)
+    q: Tensor  # (B, H, T, D), with its features
+    k: Tensor  # likewise
+    v: Tensor  # (B, H, T, E)
+
+
 @dataclass(frozen=True)
 class Context:
     """What a layer knows of its tokens beside their vectors."""
@@ -67,6 +77,7 @@ class Context:
     rotation: Rotation | None  # RoPE's, of the queries
     logit_factor: float  # of a rescaled RoPE
     cache: Cache | None
+    left: list[Heads] | None = None  # where a layer leaves its heads, if anyone asks (`lm.model.attention_stream`)
 
 
 class AttentionBase(nn.Module):
@@ -87,6 +98,8 @@ class AttentionBase(nn.Module):
         if context.logit_factor != 1:
             q = q * context.logit_factor
         q, k = _with(q, self.normalizer.query_features(x)), _with(k, self.normalizer.key_features(x))
+        if context.left is not None:
+            context.left.append(Heads(x, q, k, v))
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
@@ -251,6 +264,15 @@ class Decoder(nn.Module):
         Raises:
             ValueError: positions beyond learned ones.
         """
+        x, context = self.start(tokens, rows, cache)
+        for block in self.blocks:
+            x = block(x, context)
+        if cache:
+            cache.seen += tokens.size(1)
+        return self.norm(x)
+
+    def start(self, tokens: Tensor, rows: Rows | None = None, cache: Cache | None = None) -> tuple[Tensor, Context]:
+        """What `forward` gives the first layer: vectors (B, T, C), and the context that all layers share."""
         if rows is None and cache:
             rows = Rows.next(cache.seen, tokens.size(1), cache.length, tokens.device)
         rows = rows or Rows.full(tokens.size(1), tokens.device)
@@ -263,13 +285,8 @@ class Decoder(nn.Module):
         rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.config.position.rotates:
             rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, self.rope_scaling, lengths)
-        x = self.dropout(x)
-        context = Context(rows, rotation, self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths)), cache)
-        for block in self.blocks:
-            x = block(x, context)
-        if cache:
-            cache.seen += tokens.size(1)
-        return self.norm(x)
+        factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
+        return self.dropout(x), Context(rows, rotation, factor, cache)
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""
@@ -286,7 +303,14 @@ class Decoder(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
-        return self(batch.tokens, None if batch.positions is None else Rows.isolated(batch.positions))
+        return self(batch.tokens, batch_rows(batch))
+
+
+def batch_rows(batch: Batch) -> Rows:
+    """Where the tokens of a batch stand: in one document each sequence, or in documents that don't see each other."""
+    if batch.positions is None:
+        return Rows.full(batch.tokens.size(1), batch.tokens.device)
+    return Rows.isolated(batch.positions)
 
 
 def is_normalizer(parameter: str) -> bool:

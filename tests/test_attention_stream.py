@@ -1,0 +1,182 @@
+"""The stream of attention: every layer's scores and weights are the dense definition's, and never T x T of them are held."""
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lm.attention import catalogue
+from lm.attention import options as opt
+from lm.attention.layout import Rows
+from lm.attention.options import Options
+from lm.config.model_config import GAUBlock, ModelConfig
+from lm.data.batches import Batch
+from lm.model import attention_stream
+from lm.model.attention_stream import attention_blocks, in_lockstep
+from lm.model.decoder import Decoder, batch_rows
+
+VOCAB, LENGTH, SIZE = 50, 37, 8
+
+
+def made(normalizer: Options, gau: bool = False, n_layer: int = 2) -> Decoder:
+    """A decoder with the normalizers' parameters off their first values."""
+    shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if gau else {"n_head": 2}
+    decoder = Decoder(ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32).eval()
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (p for normalizer in decoder.normalizers() for p in normalizer.parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+    return decoder
+
+
+def batch(length: int = LENGTH, documents: bool = False) -> Batch:
+    """Two sequences; of `documents` one begins in the middle of each."""
+    tokens = torch.randint(1, VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    tokens[0, 11] = tokens[1, 20] = 0
+    return Batch.of(tokens, end_of_text=0 if documents else None)
+
+
+def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
+    """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by one."""
+    found = []
+    for block in attention_blocks(decoder, given, [0], heads=True):
+        heads, normalizer = block.heads, decoder.normalizers()[block.layer]
+        q, k = heads.q.double(), heads.k.double()
+        found.append((normalizer.scores(q, k, batch_rows(given)), normalizer.weights(q, k, batch_rows(given))))
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
+@pytest.mark.parametrize("gau", [False, True], ids=["attention", "gau"])
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str, gau: bool, documents: bool):
+    decoder, given = made(catalogue.OPTIONS[name](), gau), batch(documents=documents)
+    expected, covered = dense(decoder, given), torch.zeros(2, LENGTH)
+    outputs: list[list[Tensor]] = [[], []]
+    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
+        keys = one.weights.size(-1)
+        scores, weights = (x[:, :, one.queries, :keys] for x in expected[one.layer])
+        seen = one.rows.visible().expand_as(scores)
+        torch.testing.assert_close(one.scores[seen], scores[seen], rtol=0, atol=1e-9)
+        torch.testing.assert_close(one.weights, weights, rtol=0, atol=1e-9)
+        assert one.weights.dtype == torch.float64
+        assert torch.equal(one.rows.positions, batch_rows(given).positions[..., one.queries])
+        covered[one.layer, one.queries] += 1
+        outputs[one.layer].append(one.weights @ one.heads.v[:, :, :keys].double())
+    assert (covered == 1).all()
+    attended = given_to_the_projection(decoder, given)
+    for layer in range(2):
+        found = torch.cat(outputs[layer], 2).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(found.float(), attended[layer], rtol=1e-3, atol=1e-4)
+
+
+def given_to_the_projection(decoder: Decoder, given: Batch) -> list[Tensor]:
+    """Heads' outputs (B, T, H E) of each layer as the model computes them, by its fast routes."""
+    seen: list[Tensor] = []
+    attentions = [getattr(block, "attention", None) or block.gau for block in decoder.blocks]
+    attends = [attention.attend for attention in attentions]
+    for attention, attend in zip(attentions, attends, strict=True):
+        attention.attend = lambda *arguments, attend=attend: seen.append(attend(*arguments)) or seen[-1]
+    decoder.hidden(given)
+    for attention in attentions:
+        del attention.attend
+    return seen
+
+
+@torch.no_grad()
+def test_chosen_queries_are_those_of_all_and_layers_differ_as_listed():
+    decoder = made(catalogue.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
+    whole = [torch.cat([F.pad(one.weights, (0, LENGTH - one.weights.size(-1))) for one in blocks], 2) for blocks in by_layer(decoder)]
+    for one in attention_blocks(decoder, batch(), [-1, 4]):
+        assert one.queries.tolist() == [LENGTH - 1, 4]
+        torch.testing.assert_close(one.weights, whole[one.layer][:, :, [LENGTH - 1, 4]])
+        assert one.heads is None
+    windowed = [(layer_weights > 0).sum(-1).max().item() == 5 for layer_weights in whole]
+    assert windowed == [True, False, True]
+
+
+def by_layer(decoder: Decoder) -> list[list]:
+    found: dict[int, list] = {}
+    for one in attention_blocks(decoder, batch(), block=9):
+        found.setdefault(one.layer, []).append(one)
+    return list(found.values())
+
+
+@torch.no_grad()
+def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 2 * 2 * LENGTH * 7)
+    decoders = [made(opt.Softmax()), made(opt.Relu2(n="sum"))]
+    alone = [list(attention_blocks(decoder, batch())) for decoder in decoders]
+    together = list(in_lockstep(decoders, batch()))
+    assert len(together) == 2 * math.ceil(LENGTH / 7)
+    for index, pair in enumerate(together):
+        assert pair[0].layer == pair[1].layer
+        assert torch.equal(pair[0].queries, pair[1].queries)
+        for one, by_itself in zip(pair, (blocks[index] for blocks in alone), strict=True):
+            assert torch.equal(one.weights, by_itself.weights)
+    with pytest.raises(ValueError, match="argument 2"):
+        list(in_lockstep([made(opt.Softmax()), made(opt.Softmax(), n_layer=3)], batch()))
+
+
+def test_positions_given_decide_n():
+    """`rows` for a sequence that is the beginning of a longer document."""
+    decoder = made(opt.SSMax(n="sample"))
+    with torch.no_grad():
+        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], Rows.next(0, LENGTH, n)))) for n in (LENGTH, 1000))
+    torch.testing.assert_close(long.scores, short.scores * math.log(1000) / math.log(LENGTH))
+
+
+@contextmanager
+def largest_tensor() -> Iterator[list[int]]:
+    """The numbers in the largest tensor that any operation makes."""
+    found = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for one in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(one, Tensor):
+                    found[0] = max(found[0], one.untyped_storage().nbytes() // one.element_size())
+            return out
+
+    with Watch():
+        yield found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
+    length = 1024
+    for where in ("attention.query_blocks", "model.attention_stream"):
+        monkeypatch.setattr(f"lm.{where}.BLOCK_WEIGHTS", 2**16)
+    monkeypatch.setattr("lm.attention.tiles.TILE", 64)
+    decoder, tokens = made(catalogue.OPTIONS[name]()), batch(length).tokens[:1]
+    with largest_tensor() as found:
+        for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
+            pass
+    assert 2**16 / 2 <= found[0] < length * length
+
+
+@torch.no_grad()
+def test_a_layers_queries_and_keys_are_gone_before_the_next_layer_is_computed(monkeypatch: pytest.MonkeyPatch):
+    decoder, alive, of_layer = made(opt.SSMax(), n_layer=3), [], attention_stream._layer
+
+    def gone() -> None:
+        assert all(one() is None for one in alive)
+
+    def watched(layer, normalizer, heads, *rest):
+        alive.extend(weakref.ref(one) for one in (heads.q, heads.k))
+        return of_layer(layer, normalizer, heads, *rest)
+
+    monkeypatch.setattr(attention_stream, "_layer", watched)
+    for block in decoder.blocks[1:]:
+        block.register_forward_pre_hook(lambda *_: gone())
+    assert [one.layer for one in attention_blocks(decoder, batch())] == [0, 1, 2]
+    assert len(alive) == 6
