@@ -39,6 +39,20 @@ To = Annotated[str, typer.Option(help="the new normalizer; its options as e.g. m
 Init = Annotated[str | None, typer.Option(help="its first values: match, unit, a number, or fit (least KL to the old model)")]
 New = Annotated[Path, typer.Option("--out", "-o", help="folder to make", show_default=False)]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="folder to write [default: the run's, or `report` beside several]")]
+
+
+def _allow(packages: list[str] | None) -> None:
+    from lm.attention.plugins import PLUGINS
+
+    PLUGINS.allow(packages or ())
+
+
+AllowPlugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PACKAGE", callback=_allow, help="import normalizers of this package where the model names them", show_default=False
+    ),
+]
 Baseline = Annotated[str | None, typer.Option(help="run or arm that others are compared with [default: the first]")]
 
 
@@ -96,7 +110,12 @@ def train(arguments: Configuration) -> None:
 
 @app.command("eval")
 def evaluate(
-    arguments: RunsAndOverrides, checkpoint: Checkpoint = "last", suite: Suite = "", needle: NeedleOption = False, out: Results = None
+    arguments: RunsAndOverrides,
+    checkpoint: Checkpoint = "last",
+    suite: Suite = "",
+    needle: NeedleOption = False,
+    out: Results = None,
+    allow_plugin: AllowPlugin = None,
 ) -> None:
     """Measure checkpoints of runs; kept in their evaluations/. What was measured before is not measured again."""
     from lm.evaluation.evaluate import evaluate_runs
@@ -109,7 +128,15 @@ def evaluate(
 
 
 @app.command()
-def swap(source: Source, to: To, out: New, overrides: Overrides = None, init: Init = None, checkpoint: Checkpoint = "last") -> None:
+def swap(
+    source: Source,
+    to: To,
+    out: New,
+    overrides: Overrides = None,
+    init: Init = None,
+    checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
+) -> None:
     """Replace the normalizer of a trained model and measure what that did; the new model is a run folder of its own."""
     from lm.evaluation.swap import swap_run
 
@@ -117,7 +144,7 @@ def swap(source: Source, to: To, out: New, overrides: Overrides = None, init: In
 
 
 @app.command()
-def export(source: Source, out: New, checkpoint: Checkpoint = "last") -> None:
+def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plugin: AllowPlugin = None) -> None:
     """Write a trained model as safetensors, JSON and tokenizer, for `lm.load` and others."""
     from lm.runs.loading import export
 
@@ -134,6 +161,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="draw among the likeliest with this probability in all")] = None,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
 ) -> None:
     """Write text with a trained model, as it comes."""
     from lm.evaluation.generation import generate_text
@@ -156,6 +184,7 @@ def harness(
     max_length: Annotated[int | None, typer.Option(help="tokens the model is given at once [default: the training length]")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in the run's evaluations/]")] = None,
     checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
 ) -> None:
     """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the package lm-eval."""
     from lm.evaluation.downstream import measure

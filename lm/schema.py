@@ -131,6 +131,14 @@ def _field(schema: type, name: str) -> dataclasses.Field | None:
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)
 
 
+class Unavailable(KeyError):
+    """A name of a variant that can't be had: the reason, and what to do. Raised by tables that know names beyond their own."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
 def suggest(word: str, known: typing.Iterable[str]) -> str:
     """A "did you mean" remedy, or the list of what is allowed."""
     known = list(known)
@@ -187,10 +195,15 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
-    if name not in table:
+    try:
+        schema = table[name]
+    except Unavailable as error:
+        problems.append(Problem(_join(path, "name"), name, error.reason, error.remedy))
+        return MISSING
+    except KeyError:
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
-    return build(table[name], value, path, problems)
+    return build(schema, value, path, problems)
 
 
 def convert(hint: type, value: Plain):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lm.attention import options
 from lm.attention.options import Options, labelled
+from lm.attention.plugins import PLUGINS
 from lm.errors import Problem
 from lm.schema import Plain, build, reference, variants
 
@@ -139,7 +140,16 @@ _ROWS = (
 )  # fmt: skip
 
 ENTRIES: dict[str, Entry] = {entry.options.name: entry for entry in _ROWS}
-SINGLE: dict[str, type[Options]] = {name: entry.options for name, entry in ENTRIES.items()}  # options of one layer's normalizer
+
+
+class Names(dict[str, type[Options]]):
+    """Options by the name of their normalizer. Also finds those from outside, which it does not list (`lm.attention.plugins`)."""
+
+    def __missing__(self, name: str) -> type[Options]:
+        return PLUGINS.options(str(name))
+
+
+SINGLE = Names({name: entry.options for name, entry in ENTRIES.items()})  # options of one layer's normalizer
 
 
 @dataclass
@@ -176,11 +186,16 @@ def _listed(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS: dict[str, type[Options]] = {**SINGLE, Layers.name: Layers}
+OPTIONS = Names({**SINGLE, Layers.name: Layers})
+
+
+def implementation(name: str) -> type:
+    """The `Normalizer` class of options of this name (imports torch)."""
+    return ENTRIES[name].load() if name in ENTRIES else PLUGINS.implementation(name)
 
 
 def read(plain: Mapping[str, Plain]) -> Options | None:
-    """The options that a run folder holds as plain data; None if this version of lm does not know them."""
+    """The options that a run folder holds as plain data; None if they are not of this version of lm. Imports nothing."""
     problems: list[Problem] = []
     found = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
     return None if problems else found

@@ -7,11 +7,12 @@ the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import implementation
 from lm.attention.layout import Rows
 from lm.attention.options import Options
 from lm.attention.precision import without_autocast
@@ -38,10 +39,14 @@ class Shape:
 class Normalizer(nn.Module, ABC):
     """Base of every normalizer; one instance per layer, its parameters per head.
 
+    One from outside (`lm.attention.plugins`) names the dataclass of its options in `schema`.
+
     Args:
         options: the entry's options (`lm.attention.options`).
         shape: of the layer.
     """
+
+    schema: ClassVar[type[Options]]
 
     def __init__(self, options: Options, shape: Shape):
         super().__init__()
@@ -157,4 +162,4 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
 
 def make_normalizer(options: Options, shape: Shape) -> Normalizer:
     """The normalizer that `options` (a row of the table) describes."""
-    return ENTRIES[options.name].load()(options, shape)
+    return implementation(options.name)(options, shape)

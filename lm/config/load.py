@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lm.attention.plugins import PLUGINS
 from lm.config.checks import check
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
@@ -18,7 +19,7 @@ from lm.schema import Effect, Plain, build, effect, reference, said, suggest, to
 
 
 def load(arguments: list[str]) -> Config:
-    """The configuration from YAML files and `key=value` overrides, later ones winning.
+    """The user's configuration from YAML files and `key=value` overrides, later ones winning; normalizers that it names are imported.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -35,7 +36,8 @@ def load(arguments: list[str]) -> Config:
             merged = merge(merged, read_yaml(Path(argument)))
             name = name or Path(argument).stem
     merged = merge(merged, read_overrides(overrides))
-    return parse(interpolated({**merged, "name": merged.get("name") or name}))
+    with PLUGINS.trusted():
+        return parse(interpolated({**merged, "name": merged.get("name") or name}))
 
 
 def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:

@@ -62,6 +62,11 @@ class Config:
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
+    def normalizer_names(self) -> set[str]:
+        """Those of all phases and layers."""
+        return {part.name for phase in self.plan for part in phase.normalizer.parts()}
+
+    @property
     def phase_ends(self) -> list[int]:
         """The step each phase of the plan ends at: so many steps are done when the next begins."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]

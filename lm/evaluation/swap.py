@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
+from lm.attention.plugins import PLUGINS, provenance
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
@@ -20,7 +21,7 @@ from lm.runs.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
-from lm.schema import Plain, suggest, to_plain
+from lm.schema import Plain, Unavailable, suggest, to_plain
 
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # of `--init fit`
 
@@ -42,7 +43,8 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
     """
     with new_folder(out) as made:
         loaded = load(source, checkpoint)
-        config = _swapped_config(loaded, to, init, out, overrides)
+        with PLUGINS.trusted():
+            config = _swapped_config(loaded, to, init, out, overrides)
         old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
         if init == "fit" and not count_parameters(new)["normalizer"]:
             label = new.config.normalizer.label()
@@ -69,16 +71,20 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
 
 
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder."""
+    """The configuration of the new run folder; what the user's words name is imported, what the loaded model names was allowed before."""
     changes = overrides_in("swap", overrides)
-    if to not in OPTIONS:
+    try:
+        options = OPTIONS[to]
+    except Unavailable as error:
+        raise ConfigError([Problem("--to", to, error.reason, error.remedy)]) from None
+    except KeyError:
         remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, OPTIONS)
-        raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)])
+        raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)]) from None
     set_by_hand = changes.get("model", {}).get("normalizer", {})
     if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
         raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": to}
-    starts = "init" in OPTIONS[to].__dataclass_fields__
+    starts = "init" in options.__dataclass_fields__
     if init is not None and not starts:
         raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
     if init is not None and "init" in set_by_hand:
@@ -106,7 +112,7 @@ def _fit_batches(store: Store, config: Config) -> list[Batch]:
 
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """A run folder with one checkpoint of weights."""
-    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
+    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": provenance(config.normalizer_names)}
     path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
     weights = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
     save_checkpoint({"state_dict": weights, "lm": {**loaded.facts, **own}}, path)

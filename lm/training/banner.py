@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import lm
+from lm.attention.plugins import provenance
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.config.training_config import Groups
 from lm.config.tree import Config
@@ -152,7 +153,9 @@ def environment(
         "lm": lm.__version__,
         "git_commit": commit,
         "git_dirty": dirty,
-        "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages}
+        | provenance(config.normalizer_names),
         "device": device,
         "precision": precision.value,
         "compile": compiled.value == "true",

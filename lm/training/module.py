@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lm.attention.plugins import provenance
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, train_loader, train_rows
@@ -202,6 +203,7 @@ class TrainModule(L.LightningModule):
             "step": self.global_step,
             "tokens": self.global_step * self.step_tokens,
             "phase": self.phase,
+            "plugins": provenance(self.config.normalizer_names),
             "best": self.best,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,

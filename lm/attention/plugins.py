@@ -1,0 +1,98 @@
+"""Normalizers from outside: `package.module:Class`, or a bare name that an installed package gives to one (entry points).
+
+Code is imported only because the user named it: in a configuration or on the command line of this process (`trusted`), or
+through its package (`allow`). A checkpoint, run folder or export that names code gets it only if it is allowed so.
+docs/normalizers-own.md says what such a class has to be.
+"""
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from importlib import metadata
+from pathlib import Path
+
+from lm.attention.options import Options
+from lm.schema import Unavailable
+
+GROUP = "lm.normalizers"  # of entry points
+
+
+class Plugins:
+    """What this process may import, and what it has imported: `module:Class` -> (options, class)."""
+
+    def __init__(self) -> None:
+        self._allowed: set[str] = set()
+        self._trusting = False
+        self._loaded: dict[str, tuple[type[Options], type]] = {}
+
+    def allow(self, packages: Iterable[str]) -> None:
+        """Let files that name normalizers of these packages have them imported."""
+        self._allowed.update(packages)
+
+    @contextmanager
+    def trusted(self) -> Iterator[None]:
+        """While the user's own words are read: what they name is imported."""
+        before, self._trusting = self._trusting, True
+        try:
+            yield
+        finally:
+            self._trusting = before
+
+    def options(self, name: str) -> type[Options]:
+        """The options of the normalizer that is meant by `name`; their own `name` is its `module:Class`.
+
+        Raises:
+            KeyError: it means none from outside.
+            Unavailable: it may not be imported, can't be, or is no normalizer.
+        """
+        reference = name if ":" in name else _entry_points()[name]
+        if reference not in self._loaded:
+            package = _package(reference)
+            if not self._trusting and package not in self._allowed:
+                raise Unavailable("is code from outside, which a file names", f"if you trust it: --allow-plugin {package}")
+            self._loaded[reference] = _imported(reference)
+        return self._loaded[reference][0]
+
+    def implementation(self, name: str) -> type:
+        """The class of options that `options` has given, by their `name`."""
+        return self._loaded[name][1]
+
+
+PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
+
+
+def _entry_points() -> dict[str, str]:
+    """What bare names mean; nothing is imported."""
+    return {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
+
+
+def _package(reference: str) -> str:
+    return reference.partition(":")[0].partition(".")[0]
+
+
+def _imported(reference: str) -> tuple[type[Options], type]:
+    module, _, name = reference.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Unavailable(f"can't be imported: {problem}", "install its package, or mend the name") from None
+    schema = getattr(found, "schema", None)
+    if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema)):
+        raise Unavailable("is no normalizer: its `schema` is no dataclass of options", "see docs/normalizers-own.md")
+    return type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__}), found
+
+
+def provenance(names: Iterable[str]) -> dict[str, str]:
+    """Version of each normalizer from outside among `names`, imported before: of its distribution, or the sha256 of its source."""
+    found = {}
+    for name in names:
+        if ":" in name:
+            distributions = metadata.packages_distributions().get(_package(name))
+            source = inspect.getsourcefile(PLUGINS.implementation(name))
+            digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12] if source else "unknown"
+            found[name] = f"{distributions[0]} {metadata.version(distributions[0])}" if distributions else f"source sha256 {digest}"
+    return found

@@ -1,0 +1,177 @@
+"""Normalizers from outside: the example of docs/normalizers-own.md from its check to its report, and what is never imported."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, lm
+
+from lm.attention.plugins import PLUGINS
+from lm.config.load import load, parse
+from lm.errors import ConfigError, RunError
+from lm.runs.checkpoints import load_checkpoint, save_checkpoint
+from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, read_sealed, write_sealed
+from lm.runs.loading import DESCRIPTION
+
+NAME = "powers.attention:Power"
+NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
+
+
+@pytest.fixture
+def powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the documentation's package `powers`, which can be imported and has not been; it notes that it was."""
+    text = (ROOT / "docs" / "normalizers-own.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    package = tmp_path / "site" / "powers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "attention.py").write_text(code + f"\nopen({str(tmp_path / 'imported')!r}, 'a').close()\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{ROOT}")
+    forget()
+    yield package
+    forget()
+
+
+def forget() -> None:
+    """As in a process that has imported no normalizer from outside."""
+    vars(PLUGINS).update(vars(type(PLUGINS)()))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "powers"]:
+        del sys.modules[name]
+
+
+def trained(arguments: list[str], *more: str) -> Path:
+    """A run of ten steps, after which nothing of the plugin is known."""
+    run = [*arguments, "name=power", "trainer.max_steps=10", "eval.every=10", *more]
+    result = lm("train", *run)
+    assert result.returncode == 0, result.stderr
+    folder = load(run).run_folder
+    forget()
+    (folder.parent.parent / "imported").unlink(missing_ok=True)
+    return folder
+
+
+def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, arguments: list[str], tmp_path: Path):
+    folder = trained(arguments, NAMED)
+    environment = json.loads((folder / ENVIRONMENT).read_text())
+    assert re.fullmatch("source sha256 [0-9a-f]{12}", environment["versions"][NAME])
+    assert environment["starts"][0]["versions"][NAME] == environment["versions"][NAME]
+
+    for command in (
+        ["eval", folder],
+        ["export", folder, "-o", tmp_path / "out"],
+        ["generate", folder],
+        ["swap", folder, "--to", "ssmax", "-o", tmp_path / "s"],
+    ):
+        refused = lm(*map(str, command))
+        assert refused.returncode == 1
+        assert len(refused.stderr.strip().splitlines()) == 1
+        assert "--allow-plugin powers" in refused.stderr
+    report = lm("report", str(folder))
+    assert report.returncode == 0, report.stderr
+    assert f"{NAME} (power=3.0)" in (folder / "report.html").read_text()
+    assert not (tmp_path / "imported").exists()
+
+    allowed = lm("eval", str(folder), "--allow-plugin", "powers")
+    assert allowed.returncode == 0, allowed.stderr
+    assert (tmp_path / "imported").exists()
+    export = lm("export", str(folder), "-o", str(tmp_path / "export"), "--allow-plugin", "powers")
+    assert export.returncode == 0, export.stderr
+    forget()
+    assert "--allow-plugin powers" in lm("generate", str(tmp_path / "export")).stderr
+    assert lm("generate", str(tmp_path / "export"), "--allow-plugin", "powers", "--max-new-tokens", "3").returncode == 0
+
+
+def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers: Path, arguments: list[str]):
+    folder = trained(arguments, NAMED, "trainer.checkpoint_every=5")
+    for name in ("last.ckpt", "step-000010.ckpt"):
+        (folder / "checkpoints" / name).unlink()
+    (folder / "checkpoints" / "step-000005.ckpt").rename(folder / "checkpoints" / "last.ckpt")
+    common = [*arguments, "trainer.max_steps=10", "trainer.checkpoint_every=5", "eval.every=10", NAMED]
+    resumed = lm("train", *common, "name=power", "resume=auto")
+    assert resumed.returncode == 0, resumed.stderr
+    forget()
+    started = lm("train", *common, "name=after", f"init_from={folder}")
+    assert started.returncode == 0, started.stderr
+    forget()
+    other = lm("train", *arguments, "name=other", f"init_from={folder}")
+    assert "--allow-plugin powers" in other.stderr
+
+
+def test_phases_lists_and_swaps_take_it(powers: Path, arguments: list[str], tmp_path: Path):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [window, {name: 'powers.attention:Power'}]}]"
+    folder = trained(arguments, phases)
+    assert "--allow-plugin powers" in lm("eval", str(folder)).stderr
+    swapped = lm(
+        "swap", str(folder), "--to", NAME, "model.normalizer.power=1.5", "-o", str(tmp_path / "swapped"), "--allow-plugin", "powers"
+    )
+    assert swapped.returncode == 0, swapped.stderr
+    plain = yaml.safe_load((tmp_path / "swapped" / CONFIG).read_text())
+    assert plain["model"]["normalizer"] == {"name": NAME, "power": 1.5}
+
+
+@pytest.mark.parametrize("where", ["model", "phases", "layers"])
+def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: list[str], tmp_path: Path, where: str):
+    """Configuration, checkpoint and export of a softmax run, altered with all their checksums to name code."""
+    assert lm("train", *arguments, "name=plain", "trainer.max_steps=2", "eval.every=2").returncode == 0
+    folder, export = load([*arguments, "name=plain"]).run_folder, tmp_path / "export"
+    assert lm("export", str(folder), "-o", str(export)).returncode == 0
+    plain, named = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
+    plain["model"]["normalizer"] = {"name": "layers", "of": [{"name": "softmax"}, named]} if where == "layers" else named
+    if where == "phases":
+        plain["phases"] = [{"until": 1.0, "normalizer": named}]
+    altered = yaml.safe_dump(plain)
+
+    (folder / CONFIG).write_text(altered)
+    checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+    checkpoint["lm"]["config"] = altered
+    save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+    write_sealed(export / DESCRIPTION, read_sealed(export / DESCRIPTION) | {"config": altered})
+
+    with pytest.raises(ConfigError, match="--allow-plugin powers"):
+        parse(plain)
+    with pytest.raises(RunError, match="--allow-plugin powers"):
+        read_config(folder)
+    for source in (folder, folder / "checkpoints" / "last.ckpt", export):
+        refused = lm("generate", str(source))
+        assert refused.returncode == 1
+        assert len(refused.stderr.strip().splitlines()) == 1
+        assert "--allow-plugin powers" in refused.stderr
+    assert lm("report", str(folder)).returncode == 0
+    assert "powers" not in sys.modules
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("powers.attention:Missing", "can't be imported: AttributeError"),
+        ("nothing.here:Power", "can't be imported: ModuleNotFoundError"),
+        ("powers.attention:PowerOptions", "is no normalizer"),
+        ("powers.attention:torch", "is no normalizer"),
+        ("softmaxx", "did you mean 'softmax'"),
+    ],
+)
+def test_what_is_no_normalizer_is_said_in_one_line(powers: Path, arguments: list[str], name: str, said: str):
+    with pytest.raises(ConfigError, match=said) as error:
+        load([*arguments, f"model.normalizer={{name: '{name}'}}"])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):
+    info = powers.parent / "powers-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: powers\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[lm.normalizers]\npower = {NAME}\n")
+    (info / "top_level.txt").write_text("powers\n")
+    config = load([*arguments, "model.normalizer={name: power, power: 1.5}"])
+    assert config.model.normalizer.name == NAME
+    assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
+    folder = trained(arguments, "model.normalizer=power")
+    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME] == "powers 1.2"
+    with pytest.raises(ConfigError, match="--allow-plugin powers"):
+        parse({"name": "x", "model": {"normalizer": "power"}})
