@@ -22,7 +22,7 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.evaluation.generation import generate, sample
 from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
-from lm.model.decoder import Cache, Context, Decoder, count_parameters, mlp_width
+from lm.model.decoder import Cache, Context, Decoder, count_parameters, flops_per_token
 from lm.model.inference import for_inference
 from lm.model.rope import frequencies, rope_rotation, rotate
 from lm.runs.loading import load as load_model
@@ -99,9 +99,9 @@ def test_presets_have_the_size_they_say(preset: str, vocab_size: int, seq_len: i
 
 
 def test_mlp_width_defaults():
-    assert mlp_width(small(n_embd=768)) == 2048
-    assert mlp_width(small(n_embd=768, mlp="gelu")) == 3072
-    assert mlp_width(small(n_mlp=100)) == 100
+    assert small(n_embd=768).mlp_width == 2048
+    assert small(n_embd=768, mlp="gelu").mlp_width == 3072
+    assert small(n_mlp=100).mlp_width == 100
 
 
 # ---------------------------------------------------------------- RoPE
@@ -159,7 +159,7 @@ def test_scalings_of_rope_have_their_closed_forms():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", ["attention", "gau"])
+@pytest.mark.parametrize("block", ["grouped", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_a_setting_makes_a_copy_that_shares_its_weights_and_leaves_the_model(name: str, block: str):
     model, tokens = made(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -261,11 +261,15 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
 
 # ---------------------------------------------------------------- decoding and packed rows, for every normalizer and block
 
-BLOCKS = {"attention": {"n_head": 2}, "gau": {"n_head": 1, "block": GAUBlock(key_size=8)}}
+BLOCKS = {
+    "attention": {"n_head": 2},
+    "grouped": {"n_head": 4, "n_kv_head": 2, "head_size": 12},
+    "gau": {"n_head": 1, "block": GAUBlock(key_size=8)},
+}
 
 
 def made(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **BLOCKS[block], **changes)
+    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **{**BLOCKS[block], **changes})
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
         for normalizer in decoder.normalizers():
@@ -290,6 +294,70 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
     assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
     batched = model(torch.cat((tokens, tokens.flip(1))))
     assert torch.allclose(batched[:1], whole, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
+    """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of queries."""
+    shared = made(name, "grouped")
+    whole = made(name, "grouped", n_kv_head=None)
+    weights = shared.state_dict()
+    for layer in range(2):
+        where = f"blocks.{layer}.attention.qkv.weight"
+        q, k, v = weights[where].split((48, 24, 24))
+        weights[where] = torch.cat((q, *(part.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v))))
+    whole.load_state_dict(weights)
+    tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(shared(tokens), whole(tokens), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax", "forget", "window"])
+def test_the_cache_holds_the_shared_keys_and_values_alone(name: str):
+    model, cache = made(name, "grouped"), Cache(40)
+    model(torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0)), cache=cache)
+    features = 4 if name == "forget" else 0  # a gate for each head of queries
+    assert sum(part.numel() for state in cache.states.values() for part in state) == 2 * 40 * (2 * 2 * 12 + features)
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_the_default_to_the_bit():
+    plain, said = Decoder(small(), 50, 16), Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16)
+    assert same(plain.state_dict(), said.state_dict())
+    batch = Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))
+    for model in (plain, said):
+        model.loss(batch).backward()
+    grads = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in (plain, said)]
+    assert same(*grads)
+
+
+def test_counts_follow_shared_keys_and_head_size():
+    """By hand: 2 layers of width 32, 4 heads of 12 with 2 of keys and values, ReLU^2 of 128, 50 words, 16 tokens."""
+    model = Decoder(small(n_head=4, n_kv_head=2, head_size=12, mlp="relu2", qkv_bias=True), 50, 16)
+    matrices = 2 * ((48 + 24 + 24) * 32 + 48 * 32 + 2 * 128 * 32)
+    vectors = 2 * (96 + 2 * 32) + 32
+    assert count_parameters(model)["non_embedding"] == matrices + vectors
+    assert flops_per_token(model) == 6 * (matrices + 50 * 32) + 3 * 2 * 16 * 2 * 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"n_kv_head": 3}, "n_kv_head"),
+        ({"n_embd": 34, "n_head": 4}, "n_embd"),
+        ({"n_embd": 30, "n_head": 2}, "n_embd"),
+        ({"head_size": 7}, "head_size"),
+        ({"n_head": 1, "block": GAUBlock(key_size=7)}, "block.key_size"),
+        ({"n_head": 1, "block": GAUBlock(), "n_kv_head": 1}, "n_kv_head"),
+        ({"n_head": 1, "block": GAUBlock(), "head_size": 64}, "head_size"),
+        ({"n_head": 1, "block": GAUBlock(), "qkv_bias": True}, "qkv_bias"),
+        ({"n_head": 1, "block": GAUBlock(), "mlp": "gelu_tanh"}, "mlp"),
+        ({"n_head": 2, "block": GAUBlock()}, "n_head"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_their_key(changes: dict, path: str):
+    assert [problem.path for problem in small(**changes).problems()] == [path]
+    assert not small(n_head=4, n_kv_head=2, head_size=20, n_embd=34).problems()
 
 
 @torch.no_grad()

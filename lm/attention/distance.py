@@ -59,7 +59,11 @@ class Window(SoftmaxNormalizer):
         """Remembers the latest w - 1 keys and values."""
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
-        out = self(q, k, v, replace(rows, key_positions=rows.key_positions[..., rows.key_positions.size(-1) - k.size(2) :]))
+        out = self(
+            q,
+            *self.of_each_query_head(k, v),
+            replace(rows, key_positions=rows.key_positions[..., rows.key_positions.size(-1) - k.size(2) :]),
+        )
         first = max(0, k.size(2) - self.options.size + 1)
         return out, (k[:, :, first:], v[:, :, first:])
 

@@ -57,7 +57,8 @@ class Linear(Normalizer):
         return self.decode(q, k, v, rows, None)[0] if rows.causal else super().forward(q, k, v, rows)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Remembers one D x E matrix a head, however many tokens there were."""
+        """Remembers one D x E matrix a head of queries, however many tokens there were."""
+        k, v = self.of_each_query_head(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
         factor, width, dtype = self.factor(rows), v.size(-1), v.dtype

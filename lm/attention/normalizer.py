@@ -121,12 +121,23 @@ class Normalizer(nn.Module, ABC):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
 
-        q, k, v: of the new tokens; rows: `Rows.next`; state: what was remembered, None at first. Unless a family knows
-        better, all keys and values.
+        q, k, v: of the new tokens, k and v as `of_each_query_head` takes them; rows: `Rows.next`; state: what was remembered, None at
+        first. Unless a family knows better, all keys and values.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
-        return self(q, k, v, rows), (k, v)
+        return self(q, *self.of_each_query_head(k, v), rows), (k, v)
+
+    def of_each_query_head(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, S, D + F) and values (B, H, S, E) from those that heads of queries share in groups: (B, K, S, .), H / K heads each.
+
+        The features of a key, F for each head of queries, lie side by side behind it (`grouped`).
+        """
+        group, size = self.shape.n_head // k.size(1), self.shape.head_size
+        if group == 1:
+            return k, v
+        own = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
+        return torch.cat((k[..., :size].repeat_interleave(group, 1), own), -1), v.repeat_interleave(group, 1)
 
     def explain(self, device: str = "cpu") -> str:
         """The kernel `forward` takes for whole rows on a `device` (`cpu`, `cuda`), and why."""
@@ -153,6 +164,11 @@ class _Definition(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.normalizer.weights(q, k, rows).to(v.dtype) @ v
+
+
+def grouped(features: Tensor | None, n_kv_head: int) -> Tensor | None:
+    """Key features (B, H, T, F) of the heads that share a key side by side: (B, K, T, F H / K)."""
+    return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 
 
 def logits(q: Tensor, k: Tensor) -> Tensor:

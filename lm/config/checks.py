@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from lm.config.inference_config import InferenceSetting
-from lm.config.model_config import GAUBlock
 from lm.config.task_config import Task
 from lm.config.training_config import WSD
 from lm.config.tree import Config
@@ -26,31 +25,9 @@ def check(config: Config) -> list[Problem]:
         "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
     )  # fmt: skip
 
-    gau = isinstance(model.block, GAUBlock)
-    head_size = model.head_size
-    problem(gau and model.n_head != 1, "model.n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
-    problem(gau and model.mlp != "swiglu", "model.mlp", model.mlp, "a gated attention unit has no MLP", "drop it")
     problem(
         data.symbolic and data.documents == "isolate", "data.documents", "isolate", "rows of tasks are documents by themselves", "drop it"
     )
-    problem(gau and model.n_mlp is not None, "model.n_mlp", model.n_mlp, "a gated attention unit has no MLP", "drop it")
-    problem(
-        model.n_embd % model.n_head != 0,
-        "model.n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}",
-        f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}",
-    )  # fmt: skip
-    if model.position.rotates:
-        where, value = ("model.block.key_size", head_size) if gau else ("model.n_embd", model.n_embd)
-        problem(head_size % 2 == 1, where, value, f"gives heads of odd size {head_size}, which RoPE can't rotate")
-        problem(
-            model.position.rotated(head_size) == 0,
-            "model.position.fraction", model.position.fraction, f"rotates nothing of a head of size {head_size}", "set model.position=none",
-        )  # fmt: skip
-    listed = len(model.normalizer.parts())
-    problem(
-        listed > model.n_layer, "model.normalizer", f"{listed} normalizers",
-        f"lists more than the {model.n_layer} layers of model.n_layer", "shorten the list: it is repeated over the layers",
-    )  # fmt: skip
     problems += check_phases(config)
 
     problems += check_lengths(config)

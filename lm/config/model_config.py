@@ -1,10 +1,11 @@
 """The keys of `model`: the decoder's shape and choices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.errors import Problem
 from lm.schema import key, variant
 
 
@@ -65,6 +66,32 @@ class AttentionBlock:
 
     name: ClassVar[str] = "attention"
 
+    def key_dims(self, model: "ModelConfig") -> int:
+        """Dimensions of each head's queries and keys."""
+        return model.head_size or model.n_embd // model.n_head
+
+    def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
+        """The model's key that they follow from, and its value."""
+        return ("n_embd", model.n_embd) if model.head_size is None else ("head_size", model.head_size)
+
+    def value_dims(self, model: "ModelConfig") -> int:
+        """Dimensions of each head's values."""
+        return self.key_dims(model)
+
+    def label(self, model: "ModelConfig") -> str:
+        """What comes with attention, in words."""
+        return f"{model.mlp} {model.mlp_width}"
+
+    def problems_of(self, model: "ModelConfig") -> list[Problem]:
+        """What of the model does not go with this block, by the model's keys."""
+        problems = []
+        if model.head_size is None and model.n_embd % model.n_head:
+            remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
+            problems.append(Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy))
+        if model.n_head % model.kv_heads:
+            problems.append(Problem("n_kv_head", model.n_kv_head, f"does not divide model.n_head = {model.n_head}"))
+        return problems
+
 
 @dataclass
 class GAUBlock:
@@ -74,22 +101,63 @@ class GAUBlock:
     expansion: float = key(2.0, "width of gate and values, in model widths", gt=0)
     key_size: int = key(128, "dimensions of queries and keys", ge=1)
 
+    def key_dims(self, model: "ModelConfig") -> int:
+        """Dimensions of queries and keys."""
+        return self.key_size
+
+    def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
+        """The model's key that they follow from, and its value."""
+        return "block.key_size", self.key_size
+
+    def value_dims(self, model: "ModelConfig") -> int:
+        """Width of the gate and the values."""
+        return int(self.expansion * model.n_embd)
+
+    def label(self, model: "ModelConfig") -> str:
+        """In words."""
+        return f"gated attention units of width {self.value_dims(model)}"
+
+    def problems_of(self, model: "ModelConfig") -> list[Problem]:
+        """What of the model does not go with this block, by the model's keys."""
+        problems = []
+        if model.n_head != 1:
+            problems.append(Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1"))
+        without = {
+            "mlp": "no MLP",
+            "n_mlp": "no MLP",
+            "n_kv_head": "one head",
+            "head_size": "its own model.block.key_size",
+            "qkv_bias": "one matrix for queries, keys, values and gate",
+        }
+        defaults = {spec.name: spec.default for spec in fields(model)}
+        return problems + [
+            Problem(name, value, f"a gated attention unit has {what}", "drop it")
+            for name, what in without.items()
+            if (value := getattr(model, name)) != defaults[name]
+        ]
+
 
 @dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1)
     block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer is made of")
     n_head: int = key(4, "attention heads; 1 for gau", ge=1)
+    n_kv_head: int | None = key(
+        None, "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head", ge=1
+    )
+    head_size: int | None = key(None, "dimensions of each head; null: n_embd / n_head", ge=1)
     n_embd: int = key(256, "width of the residual stream", ge=1)
     n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1)
-    mlp: Literal["swiglu", "gelu", "relu2"] = key("swiglu", "the MLP's activation")
+    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = key("swiglu", "the MLP's activation; gelu_tanh: GPT-2's approximation of GELU")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
+    norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)
     position: Position = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
     normalizer: Options = variant(
         OPTIONS, "softmax", "how attention scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
     )
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
+    qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as `bias`")
     tied: bool = key(False, "one matrix for embedding and head")
     dropout: float = key(0.0, "after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
     init_std: float = key(
@@ -100,6 +168,40 @@ class ModelConfig:
     )
 
     @property
-    def head_size(self) -> int:
+    def key_dims(self) -> int:
         """Dimensions of each head's queries and keys."""
-        return self.block.key_size if isinstance(self.block, GAUBlock) else self.n_embd // self.n_head
+        return self.block.key_dims(self)
+
+    @property
+    def value_dims(self) -> int:
+        """Dimensions of each head's values."""
+        return self.block.value_dims(self)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP."""
+        if self.n_mlp:
+            return self.n_mlp
+        return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
+
+    def problems(self) -> list[Problem]:
+        """What single keys can't say."""
+        problems, dims = self.block.problems_of(self), self.key_dims
+        if self.position.rotates and dims % 2:
+            where, value = self.block.dims_from(self)
+            problems.append(Problem(where, value, f"gives heads of odd size {dims}, which RoPE can't rotate"))
+        if self.position.rotates and self.position.rotated(dims) == 0:
+            reason = f"rotates nothing of a head of size {dims}"
+            problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
+        if (listed := len(self.normalizer.parts())) > self.n_layer:
+            reason, remedy = (
+                f"lists more than the {self.n_layer} layers of model.n_layer",
+                "shorten the list: it is repeated over the layers",
+            )
+            problems.append(Problem("normalizer", f"{listed} normalizers", reason, remedy))
+        return problems

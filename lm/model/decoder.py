@@ -1,6 +1,6 @@
 """The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
 
-Shapes: B rows, T tokens, H heads, D head size, C width, V vocabulary.
+Shapes: B rows, T tokens, H heads of queries, K of keys and values, D head size, C width, V vocabulary.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, make_normalizer
+from lm.attention.normalizer import Normalizer, Shape, grouped, make_normalizer
 from lm.config.inference_config import RopeScaling
-from lm.config.model_config import GAUBlock, ModelConfig
+from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.rope import AS_TRAINED, Rotation, rope_rotation, rotate
@@ -26,10 +26,10 @@ from lm.model.rope import AS_TRAINED, Rotation, rope_rotation, rotate
 LONG_TOKENS = 8192  # of a row that an MLP sees at a time where nothing is kept for a backward pass
 
 
-def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
-    """RMSNorm or LayerNorm over `size` (default: the model's width)."""
-    size = size or config.n_embd
-    return nn.RMSNorm(size, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(size, bias=config.bias)
+def make_norm(config: ModelConfig) -> nn.Module:
+    """RMSNorm or LayerNorm over the model's width."""
+    size, eps = config.n_embd, config.norm_eps
+    return nn.RMSNorm(size, eps) if config.norm == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
 class Cache:
@@ -85,25 +85,27 @@ class AttentionBase(nn.Module):
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
-        size = config.head_size
-        self.q_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, eps=1e-5) if config.qk_norm else nn.Identity()
+        size = config.key_dims
+        self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.normalizer: Normalizer = make_normalizer(config.normalizer.of_layer(layer), Shape(config.n_head, size, config.n_embd, seq_len))
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Heads' outputs (B, T, H E) of q, k (B, H, T, D) and v (B, H, T, E), made from x (B, T, C), T the new tokens."""
+        """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), made from x (B, T, C), T the new tokens."""
         q, k = self.q_norm(q), self.k_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         if context.logit_factor != 1:
             q = q * context.logit_factor
-        q, k = _with(q, self.normalizer.query_features(x)), _with(k, self.normalizer.key_features(x))
-        if context.left is not None:
-            context.left.append(Heads(x, q, k, v))
+        q, k = _with(q, self.normalizer.query_features(x)), _with(k, grouped(self.normalizer.key_features(x), k.size(1)))
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
-        elif context.rows.documents is not None:
+            return out.transpose(1, 2).flatten(2)
+        k, v = self.normalizer.of_each_query_head(k, v)
+        if context.left is not None:
+            context.left.append(Heads(x, q, k, v))
+        if context.rows.documents is not None:
             out = by_documents(self.normalizer, q, k, v, context.rows)
         else:
             out = self.normalizer(q, k, v, context.rows)
@@ -116,18 +118,21 @@ def _with(heads: Tensor, features: Tensor | None) -> Tensor:
 
 
 class Attention(AttentionBase):
-    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs."""
+    """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
+
+    Heads of queries share those of keys and values in groups, H / K each: grouped queries, arXiv 2305.13245.
+    """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
-        self.n_head = config.n_head
-        self.fused = {"qkv": {"q": config.n_embd, "k": config.n_embd, "v": config.n_embd}}
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.heads = (config.n_head, config.kv_heads, config.kv_heads)
+        q, k, v = (n * config.key_dims for n in self.heads)
+        self.fused = {"qkv": {"q": q, "k": k, "v": v}}
+        self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+        self.out = nn.Linear(q, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.n_head, c // self.n_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2).split(self.heads, 1)
         return self.out(self.attend(x, q, k, v, context))
 
 
@@ -139,7 +144,7 @@ class GAU(AttentionBase):
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
-        e, s = int(config.block.expansion * config.n_embd), config.head_size
+        e, s = config.value_dims, config.key_dims
         self.fused = {"uvz": {"u": e, "v": e, "z": s}}
         self.uvz = nn.Linear(config.n_embd, 2 * e + s, bias=config.bias)
         self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
@@ -153,12 +158,12 @@ class GAU(AttentionBase):
 
 
 class MLP(nn.Module):
-    """SwiGLU (gate and value in one matrix), GELU or ReLU^2."""
+    """SwiGLU (gate and value in one matrix), GELU, its approximation by tanh, or ReLU^2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
-        hidden = mlp_width(config)
+        hidden = config.mlp_width
         self.fused = {"up": {"gate": hidden, "value": hidden}} if self.kind == "swiglu" else {}
         self.up = nn.Linear(config.n_embd, hidden * (2 if self.kind == "swiglu" else 1), bias=config.bias)
         self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
@@ -168,7 +173,9 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             gate, value = x.chunk(2, -1)
             return self.out(F.silu(gate) * value)
-        return self.out(F.gelu(x) if self.kind == "gelu" else F.relu(x).square())
+        return self.out(
+            F.relu(x).square() if self.kind == "relu2" else F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+        )
 
 
 class Block(nn.Module):
@@ -221,7 +228,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.position = nn.Embedding(seq_len, config.n_embd) if config.position.ends else None
         self.dropout = nn.Dropout(config.dropout)
-        block = GatedBlock if isinstance(config.block, GAUBlock) else Block
+        block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         for normalizer in self.normalizers()[1:]:
             normalizer.share(self.normalizers()[0])
@@ -284,7 +291,7 @@ class Decoder(nn.Module):
             x = x + self.position(rows.positions)
         rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.config.position.rotates:
-            rotation = rope_rotation(rows.positions, self.config.head_size, self.config.position, self.rope_scaling, lengths)
+            rotation = rope_rotation(rows.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
         return self.dropout(x), Context(rows, rotation, factor, cache)
 
@@ -331,13 +338,6 @@ def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     return found
 
 
-def mlp_width(config: ModelConfig) -> int:
-    """Hidden width of the MLP."""
-    if config.n_mlp:
-        return config.n_mlp
-    return 4 * config.n_embd if config.mlp != "swiglu" else -(-8 * config.n_embd // (3 * 64)) * 64
-
-
 def count_parameters(decoder: Decoder) -> dict[str, int]:
     """`total`, `non_embedding` (without embeddings and head), `normalizer`."""
     total = sum(p.numel() for p in decoder.parameters())
@@ -350,6 +350,5 @@ def flops_per_token(decoder: Decoder) -> int:
     """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 3 T a dimension of keys and values for causal attention."""
     config = decoder.config
     matrices = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
-    gau = isinstance(config.block, GAUBlock)
-    dimensions = config.head_size + int(config.block.expansion * config.n_embd) if gau else 2 * config.n_embd
+    dimensions = config.n_head * (config.key_dims + config.value_dims)
     return 6 * matrices + 3 * config.n_layer * decoder.seq_len * dimensions

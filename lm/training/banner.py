@@ -13,13 +13,13 @@ import torch
 
 import lm
 from lm.attention.plugins import provenance
-from lm.config.model_config import GAUBlock, ModelConfig
+from lm.config.model_config import ModelConfig
 from lm.config.training_config import Groups
 from lm.config.tree import Config
 from lm.data.batches import train_rows
 from lm.data.store import Store
 from lm.model.cross_entropy import chunk_rows
-from lm.model.decoder import Decoder, count_parameters, flops_per_token, mlp_width
+from lm.model.decoder import Decoder, count_parameters, flops_per_token
 from lm.model.device import Choice
 from lm.schema import Plain
 from lm.training.optimizers import parameter_groups
@@ -29,7 +29,7 @@ def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
     """Bytes, roughly: fp32 weights, gradients and two Adam moments, saved activations, one chunk of logits."""
     state = 16 * sum(p.numel() for p in decoder.parameters())
     model = config.model
-    saved = model.n_layer * (12 * model.n_embd + 4 * mlp_width(model))  # values a token keeps for the backward pass
+    saved = model.n_layer * (12 * model.n_embd + 4 * model.mlp_width)  # values a token keeps for the backward pass
     tokens = config.micro_batch * config.data.seq_len
     return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
 
@@ -49,8 +49,8 @@ def banner(
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
-        "": f"{model.n_layer} layers x {model.n_head} heads x {model.head_size}, width {model.n_embd}, "
-        f"{_block(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
+        "": f"{model.n_layer} layers x {_heads(model)} x {model.key_dims}, width {model.n_embd}, "
+        f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         **({"phases": _phases(config, phase)} if config.phases else {}),
@@ -119,10 +119,8 @@ def _lengths(store: Store, config: Config) -> str:
     return text + (f"; {rows.natural.wasted:.1%} of the tokens are left out of each epoch, others each time" if rows.natural else "")
 
 
-def _block(model: ModelConfig) -> str:
-    if isinstance(model.block, GAUBlock):
-        return f"gated attention units of width {int(model.block.expansion * model.n_embd)}"
-    return f"{model.mlp} {mlp_width(model)}"
+def _heads(model: ModelConfig) -> str:
+    return f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
 
 
 def _phases(config: Config, phase: int) -> str:
