@@ -78,8 +78,8 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
         next(folder.glob("evaluations/probe.*")).unlink()
     widths = [int.from_bytes(one.png[16:20]) for one in (overview(compared(*folders)[0]), picture)]  # of a PNG's header
     assert widths == [2 * 2 * 600, 2 * 4 * 600]
-    assert "Middle: sparsity by position, from position 16. Bands: 95% interval over rows, 1 seed." in picture.caption
-    assert "Right: reach by depth (books, as trained). Bands: 95% interval over rows, 1 seed." in picture.caption
+    assert "Panel 3: sparsity by position, from position 16. Bands: 95% interval over rows, 1 seed." in picture.caption
+    assert "Panel 4: reach by depth (books, as trained). Bands: 95% interval over rows, 1 seed." in picture.caption
 
 
 def test_series_that_are_none_are_refused_in_one_line(folders):

@@ -138,14 +138,15 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
         bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
         keys = [key for key, _ in _config_diff(bare) if is_learned(key) and not key.startswith(_NORMALIZER)]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
-        repeated = {label for label, count in Counter(labels).items() if count > 1}
-        for index, group in enumerate(runs):
-            if labels[index] in repeated:
-                labels[index] = ", ".join([labels[index], *(f"{key.split('.')[-1]}={_short(group[0], key)}" for key in keys)])
-        repeated = {label for label, count in Counter(labels).items() if count > 1}
-        labels = [f"{label}, {group[0].name}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
-        repeated = {label for label, count in Counter(labels).items() if count > 1}
-        labels = [f"{label}, {group[0].folder}" if label in repeated else label for label, group in zip(labels, runs, strict=True)]
+        said = (
+            lambda run: [f"{key.split('.')[-1]}={_short(run, key)}" for key in keys],
+            lambda run: [run.name],
+            lambda run: [str(run.folder)],
+        )
+        for more in said:
+            repeated = {label for label, count in Counter(labels).items() if count > 1}
+            both = zip(labels, runs, strict=True)
+            labels = [", ".join([label, *more(group[0])]) if label in repeated else label for label, group in both]
     return [Arm(printable(label), tuple(group)) for label, group in zip(labels, runs, strict=True)]
 
 

@@ -170,16 +170,14 @@ def methods(comparison: Comparison) -> str:
     def key(path: str) -> str:
         return say(lambda run: run.flat.get(path))
 
+    labels = ", ".join(arm.label for arm in comparison.arms)
+    several = len(comparison.arms) > 1
     text = (
-        f"We trained decoders of {key('model.n_layer')} layers, {key('model.n_head')} heads and width {key('model.n_embd')} "
-        f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
-        f"without embeddings) that differ in the attention normalizer: {', '.join(arm.label for arm in comparison.arms)}. "
-        if len(comparison.arms) > 1
-        else f"We trained a decoder of {key('model.n_layer')} layers, {key('model.n_head')} heads and width {key('model.n_embd')} "
-        f"({say(lambda run: run.measured('parameters.total'))} parameters, {say(lambda run: run.measured('parameters.non_embedding'))} "
-        f"without embeddings) with the attention normalizer {comparison.arms[0].label}. "
+        f"We trained {'decoders' if several else 'a decoder'} of {key('model.n_layer')} layers, {key('model.n_head')} heads and width "
+        f"{key('model.n_embd')} ({say(lambda run: run.measured('parameters.total'))} parameters, "
+        f"{say(lambda run: run.measured('parameters.non_embedding'))} without embeddings) "
+        f"{'that differ in' if several else 'with'} the attention normalizer{':' if several else ''} {labels}. "
     )
-
     usual = {"lr_factor": 1.0, "weight_decay": None}  # of a group of parameters
     options = dict.fromkeys(
         path

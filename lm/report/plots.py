@@ -64,10 +64,10 @@ def overview(comparison: Comparison) -> Overview:
         figure = Figure(figsize=(width, 5), dpi=100)
         FigureCanvasAgg(figure)
         drawn = [draw(axes) for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True)]
-        sides = ["Left", *["Middle"] * (len(panels) - 2), "Right"] if len(panels) > 1 else [""]
+        sides = {1: ("Picture",), 2: ("Left", "Right"), 3: ("Left", "Middle", "Right")}.get(len(panels))
+        sides = sides or [f"Panel {number}" for number in range(1, len(panels) + 1)]
         captions, cuts = (
-            [f"{side}: {text}".removeprefix(": ") for side, text in zip(sides, texts, strict=True) if text]
-            for texts in zip(*drawn, strict=True)
+            [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
         )
         legend = tuple(f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms)
         handles = [Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=label) for i, label in enumerate(legend)]
@@ -231,39 +231,24 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
 
 
 def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
-    """An arm's line; None if it has none. Of bins the middles, and for several seeds the band from the lowest to the highest."""
+    """An arm's line, with the intervals of its points; of bins the middles, and for several seeds from the lowest to the highest."""
     found = section.of_arm(arm, line)
-    if not found:
-        return None
-    if not found[0].bins:
-        return _points(index, arm, section, line)
+    if section.shape == "points" or not found:
+        means = {place: mean for place in section.places if (mean := section.mean(arm, line, place)) is not None}
+        intervals = [section.interval(arm, line, place) or Interval(mean, mean, mean) for place, mean in means.items()]
+        bands = [] if not found or found[0].control else dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over)
+        x, ends = np.array([section.places[place][0] for place in means]), np.array([one.listed() for one in intervals]).T
+        return _Drawn(index, line, x, *ends, "; ".join(bands)) if intervals else None
     edges = np.array(found[0].axis.values)
     found = [one for one in found if np.array_equal(one.axis.values, edges)]
     x, keep = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:]), edges[:-1] >= min(_FIRST_POSITION, edges[-2])
     values = np.array([one.means for one in found])[:, keep]  # (seeds, bins)
-    low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}"
-    if len(found) == 1:
-        band = ""
+    low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}" if len(found) > 1 else ""
+    if len(found) == 1 and found[0].interval != "none" and len(found[0].samples[0].values) >= FEWEST:
         (sample,) = found[0].samples
-        if found[0].interval != "none" and len(sample.values) >= FEWEST:
-            low, high = bootstrap_mean(sample.values[:, keep], sample.weights, groups_of(sample.groups))
-            band = f"95% interval over {unit_resampled(len(np.unique(sample.groups)), len(sample.values))}, 1 seed"
+        low, high = bootstrap_mean(sample.values[:, keep], sample.weights, groups_of(sample.groups))
+        band = f"95% interval over {unit_resampled(len(np.unique(sample.groups)), len(sample.values))}, 1 seed"
     return _Drawn(index, line, x[keep], values.mean(axis=0), low, high, band)
-
-
-def _points(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
-    """Its means, with their intervals, at the places where it has one."""
-    means = {place: mean for place in section.places if (mean := section.mean(arm, line, place)) is not None}
-    intervals = [section.interval(arm, line, place) or Interval(mean, mean, mean) for place, mean in means.items()]
-    if not intervals:
-        return None
-    listed = np.array([interval.listed() for interval in intervals]).T
-    band = (
-        ""
-        if section.of_arm(arm, line)[0].control
-        else "; ".join(dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over))
-    )
-    return _Drawn(index, line, np.array([section.places[place][0] for place in means]), *listed, band)
 
 
 def _ticks(axes: Axes, section: Section, lines: list[_Drawn]) -> None:
@@ -286,7 +271,7 @@ def _y_range(axes: Axes, comparison: Comparison, section: Section, lines: list[_
         _finite(some, min) for some in ([one.low for one in lines], [one.mean[one.x <= max(section.seq_lens, default=0)] for one in lines])
     )
     level = comparison.level(section.first.unit)
-    if low is None or level is None:
+    if low is None or level is None or section.first.better == "higher":
         return ""
     limit = max(1.08 * level[1], 1.6 * best if best else low)
     shown = _limit(axes, low, min(_finite([one.high for one in lines], max), limit), limit)

@@ -73,11 +73,6 @@ class Section:
         return max((one for one in self.series.values() if one.metric == metric), key=lambda one: len(one.samples))
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(metric, name) of the levels that its metrics are to be compared with."""
-        return list(dict.fromkeys((one.metric, name) for one in self.series.values() for name in one.references))
-
-    @property
     def places(self) -> dict[str, tuple[float, float]]:
         """All places, ascending; those of bins by training lengths."""
         found = {label: place for one in self.series.values() for label, place in places(one).items()}

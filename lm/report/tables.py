@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from lm.evaluation.statistics import Interval
 from lm.report.comparison import Comparison, compare
 from lm.report.sections import Arm, Line, Section, mean_at
-from lm.runs.record import RunRecord, read_run
+from lm.runs.record import read_run
 
 Cell = str | Interval | None  # None: not measured
 
@@ -86,99 +86,81 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     return tuple(_table(comparison, section) for section in comparison.sections)
 
 
-_Made = tuple[Column, Callable[[Arm, Line], Cell]]  # a column, and its cell in the row of an arm and a line
+_Made = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 
 def _table(comparison: Comparison, section: Section) -> Table:
-    settings, tasks = (any(getattr(line, name) for line in section.lines) for name in ("setting", "what"))
-    made: list[_Made] = [(Column("arm", kind="label"), lambda arm, line: arm.label)]
-    made += [(Column("task", kind="label"), lambda arm, line: line.what)] if tasks else []
-    made += [(Column("inference setting", kind="label"), lambda arm, line: line.setting)] if settings else []
-    made += [(Column("seeds"), lambda arm, line: str(len(arm.runs)))]
-    if section.shape == "number":
-        made += [_millions("params", lambda run: run.measured("parameters.total")), _millions("tokens", lambda run: run.tokens_seen)]
-    made += [column for metric in section.metrics for column in _means(comparison, section, metric)]
-    made += [_reference(section, metric, name) for metric, name in section.references] if section.shape == "number" else []
-    made += [column for metric in section.metrics for column in _differences(comparison, section, metric)]
-    rows = [
-        tuple(cell(arm, line) for _, cell in made)
-        for line in dict.fromkeys(replace(line, metric="") for line in section.lines)
-        for arm in comparison.arms
-        if any(section.of_arm(arm, replace(line, metric=metric)) for metric in section.metrics)
-    ]
-    title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), tuple(column for column, _ in made), tuple(rows))
-
-
-def _millions(name: str, value: Callable[[RunRecord], float | None]) -> _Made:
-    def cell(arm: Arm, line: Line) -> str | None:
-        values = [found for found in map(value, arm.runs) if found is not None]
-        return f"{np.mean(values) / 1e6:.4g}" if values else None
-
-    return Column(name, "M"), cell
-
-
-def _means(comparison: Comparison, section: Section, metric: str) -> list[_Made]:
-    """A column for each place, with intervals at points; the spread of a single number over seeds has a column of its own."""
-    one = section.example(metric)
-    unit, points, lengths = _unit(one.unit), section.shape == "points", section.seq_lens
-    made: list[_Made] = []
-    for place, (start, _) in section.places.items():
-
-        def mean(arm: Arm, line: Line, place: str = place) -> Cell:
-            of = replace(line, metric=metric)
-            return (section.interval(arm, of, place) if points else None) or digits(section.mean(arm, of, place))
-
-        times = f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else ""
-        name = place + times if points and len(section.metrics) == 1 else f"{metric} {place}{times}".strip()
-        made.append((Column(name, unit, "mean", 3 if one.unit == "fraction" else 4), mean))
-    cells = [cell(arm, line) for _, cell in made for arm in comparison.arms for line in section.lines if line.metric == metric]
-    covered = dict.fromkeys(cell.over for cell in cells if isinstance(cell, Interval))
-    if covered:
-        return [(replace(column, unit=_with_interval(unit, " or over ".join(covered))), cell) for column, cell in made]
-    made = [(replace(column, kind="number"), cell) for column, cell in made]
+    lines = dict.fromkeys(replace(line, metric="") for line in section.lines)
+    by_metric = [[(arm, replace(line, metric=metric)) for line in lines for arm in comparison.arms] for metric in section.metrics]
+    measured = [any(section.of_arm(*of) for of in row) for row in zip(*by_metric, strict=True)]
+    by_metric = [[of for of, has in zip(rows, measured, strict=True) if has] for rows in by_metric]
+    rows, single = by_metric[0], section.shape == "number"
+    made: list[_Made] = [(Column("arm", kind="label"), [arm.label for arm, _ in rows])]
+    labels = {"task": [line.what for _, line in rows], "inference setting": [line.setting for _, line in rows]}
+    made += [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
+    made += [(Column("seeds"), [str(len(arm.runs)) for arm, _ in rows])]
+    for name, value in (("params", lambda run: run.measured("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
+        made += [(Column(name, "M"), [_millions([value(run) for run in arm.runs]) for arm, _ in rows])] if single else []
     several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    return made + ([_spread(section, metric)] if section.shape == "number" and several and one.samples else [])
+    made += [column for rows in by_metric for column in _means(section, rows, several)]
+    made += [column for rows in by_metric for column in _references(section, rows)] if single else []
+    made += [column for rows in by_metric for column in _differences(comparison, section, rows)]
+    columns, cells = zip(*made, strict=True)
+    title = section.title + (" in training lengths" if section.shape == "bins" else "")
+    return Table(title, _unit(section.first.unit), columns, tuple(zip(*cells, strict=True)))
 
 
-def _spread(section: Section, metric: str) -> _Made:
-    def cell(arm: Arm, line: Line) -> str | None:
-        of = replace(line, metric=metric)
-        values = [mean_at(found, "") for found in section.of_arm(arm, of)]
-        return digits(float(np.std(values, ddof=1))) if len(values) > 1 and section.mean(arm, of, "") is not None else None
-
-    return Column("sd over seeds", _unit(section.example(metric).unit)), cell
+def _millions(values: list[float | None]) -> str | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return f"{np.mean(known) / 1e6:.4g}" if known else None
 
 
-def _reference(section: Section, metric: str, name: str) -> _Made:
-    """The mean of a level that a single number is to be compared with."""
+def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> list[_Made]:
+    """A column for each place, with intervals at points; the spread of a single number over `several` seeds has a column of its own."""
+    one = section.example(rows[0][1].metric)
+    unit, points, lengths = _unit(one.unit), section.shape == "points", section.seq_lens
+    columns = {}
+    for place, (start, _) in section.places.items():
+        name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
+        name = name if points and len(section.metrics) == 1 else f"{one.metric} {name}".strip()
+        columns[name] = [(section.interval(*of, place) if points else None) or digits(section.mean(*of, place)) for of in rows]
+    covered = list(dict.fromkeys(cell.over for cells in columns.values() for cell in cells if isinstance(cell, Interval)))
+    how = {"unit": _with_interval(unit, " or over ".join(covered)), "kind": "mean", "decimals": 3 if one.unit == "fraction" else 4}
+    made = [(Column(name, **how if covered else {"unit": unit}), cells) for name, cells in columns.items()]
+    if not (several and section.shape == "number" and one.samples):
+        return made
+    values = [[mean_at(found, "") for found in section.of_arm(*of)] if section.mean(*of, "") is not None else [] for of in rows]
+    return [*made, (Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values])]
 
-    def cell(arm: Arm, line: Line) -> str | None:
-        of = replace(line, metric=metric)
-        levels = [found.references[name] for found in section.of_arm(arm, of) if name in found.references]
-        return digits(float(np.mean(levels))) if levels and section.mean(arm, of, "") is not None else None
 
-    return Column(name, _unit(section.example(metric).unit)), cell
-
-
-def _differences(comparison: Comparison, section: Section, metric: str) -> list[_Made]:
-    """Differences to the baseline at the farthest place: a column for each thing that their intervals cover; none for one arm."""
-    farthest = list(section.places)[-1]
-    every = [one for one in comparison.differences if (one.section, one.line.metric) == (section.title, metric)]
-    found = [one for one in every if one.place == farthest]
-    covered = list(dict.fromkeys(one.interval.over for one in found if one.interval)) or [""] * bool(every)
-    several = len({one.line.metric for one in comparison.differences if one.section == section.title}) > 1
-    parts = (f"difference to {comparison.arms[0].label}", metric if several else "", farthest)
+def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
+    """The levels that a single number is to be compared with, each a mean over the runs."""
+    one = section.example(rows[0][1].metric)
     made: list[_Made] = []
-    for over in covered:
-
-        def cell(arm: Arm, line: Line, over: str = over) -> Cell:
-            of = arm.label, replace(line, metric=metric)
-            return next((one.interval for one in found if (one.arm, one.line) == of and one.interval and one.interval.over == over), None)
-
-        unit = _with_interval(_unit(section.example(metric).unit), over)
-        made.append((Column(", ".join(filter(None, parts)), unit, "difference"), cell))
+    for name in one.references:
+        levels = [[found.references[name] for found in section.of_arm(*of) if name in found.references] for of in rows]
+        known = [some if section.mean(*of, "") is not None else [] for some, of in zip(levels, rows, strict=True)]
+        made.append((Column(name, _unit(one.unit)), [digits(float(np.mean(some))) if some else None for some in known]))
     return made
+
+
+def _differences(comparison: Comparison, section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
+    """Differences to the baseline at the farthest place: a column for each thing that their intervals cover; none for one arm."""
+    metric, farthest = rows[0][1].metric, list(section.places)[-1]
+    every = [one for one in comparison.differences if one.section == section.title]
+    of_metric = [one for one in every if one.line.metric == metric]
+    found = {(one.arm, one.line): one.interval for one in of_metric if one.place == farthest and one.interval}
+    several = len({one.line.metric for one in every}) > 1
+    name = ", ".join(filter(None, (f"difference to {comparison.arms[0].label}", metric if several else "", farthest)))
+    intervals = [found.get((arm.label, line)) for arm, line in rows]
+    return [
+        (
+            Column(name, _with_interval(_unit(section.example(metric).unit), over), "difference"),
+            [one if one and one.over == over else None for one in intervals],
+        )
+        for over in dict.fromkeys(one.over for one in found.values()) or [""] * bool(of_metric)
+    ]
 
 
 def _unit(unit: str) -> str:
@@ -269,41 +251,44 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
         console.width = max(console.width, 160)
     for table in comparison_tables(comparison):
         kept = [index for index, column in enumerate(table.columns) if column.kind != "difference"]  # they get a table of their own
-        grid = _grid(f"{table.title} ({table.unit})")
-        for index in kept:
-            column = table.columns[index]
-            heading = column.name if column.unit == table.unit or column.kind == "mean" else column.heading  # without their intervals
-            if column.kind == "label":
-                grid.add_column(escape(heading), min_width=8, overflow="fold")
-            else:
-                grid.add_column(escape(heading.replace(" ", "\n")), justify="right", no_wrap=True)
-        for row in table.rows:
-            cells = (column.text(cell.mean) if isinstance(cell, Interval) else column.shown(cell) for column, cell in table.cells(row))
-            grid.add_row(*(escape(text) for index, text in enumerate(cells) if index in kept))
-        console.print(grid)
+        columns, *rows = (tuple(row[index] for index in kept) for row in (table.columns, *table.rows))
+        _print(console, replace(table, columns=columns, rows=tuple(rows)))
     if comparison.differences:
-        console.print(_differences_grid(comparison))
+        _print(console, _difference_table(comparison))
     for text in ([comparison.warning] if comparison.warning else []) + notes(comparison):
         console.print(escape(text), highlight=False)
 
 
-def _differences_grid(comparison: Comparison) -> RichTable:
+def _print(console: Console, table: Table) -> None:
+    """Means without their intervals; differences with theirs."""
+    grid = RichTable(title=escape(f"{table.title} ({table.unit})"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        heading = escape(column.name if column.unit == table.unit or column.kind == "mean" else column.heading)
+        if column.kind == "label":
+            grid.add_column(heading, min_width=8, overflow="fold")
+        elif column.kind == "difference":
+            grid.add_column(heading.replace(" over ", "\nover "), no_wrap=True)
+        else:
+            grid.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in table.rows:
+        cells = table.cells(row)
+        grid.add_row(
+            *(escape(c.text(cell.mean) if c.kind == "mean" and isinstance(cell, Interval) else c.shown(cell)) for c, cell in cells)
+        )
+    console.print(grid)
+
+
+def _difference_table(comparison: Comparison) -> Table:
     """Each difference in the column of what its interval covers."""
-    units = dict.fromkeys(f"{metric} {in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
-    grid = _grid(f"Differences to {comparison.arms[0].label} ({', '.join(units)})")
-    grid.add_column("arm")
-    grid.add_column("of")
     covered = list(dict.fromkeys(one.interval.over for one in comparison.differences if one.interval)) or [""]
-    for over in covered:
-        grid.add_column(f"mean [{_with_interval('', over).removeprefix(', ')}]".replace(" over ", "\nover "), no_wrap=True)
-    for one in comparison.differences:
-        cells = (one.interval if one.interval and one.interval.over == over else None for over in covered)
-        grid.add_row(escape(one.arm), one.what, *(escape(DIFFERENCE.shown(cell)) for cell in cells))
-    return grid
-
-
-def _grid(title: str) -> RichTable:
-    return RichTable(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = [Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference") for over in covered]
+    rows = [
+        (one.arm, one.what, *(one.interval if one.interval and one.interval.over == over else None for over in covered))
+        for one in comparison.differences
+    ]
+    units = dict.fromkeys(f"{metric} {in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
+    labels = Column("arm", kind="label"), Column("of", kind="label")
+    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), (*labels, *columns), tuple(rows))
 
 
 def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
