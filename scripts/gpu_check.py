@@ -34,7 +34,8 @@ from lm.config.load import load
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
-from lm.model.decoder import Decoder, flops_per_token
+from lm.model.counts import flops_per_token
+from lm.model.decoder import Decoder
 from lm.model.device import Device
 
 ON_GPU = torch.cuda.is_available()

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.config.model_config import Learned, ModelConfig, Rope
-from lm.model.decoder import Cache, Decoder
+from lm.model.blocks import Cache
+from lm.model.decoder import Decoder
 
 V, C, T = 60, 48, 20
 Weights = dict[str, Tensor]

@@ -13,7 +13,7 @@ from lm.attention.normalizer import Shape, make_normalizer
 from lm.attention.score_functions import Relu2 as Square
 from lm.attention.tiles import tiles
 from lm.config.model_config import ModelConfig, NoPosition, Rope
-from lm.model.decoder import Attention, Context
+from lm.model.blocks import Attention, Context
 from lm.model.rope import rope_rotation
 
 HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256

@@ -44,7 +44,7 @@ def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decod
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
-    monkeypatch.setattr("lm.model.decoder.LONG_TOKENS", 100)
+    monkeypatch.setattr("lm.model.blocks.LONG_TOKENS", 100)
     decoder, held_out = made(name, rows, length)
     used = for_inference(decoder, InferenceSetting(ThetaFactor()))
     found = nll_by_token(used, held_out, CPU)

@@ -21,8 +21,10 @@ from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, R
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.evaluation.generation import generate, sample
+from lm.model.blocks import Cache, Context
+from lm.model.counts import count_parameters, flops_per_token
 from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
-from lm.model.decoder import Cache, Context, Decoder, count_parameters, flops_per_token
+from lm.model.decoder import Decoder
 from lm.model.inference import for_inference
 from lm.model.rope import frequencies, rope_rotation, rotate
 from lm.runs.loading import load as load_model

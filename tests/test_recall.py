@@ -26,7 +26,8 @@ from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_rows
 from lm.evaluation.recall import Recall
 from lm.evaluation.text_loss import Validation
-from lm.model.decoder import Cache, Decoder
+from lm.model.blocks import Cache
+from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.schema import build
 from lm.training.train import train

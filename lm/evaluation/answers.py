@@ -12,8 +12,9 @@ from lm.data.tasks.examples import Example
 from lm.data.tasks.in_text import Text
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence
+from lm.model.blocks import Cache
 from lm.model.cross_entropy import likeliest, token_nll
-from lm.model.decoder import Cache, Decoder
+from lm.model.decoder import Decoder
 from lm.model.device import Device
 
 # ---------------------------------------------------------------- all questions of a sequence, in one reading

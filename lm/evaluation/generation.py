@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.errors import ConfigError, Problem, RunError
-from lm.model.decoder import Cache, Decoder
+from lm.model.blocks import Cache
+from lm.model.decoder import Decoder
 from lm.runs.loading import load
 
 

@@ -15,7 +15,8 @@ from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
 from lm.evaluation.evaluate import open_device, open_store
 from lm.evaluation.results import write_evaluation
 from lm.files import new_folder, write_text
-from lm.model.decoder import Decoder, count_parameters
+from lm.model.counts import count_parameters
+from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json

@@ -12,7 +12,8 @@ from torch import Tensor
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
-from lm.model.decoder import Decoder, Heads, batch_rows
+from lm.model.blocks import Heads
+from lm.model.decoder import Decoder, batch_rows
 
 BLOCK_WEIGHTS = 2**24  # weights, and as many scores, held at a time
 

@@ -9,7 +9,8 @@ from lm.attention.normalizer import Normalizer, make_normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
 from lm.errors import ConfigError
-from lm.model.decoder import AttentionBase, Decoder
+from lm.model.blocks import AttentionBase
+from lm.model.decoder import Decoder
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:

@@ -18,20 +18,11 @@ from lm.config.training_config import Groups
 from lm.config.tree import Config
 from lm.data.batches import train_rows
 from lm.data.store import Store
-from lm.model.cross_entropy import chunk_rows
-from lm.model.decoder import Decoder, count_parameters, flops_per_token
+from lm.model.counts import count_parameters, estimated_memory, flops_per_token
+from lm.model.decoder import Decoder
 from lm.model.device import Choice
 from lm.schema import Plain
 from lm.training.optimizers import parameter_groups
-
-
-def estimated_memory(decoder: Decoder, config: Config, bf16: bool) -> int:
-    """Bytes, roughly: fp32 weights, gradients and two Adam moments, saved activations, one chunk of logits."""
-    state = 16 * sum(p.numel() for p in decoder.parameters())
-    model = config.model
-    saved = model.n_layer * (12 * model.n_embd + 4 * model.mlp_width)  # values a token keeps for the backward pass
-    tokens = config.micro_batch * config.data.seq_len
-    return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
 
 
 def banner(
@@ -42,6 +33,7 @@ def banner(
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
+    memory = estimated_memory(decoder, config.micro_batch * data.seq_len, precision.value != "32")
     on = "cuda" if accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.explain(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_rows // config.micro_batch
@@ -63,8 +55,7 @@ def banner(
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
         **({"rows of": _lengths(store, config)} if data.lengths else {}),
         **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),
-        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about "
-        f"{estimated_memory(decoder, config, precision.value != '32') / 2**30:.2f} GiB a process",
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about {memory / 2**30:.2f} GiB a process",
         "device": f"{device}, precision {precision}, compile {compiled}",
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }

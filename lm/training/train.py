@@ -57,7 +57,8 @@ def train(config: Config) -> int:
 def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
     import torch
 
-    from lm.model.decoder import Decoder, flops_per_token
+    from lm.model.counts import flops_per_token
+    from lm.model.decoder import Decoder
     from lm.model.device import resolve_compile, resolve_device, resolve_precision
     from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
     from lm.runs.loading import TOKENIZER_SHA256
