@@ -65,7 +65,7 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
         rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
         loader = train_loader(rows, rank, world, micro_batch, first_step, STEPS, workers)
         micro_batches = list(loader)
-        assert len(loader) == STEPS * BATCH_ROWS // world // micro_batch
+        assert len(loader) == (STEPS - first_step) * BATCH_ROWS // world // micro_batch
         assert all(batch.tokens.dtype == torch.int64 and batch.tokens.shape == (micro_batch, SEQ_LEN) for batch in micro_batches)
         ranks.append(torch.cat([whole(batch) for batch in micro_batches]).view(STEPS - first_step, BATCH_ROWS // world, SEQ_LEN + 1))
     return digests(torch.cat(ranks, 1).numpy())

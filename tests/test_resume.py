@@ -24,7 +24,7 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.runs.loading import load
-from lm.training.callbacks import Checkpoints
+from lm.training.checkpointing import Checkpoints
 from lm.training.starting import hold
 from lm.training.train import train
 

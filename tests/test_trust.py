@@ -31,7 +31,7 @@ from lm.runs.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkp
 from lm.runs.folder import read_config, read_json, read_sealed, write_sealed
 from lm.runs.loading import export, misfit
 from lm.schema import to_plain
-from lm.training.callbacks import Checkpoints
+from lm.training.checkpointing import Checkpoints
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]

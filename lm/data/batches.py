@@ -4,7 +4,7 @@ It depends on nothing else: not on world size, workers, micro-batch or restarts.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -281,32 +281,19 @@ class MicroBatches(Dataset[Batch]):
         return self.source.batch(step, self.first + micro * self.micro_batch, self.micro_batch)
 
 
-class TrainLoader:
-    """Micro-batches from a step on; its length is that of the whole run, as Lightning counts them."""
-
-    def __init__(self, batches: MicroBatches, first_step: int, max_steps: int, workers: int, pin_memory: bool):
-        self.length = max_steps * batches.accumulation
-        self.loader = DataLoader(
-            batches,
-            batch_size=None,
-            sampler=range(first_step * batches.accumulation, self.length),
-            num_workers=workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else each pass would draw from the global random state
-        )
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.loader)
-
-
 def train_loader(
     rows: TrainRows, rank: int, world: int, micro_batch: int, first_step: int, max_steps: int, workers: int, pin_memory: bool = False
-) -> TrainLoader:
-    """Process `rank`'s micro-batches of steps `first_step` to `max_steps`; `len` counts from step 0."""
-    return TrainLoader(MicroBatches(rows, rank, world, micro_batch), first_step, max_steps, workers, pin_memory)
+) -> DataLoader:
+    """Process `rank`'s micro-batches of steps `first_step` to `max_steps`."""
+    batches = MicroBatches(rows, rank, world, micro_batch)
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=range(first_step * batches.accumulation, max_steps * batches.accumulation),
+        num_workers=workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else each pass would draw from the global random state
+    )
 
 
 def around(split: Split, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:

@@ -4,11 +4,10 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import lightning as L
-from lightning.fabric.plugins import TorchCheckpointIO
+import torch
 
 from lm.config.tree import Config
 from lm.errors import RunError
@@ -19,11 +18,11 @@ from lm.evaluation.suite import keep, measured
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.progress import StepProgress
-from lm.runs.checkpoints import BEST, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.schema import Plain
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
+from lm.training.optimizers import set_rates
 
 # A result with its `kind`, the numbers among the run's metrics, and a line to show.
 Measured = tuple[dict[str, Plain], dict[str, float], str]
@@ -78,9 +77,20 @@ class StopOnSignal(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Stop where all ranks have agreed to because one was told to."""
-        if module.stop:
+        if module.last.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
+
+
+class LearningRates(L.Callback):
+    """Sets each step's learning rates."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
+        """Those of the step about to be made."""
+        set_rates(optimizer, self.config, module.start.phase, trainer.global_step)
 
 
 class Metrics(StepCallback):
@@ -93,7 +103,7 @@ class Metrics(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Speed counts from here; time goes on from where the checkpoint was saved."""
-        self.clock.start(module.elapsed_s)
+        self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
@@ -102,85 +112,25 @@ class Metrics(StepCallback):
         if step % self.config.log.every and step not in (1, max_steps):
             self.progress.advance(step)
             return
-        loss = module.take_loss()
+        state, tokens = module.start.state, self.config.optim.batch_tokens
+        loss = state.take_loss()
         now = self.clock.seconds()
-        speed = (step - self.last_step) * module.step_tokens / max(now - self.last_time, 1e-9)
+        speed = (step - self.last_step) * tokens / max(now - self.last_time, 1e-9)
         self.last_step, self.last_time = step, now
         self.record.write(
             {
                 "step": step,
-                "tokens": step * module.step_tokens,
+                "tokens": step * tokens,
                 "train/loss": loss,
-                "train/grad_norm": module.grad_norm,
-                "lr": module.last_lr,
+                "train/grad_norm": module.last.grad_norm,
+                "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
                 **({"row_length": module.row_length} if self.config.data.lengths else {}),
-                **({"train/skipped": module.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
+                **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
             }
         )
         self.progress.advance(step, loss, speed)
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's saving through `lm.runs.checkpoints`: its own goes through $TMPDIR, which leaves a truncated file
-    when that is another file system and the process dies, and it swallows some errors."""
-
-    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write `checkpoint` whole or not at all."""
-        save_checkpoint(checkpoint, Path(path))
-
-
-class Checkpoints(StepCallback):
-    """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
-    training ends; points `last.ckpt` and `best.ckpt` at them."""
-
-    def __init__(self, config: Config, folder: Path, clock: Clock):
-        self.every = config.trainer.checkpoint_every or max(1, config.trainer.max_steps // 10)
-        self.keep, self.phase_ends = config.trainer.keep_checkpoints, config.phase_ends
-        self.folder, self.clock = folder, clock
-        self.saved = -1
-
-    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Save if it is time."""
-        if self.is_regular(step) or step in self.phase_ends or is_best(module, step):
-            self.save(trainer, module)
-
-    def is_regular(self, step: int) -> bool:
-        """True for the steps of which the last `keep_checkpoints` are kept."""
-        return step % self.every == 0 or step == self.phase_ends[-1]
-
-    def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save where a signal stopped training."""
-        if trainer.global_step != self.saved:
-            self.save(trainer, module)
-
-    def save(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save now (collective), and drop what is over `keep_checkpoints`."""
-        started = time.perf_counter()
-        module.elapsed_s = self.clock.seconds()
-        path = step_path(self.folder, trainer.global_step)
-        trainer.save_checkpoint(path)
-        self.saved = trainer.global_step
-        if trainer.is_global_zero:
-            point(LAST, path)
-            if is_best(module, self.saved):
-                point(BEST, path)
-            self.prune()
-        self.clock.paused(started)
-
-    def prune(self) -> None:
-        """Drop what isn't the newest, one of the last regular ones or a phase's end; `best.ckpt` stays by itself."""
-        by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)  # a run may have gone back to an earlier step
-        regular = [saved for saved in by_age if self.is_regular(step_of(saved))]
-        swaps = {step_path(self.folder, end) for end in self.phase_ends[:-1]}
-        for old in set(by_age[:-1]) - set(regular[-self.keep :]) - swaps:
-            old.unlink(missing_ok=True)
-
-
-def is_best(module: TrainModule, step: int) -> bool:
-    """True if the validation at `step` is the best so far."""
-    return module.best is not None and module.best["step"] == step
 
 
 class Evaluations(StepCallback):
@@ -194,13 +144,12 @@ class Evaluations(StepCallback):
         self,
         config: Config,
         measurements: list[Measurement],
-        folder: Path,
         record: MetricLog,
         progress: StepProgress,
         clock: Clock,
         bf16: bool,
     ):
-        self.config, self.folder, self.record, self.progress, self.clock, self.bf16 = config, folder, record, progress, clock, bf16
+        self.config, self.record, self.progress, self.clock, self.bf16 = config, record, progress, clock, bf16
         self.validation, *self.others = measurements
         self.max_steps = config.trainer.max_steps
 
@@ -216,14 +165,14 @@ class Evaluations(StepCallback):
         """Measure now; None if that failed. The result of a `measurement` is kept for `lm eval`, too. Collective."""
         started, step = time.perf_counter(), trainer.global_step
         where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).within(max_seconds)
-        tokens, result = step * module.step_tokens, None
+        tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result, scores, text = measure(where)
             if trainer.is_global_zero:
                 stamp = {"precision": where.precision, "step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint}
-                path = write_evaluation(self.folder, {**stamp, **result})
+                path = write_evaluation(self.config.run_folder, {**stamp, **result})
                 if measurement:
-                    keep(self.folder, measurement, result, where)
+                    keep(self.config.run_folder, measurement, result, where)
                 self.record.write({"step": step, "tokens": tokens, **scores})
                 self.record.picture(kind, path.with_suffix(".png"), step)
                 self.progress.say(f"step {step}: {text}")
@@ -251,7 +200,7 @@ class Evaluations(StepCallback):
 
 
 class Validate(Evaluations):
-    """Loss at the training length, every `eval.every` steps and at the end. Comes before `Checkpoints`, which saves the best."""
+    """Loss at the training length, every `eval.every` steps and at the end."""
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure if it is time, and remember the best."""
@@ -260,45 +209,36 @@ class Validate(Evaluations):
         result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
             return
-        fresh = not module.best or module.best["rows_sha256"] != result["rows_sha256"]
-        if math.isfinite(result["loss"]) and (fresh or result["loss"] < module.best["loss"]):
-            module.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
+        state = module.start.state
+        fresh = not state.best or state.best["rows_sha256"] != result["rows_sha256"]
+        if math.isfinite(result["loss"]) and (fresh or result["loss"] < state.best["loss"]):
+            state.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
 
 
 class Evaluate(Evaluations):
-    """All other measurements, at their own intervals. Comes after `Checkpoints`:
-    they take long, and a kill meanwhile loses no step; what it lost is made up for when the run is resumed."""
+    """All other measurements, at their own intervals, and what a swap did."""
 
     def due(self, step: int) -> list[Measurement]:
         """What is to be measured at a step."""
         return [one for one in self.others if one.schedule.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Make up for what is missing at the step that training goes on from."""
-        step = trainer.global_step
-        decoder = (module.before_swap or [module.decoder])[0]  # at a phase's start: as the one before ended
+        """Make up for what is missing at the step that training goes on from; measure a swap that has just been made, as `lm swap` does."""
+        step, before = trainer.global_step, module.start.before
         for measurement in self.due(step) if step else []:
-            missing = not evaluation_path(self.folder, measurement.kind, step).exists()
+            missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
-                self.run(trainer, module, measurement, decoder)
+                self.run(trainer, module, measurement, before or module.decoder)  # at a phase's start: as the one before ended
+        if before and self.config.eval.swap_lengths:
+            self.take(trainer, module, "swap", None, lambda where: self.swap(before.to(where.device), module, where))
+        module.start.before = None
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure what is due."""
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
 
-
-class Swap(Evaluations):
-    """At the start of a phase, what replacing the normalizer did: the same measurements as `lm swap`."""
-
-    def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Measure a swap that has just been made. Comes after `Evaluate`, which may need the model before."""
-        if module.before_swap and self.config.eval.swap_lengths:
-            before = module.before_swap[0]
-            self.take(trainer, module, "swap", None, lambda where: self.measure(before.to(where.device), module, where))
-        module.before_swap = []
-
-    def measure(self, before: Decoder, module: TrainModule, where: Device) -> Measured:
+    def swap(self, before: Decoder, module: TrainModule, where: Device) -> Measured:
         """Loss before and after, KL, attention drift."""
         result = evaluate_swap(before, module.decoder, swap_rows(module.store, self.config), where)
         text = f"{result['from']} -> {result['to']}"

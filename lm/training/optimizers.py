@@ -4,6 +4,7 @@ A new optimizer is an options class and its row in `lm.config.training_config.OP
 treats projections apart finds them in the fused matrices with `lm.model.decoder.projections`.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -68,8 +69,8 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
         parameter.requires_grad_(not train_only or is_normalizer(name))
 
 
-def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> float:
-    """Give each group its learning rate for optimizer step `step` (0-based) and return the schedule's.
+def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
+    """Give each group its learning rate for optimizer step `step` (0-based).
 
     They are functions of the step alone, so that a schedule has no state to restore.
     """
@@ -79,7 +80,6 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
     for group in optimizer.param_groups:
         factor = getattr(config.optim.groups, group["name"]).lr_factor
         group["lr"] = rate * factor * (warm if group["name"] == "normalizer" else 1.0)
-    return rate
 
 
 # ---------------------------------------------------------------- state by parameter name
@@ -92,9 +92,9 @@ def named_state(optimizer: torch.optim.Optimizer) -> State:
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Give a new optimizer the state of its parameters; one that `state` does not know starts afresh."""
+    """Give a new optimizer a copy of what `state` knows of its parameters; what it doesn't know starts afresh."""
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    known = {index: state[name] for index, name in enumerate(names) if state.get(name)}
+    known = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.config.effects import function_of
 from lm.config.tree import Config
@@ -15,6 +16,9 @@ from lm.runs.consistency import config_problems, trained_config
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
 from lm.runs.identity import arm, seeds
 from lm.schema import Plain, to_plain
+
+if TYPE_CHECKING:
+    from lm.training.state import Start
 
 
 def claim(folder: Path, resume: bool) -> None:
@@ -72,8 +76,8 @@ def find_checkpoint(config: Config) -> Path | None:
     raise RunError(f"{path}: no such checkpoint (resume)")
 
 
-def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> tuple[int, list[str]]:
-    """The step the checkpoint is at, and notes on what has changed and matters.
+def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
+    """Notes on what has changed and matters where `config` goes on from a checkpoint.
 
     Raises:
         ConfigError: every difference that would make it another run.
@@ -113,10 +117,22 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         notes.append(
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
-    return saved["step"], notes
+    return notes
 
 
-# ---------------------------------------------------------------- init_from: a new run, the weights alone
+# ---------------------------------------------------------------- a new run, from initial weights or from those of another (init_from)
+
+
+def fresh(config: Config, store: Store) -> tuple["Start", dict[str, Plain] | None, list[str]]:
+    """The start of a new run, where `init_from` has its weights from (see `start_from`), and notes."""
+    from lm.model.decoder import Decoder
+    from lm.training.optimizers import freeze
+    from lm.training.state import Start
+
+    decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len, config.seed)
+    origin, notes = start_from(config, store, decoder) if config.init_from else (None, [])
+    freeze(decoder, config.train_only)
+    return Start(0, 0, decoder), origin, notes
 
 
 def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str, Plain], list[str]]:

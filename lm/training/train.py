@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,18 @@ from lm.files import write_text
 from lm.progress import StepProgress
 from lm.runs.consistency import check_environment
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
-from lm.schema import to_plain
+from lm.schema import Plain, to_plain
 from lm.training.launcher import process_rank
-from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, hold, start_from, stored
+from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, fresh, hold, stored
 
 if TYPE_CHECKING:
     import lightning as L
 
     from lm.evaluation.measurement import Measurement
+    from lm.training.callbacks import StopOnSignal
+    from lm.training.metrics import MetricLog
     from lm.training.module import TrainModule
+    from lm.training.state import Start
 
 
 def train(config: Config) -> int:
@@ -55,84 +59,62 @@ def train(config: Config) -> int:
 
 
 def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
+    """Plan the run or its continuation, write down what it is, and train phase by phase."""
     import torch
 
     from lm.model.counts import flops_per_token
-    from lm.model.decoder import Decoder
     from lm.model.device import resolve_compile, resolve_device, resolve_precision
-    from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path, verify
+    from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path
     from lm.runs.loading import TOKENIZER_SHA256
-    from lm.training import callbacks
     from lm.training.banner import banner, environment
-    from lm.training.clock import Clock
     from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
-    from lm.training.module import TrainModule
+    from lm.training.state import going_on
 
     quiet_lightning()
-    folder, max_steps = config.run_folder, config.trainer.max_steps
+    folder = config.run_folder
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    first_step, notes, best, before = 0, [], None, {}
+    before: dict[str, Plain] = {}
     if checkpoint:
         saved = load_checkpoint(checkpoint)
-        first_step, notes = check_resume(config, store, saved, checkpoint)
+        notes = check_resume(config, store, saved, checkpoint)
         before = check_environment(folder / ENVIRONMENT, saved["lm"], checkpoint)
-        best = saved["lm"]["best"]
-        if first_step >= max_steps:
-            return _complete(config, asked, checkpoint, first_step, main)
-    phase, start = config.phase_at(first_step), before.get("started_from")
-    decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, config.seed)
+        if saved["lm"]["step"] >= config.trainer.max_steps:
+            return _complete(config, asked, checkpoint, saved["lm"]["step"], main)
+        start, origin = going_on(config, saved), before.get("started_from")
+    else:
+        start, origin, notes = fresh(config, store)
     if config.train_only:
-        check_train_only(config, decoder)
-    if config.init_from and not checkpoint:
-        start, notes = start_from(config, store, decoder)
+        check_train_only(config, start.decoder)
     precision = resolve_precision(config, accelerator, before)
-    flops = flops_per_token(decoder) * config.optim.batch_tokens * max_steps
+    flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
-    facts = {**environment(config, store, decoder, device, precision, compiled, first_step, before), "started_from": start}
+    facts = {**environment(config, store, start.decoder, device, precision, compiled, start.step, before), "started_from": origin}
     facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     if main:
-        print(banner(config, phase, store, decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
+        print(banner(config, start.phase, store, start.decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
         write_text(folder / CONFIG, to_yaml(stored(config)))
         write_json(folder / ENVIRONMENT, facts)
         write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
         if checkpoint and checkpoint.name != LAST:
             point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
-        for note in cut_back(folder, first_step):
+        for note in cut_back(folder, start.step):
             print(note, flush=True)
+        best = start.state.best
         if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
             point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
     mirror = start_wandb(mode, config.log.project, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
     log = MetricLog(folder / METRICS, mirror, main)
-    progress, clock = StepProgress(config.log.progress if main else "none", max_steps), Clock()
-    evaluation = config, asked, folder, log, progress, clock, precision.value != "32"
-    step = first_step
-    progress.start(first_step)
+    progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     try:
-        with callbacks.StopOnSignal() as stop:
-            told_to_stop = False
-            while step < max_steps and not told_to_stop:
-                if step > first_step:  # a phase has ended: the next one begins with its checkpoint
-                    phase, checkpoint = phase + 1, step_path(folder / CHECKPOINTS, step)
-                    verify(checkpoint)  # Lightning reads it as it is; the one that a run is resumed from has been verified
-                    decoder = Decoder(config.model_in(phase), store.vocab_size, config.data.seq_len, seed=None)
-                module = TrainModule(config, phase, store, decoder, compiled.value == "true", facts["wandb_id"], stop.told)
-                hooks = [
-                    stop,
-                    callbacks.Metrics(log, config, progress, clock),
-                    callbacks.Validate(*evaluation),
-                    callbacks.Checkpoints(config, folder / CHECKPOINTS, clock),
-                    callbacks.Evaluate(*evaluation),
-                    callbacks.Swap(*evaluation),
-                ]
-                trainer = make_trainer(config, phase, accelerator, precision.value, module, hooks)
-                trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-                step, told_to_stop = trainer.global_step, trainer.should_stop  # both are the same on all ranks
+        progress.start(start.step)
+        run = Run(config, store, asked, accelerator, precision.value, compiled.value == "true", facts["wandb_id"], log, progress)
+        return _phases(run, start)
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
             raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
@@ -140,39 +122,84 @@ def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: P
     finally:
         progress.stop()
         log.close()
-    if step < max_steps:
-        progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
-        return 128 + stop.signal
-    progress.say(f"done: {folder}")
-    return 0
 
 
-def make_trainer(
-    config: Config, phase: int, accelerator: str, precision: str, module: "TrainModule", callbacks: list["L.Callback"]
-) -> "L.Trainer":
-    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone."""
+@dataclass(frozen=True)
+class Run:
+    """What all phases of a run share."""
+
+    config: Config
+    store: Store
+    asked: list["Measurement"]
+    accelerator: str
+    precision: str
+    compiled: bool
+    wandb_id: str
+    log: "MetricLog"
+    progress: StepProgress
+
+
+def _phases(run: Run, start: "Start") -> int:
+    """Train each phase that is left; the next one begins with the checkpoint that the one before has ended with."""
+    from lm.runs.checkpoints import load_checkpoint, step_path
+    from lm.training.callbacks import StopOnSignal
+    from lm.training.module import TrainModule
+    from lm.training.state import going_on
+
+    config, folder = run.config, run.config.run_folder
+    with StopOnSignal() as stop:
+        while True:
+            module = TrainModule(config, run.store, start, run.compiled, stop.told)
+            trainer = make_trainer(run, module, stop)
+            trainer.fit(module)
+            step = trainer.global_step
+            if step >= config.trainer.max_steps:
+                run.progress.say(f"done: {folder}")
+                return 0
+            if trainer.should_stop:  # as the step, the same on all ranks
+                run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
+                return 128 + stop.signal
+            start = going_on(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
+
+
+def make_trainer(run: Run, module: "TrainModule", stop: "StopOnSignal") -> "L.Trainer":
+    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
     import lightning as L
 
-    from lm.training.callbacks import AtomicCheckpointIO
+    from lm.training import callbacks
+    from lm.training.checkpointing import Checkpoints
+    from lm.training.clock import Clock
 
-    return L.Trainer(
-        accelerator=accelerator,
+    config, start, clock = run.config, module.start, Clock()
+    evaluation = config, run.asked, run.log, run.progress, clock, run.precision != "32"
+    trainer = L.Trainer(
+        accelerator=run.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
         strategy="ddp" if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if precision == "bf16-mixed" else "32-true",
-        max_steps=config.phase_ends[phase],
+        precision="bf16-mixed" if run.precision == "bf16-mixed" else "32-true",
+        max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
         accumulate_grad_batches=module.accumulation,
         use_distributed_sampler=False,
-        callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        callbacks=[
+            stop,
+            callbacks.LearningRates(config),
+            callbacks.Metrics(run.log, config, run.progress, clock),  # starts the clock; what follows pauses it
+            callbacks.Validate(*evaluation),  # before Checkpoints, which saves the best
+            Checkpoints(config, run.wandb_id, clock),
+            callbacks.Evaluate(*evaluation),  # takes long: a kill meanwhile loses no step
+        ],
         default_root_dir=config.run_folder,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    # Lightning's count of optimizer steps, which `max_steps` and `global_step` go by: private, and touched nowhere else. Its other
+    # counters start anew with each phase.
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
+    return trainer
 
 
 def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step: int, main: bool) -> int:

@@ -1,0 +1,90 @@
+"""When a run saves what, and what it keeps: its checkpoints."""
+
+import time
+
+import lightning as L
+
+from lm.attention.plugins import provenance
+from lm.config.load import to_yaml
+from lm.config.tree import Config
+from lm.runs.checkpoints import BEST, FORMAT, LAST, point, save_checkpoint, step_of, step_path, steps_saved
+from lm.runs.folder import CHECKPOINTS
+from lm.training.callbacks import StepCallback
+from lm.training.clock import Clock
+from lm.training.module import TrainModule
+from lm.training.optimizers import named_state
+
+
+class Checkpoints(StepCallback):
+    """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
+    training ends; points `last.ckpt` and `best.ckpt` at them.
+
+    Lightning saves none of them: its own saving goes through $TMPDIR, which leaves a truncated file when that is another file
+    system and the process dies, and holds counters that would have to be mended when a run goes on.
+    """
+
+    def __init__(self, config: Config, wandb_id: str, clock: Clock):
+        self.config, self.wandb_id, self.clock = config, wandb_id, clock
+        self.every = config.trainer.checkpoint_every or max(1, config.trainer.max_steps // 10)
+        self.folder = config.run_folder / CHECKPOINTS
+        self.saved = -1
+
+    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """Save if it is time."""
+        if self.is_regular(step) or step in self.config.phase_ends or is_best(module, step):
+            self.save(trainer, module)
+
+    def is_regular(self, step: int) -> bool:
+        """True for the steps of which the last `keep_checkpoints` are kept."""
+        return step % self.every == 0 or step == self.config.trainer.max_steps
+
+    def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Save where a signal stopped training."""
+        if trainer.global_step != self.saved:
+            self.save(trainer, module)
+
+    def save(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Save now (collective), and drop what is over `keep_checkpoints`."""
+        started, self.saved = time.perf_counter(), trainer.global_step
+        if trainer.is_global_zero:
+            path = step_path(self.folder, self.saved)
+            save_checkpoint(self.content(module), path)
+            point(LAST, path)
+            if is_best(module, self.saved):
+                point(BEST, path)
+            self.prune()
+        trainer.strategy.barrier()
+        self.clock.paused(started)
+
+    def content(self, module: TrainModule) -> dict[str, object]:
+        """Weights, the optimizer's state by name, and plain data: enough to rebuild the model, to go on, and to refuse the wrong one."""
+        start, step = module.start, module.global_step
+        start.state.elapsed_s = self.clock.seconds()
+        facts = {
+            "format": FORMAT,
+            "config": to_yaml(self.config),
+            "vocab_size": module.decoder.vocab_size,
+            "data_fingerprint": module.store.fingerprint,
+            "step": step,
+            "tokens": step * self.config.optim.batch_tokens,
+            "phase": start.phase,
+            "plugins": provenance(self.config.normalizer_names),
+            "wandb_id": self.wandb_id,
+            **vars(start.state),
+        }
+        weights = {f"decoder.{name}": value for name, value in module.decoder.state_dict().items()}
+        return {"state_dict": weights, "optimizer": named_state(module.optimizers(use_pl_optimizer=False)), "lm": facts}
+
+    def prune(self) -> None:
+        """Drop what isn't the newest, one of the last regular ones or a phase's end; `best.ckpt` stays by itself."""
+        by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)  # a run may have gone back to an earlier step
+        regular = [saved for saved in by_age if self.is_regular(step_of(saved))]
+        swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
+        for old in set(by_age[:-1]) - set(regular[-self.config.trainer.keep_checkpoints :]) - swaps:
+            old.unlink(missing_ok=True)
+
+
+def is_best(module: TrainModule, step: int) -> bool:
+    """True if the validation at `step` is the best so far."""
+    best = module.start.state.best
+    return best is not None and best["step"] == step
