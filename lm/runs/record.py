@@ -1,11 +1,9 @@
 """Reading a run folder: configuration, environment, logged metrics and the last evaluations."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 from lm.config.task_config import TASKS
@@ -14,18 +12,11 @@ from lm.runs import identity
 from lm.runs.adaptors import of_log
 from lm.runs.evaluations import Evaluation, last_evaluations
 from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json
+from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """Loss while training, one point a logged step; a loss that was not finite is NaN."""
-
-    tokens: np.ndarray  # (points,) seen so far
-    loss: np.ndarray  # (points,) nats per token
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +118,14 @@ def read_run(folder: Path) -> RunRecord:
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
     missing = _missing_of(config, environment, folder / ENVIRONMENT)
-    lines = _read_metrics(folder / METRICS, missing)
+    lines, unreadable = read_metrics(folder / METRICS)
+    if unreadable and not lines:
+        raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
+    if unreadable:
+        said = f"{', '.join(map(str, unreadable[:5]))}{', ...' if len(unreadable) > 5 else ''}"
+        missing.append(f"{METRICS}: unreadable lines were skipped ({said})")
+    if not lines:
+        missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
     evaluations, lacking = last_evaluations(folder, config)
     missing += lacking
     logged = [line for line in lines if "val/loss" in line]
@@ -140,7 +138,7 @@ def read_run(folder: Path) -> RunRecord:
         first = evaluations[0]
         if one.step != first.step:
             missing.append(f"the {first.name} is of step {first.step:,}, the {one.name} of step {one.step:,}")
-    training, validations = _curve(lines, "train/loss"), _curve(lines, "val/loss")
+    training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
     name = folder.resolve().name
     return RunRecord(folder, name, config, environment, training, validations, tuple(evaluations), tuple(missing))
 
@@ -172,31 +170,3 @@ def _missing_of(config: dict[str, Plain], environment: dict[str, Plain], path: P
     lacks += [f"{silent} what each start used: those it is silent on may be unlike"] if any("precision" not in one for one in found) else []
     unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
     return lacks + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])
-
-
-def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, Plain]]:
-    """Logged lines; a cut-off last line is dropped, other unreadable lines are dropped and reported."""
-    lines, bad = [], []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-            if not isinstance(line, dict) or not all(isinstance(line.get(key), int) for key in ("step", "tokens")):
-                raise ValueError(text)
-            lines.append(line)
-        except ValueError:
-            if text.strip() and number < len(texts):
-                bad.append(str(number))
-    if bad and not lines:
-        raise RunError(f"{path}: no line is a JSON object with step and tokens")
-    if bad:
-        missing.append(f"metrics.jsonl: unreadable lines were skipped ({', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''})")
-    if not lines:
-        missing.append("metrics.jsonl is empty: no training curve" if path.is_file() else "no metrics.jsonl: no training curve")
-    return lines
-
-
-def _curve(lines: list[dict[str, Plain]], name: str) -> Curve:
-    by_step = {line["step"]: line for line in lines if name in line}  # a resumed run may log a step twice: the last counts
-    ordered = [by_step[step] for step in sorted(by_step)]
-    return Curve(*(np.array([line[key] for line in ordered], dtype=float) for key in ("tokens", name)))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.results import evaluation_path, evaluations, step_of
-from lm.files import write_text
 from lm.runs.checkpoints import BEST, load_facts, steps_saved
 from lm.runs.checkpoints import step_of as checkpoint_step
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS
+from lm.runs.metric_log import cut_back_metrics
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -70,24 +70,7 @@ def cut_back(run: Path, step: int) -> list[str]:
     for path in evaluations(run):
         if step_of(path) > step or path == evaluation_path(run, "swap", step):
             path.unlink()
-    return _cut_back_metrics(run / METRICS, step)
-
-
-def _cut_back_metrics(path: Path, step: int) -> list[str]:
-    """Keep the lines up to `step`. Of those that can't be read, only a last one without its end is what a kill leaves."""
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")  # a kill leaves the last one without its end
-    kept, unreadable = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-            if found["step"] < step or (found["step"] == step and "swap/kl" not in found):
-                kept.append(line.decode() + "\n")
-        except (ValueError, KeyError, TypeError):
-            unreadable.append(str(number))
-    write_text(path, "".join(kept))
-    return [f"note: {path}: left out what is not readable: line {', '.join(unreadable)}"] if unreadable else []
+    return cut_back_metrics(run / METRICS, step)
 
 
 def wandb_mode(log: LogConfig) -> str:

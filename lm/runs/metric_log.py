@@ -1,0 +1,54 @@
+"""metrics.jsonl: what a run logged while training, one JSON object a line; the one parser of it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lm.files import write_text
+from lm.schema import Plain
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Loss while training, one point a logged step; a loss that was not finite is NaN."""
+
+    tokens: np.ndarray  # (points,) seen so far
+    loss: np.ndarray  # (points,) nats per token
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Plain]], list[int]]:
+    """The logged lines, and the numbers (from 1) of those that are no JSON objects with a step; none of a file that isn't there.
+
+    A last line without its end is what a kill leaves: it is left out unless it is whole.
+    """
+    *texts, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    found = [*map(_read, texts), *filter(None, [_read(last)])]
+    return [line for line in found if line], [number for number, line in enumerate(found, 1) if not line]
+
+
+def cut_back_metrics(path: Path, step: int) -> list[str]:
+    """Keep the lines up to `step`, which a resumed run goes on from, without a swap at it. Returns notes on what could not be read."""
+    if not path.exists():
+        return []
+    lines, unreadable = read_metrics(path)
+    kept = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
+
+
+def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
+    """A loss that was logged as `name`; of a step that a resumed run logged twice the last counts."""
+    by_step = {line["step"]: line for line in lines if name in line}
+    ordered = [by_step[step] for step in sorted(by_step)]
+    return Curve(*(np.array([line.get(key) for line in ordered], dtype=float) for key in ("tokens", name)))
+
+
+def _read(text: bytes) -> dict[str, Plain] | None:
+    """A line; None if it can't be read as one."""
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
