@@ -72,6 +72,26 @@ def normalizers() -> None:
     print(markdown(), end="")
 
 
+@app.command("check-normalizer")
+def check_normalizer(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="as in model.normalizer; package.module:Class for one of your own")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="e.g. bias=true", show_default=False)] = None,
+) -> None:
+    """Put a normalizer to what all of them promise: a line for each promise; exit status 1 if one is broken."""
+    from lm.config.load import load_normalizer
+
+    normalizer = load_normalizer(name, options or [])
+    from lm.attention.contract import results
+
+    broken = 0
+    for part in normalizer.parts():
+        for promise, how in results(part):
+            broken += bool(how)
+            print(f"{part.label()}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))
+    if broken:
+        raise typer.Exit(1)
+
+
 @app.command()
 def prepare(arguments: Configuration) -> None:
     """Make the token store of a configuration (`lm train` does it by itself)."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_normalizers import gradients
 from torch import Tensor
 
 from lm.attention import options as opt
 from lm.attention import pointwise_sums
+from lm.attention.contract import gradients
 from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
 from lm.attention.pointwise_sums import pointwise, why_tiles

@@ -8,11 +8,12 @@ import torch
 from interpreted import SIZES, dense, either_sum, every_function, results
 from interpreted import inputs as pointwise_inputs
 from test_autocast import check_errors
-from test_normalizers import CASES, every_case, inputs, made
+from test_normalizers import CASES, every_case
 from test_training import TASK, WITHOUT_TEXT, losses
 from torch import Tensor
 
 from lm.attention import catalogue
+from lm.attention.contract import inputs, made
 from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
 from lm.attention.pointwise_sums import pointwise, why_tiles

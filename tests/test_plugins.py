@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 
+from lm.attention.contract import CHECKS
 from lm.attention.plugins import PLUGINS
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
@@ -56,6 +57,10 @@ def trained(arguments: list[str], *more: str) -> Path:
 
 
 def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, arguments: list[str], tmp_path: Path):
+    checked = lm("check-normalizer", NAME, "power=3")
+    assert checked.returncode == 0, checked.stdout
+    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in checked.stdout.splitlines()] == [True] * len(CHECKS)
+
     folder = trained(arguments, NAMED)
     environment = json.loads((folder / ENVIRONMENT).read_text())
     assert re.fullmatch("source sha256 [0-9a-f]{12}", environment["versions"][NAME])

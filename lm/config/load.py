@@ -11,11 +11,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
 from lm.config.checks import check
+from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.schema import Effect, Plain, build, effect, reference, said, suggest, to_plain
+from lm.schema import Effect, Plain, build, effect, own_problems, reference, said, suggest, to_plain
 
 
 def load(arguments: list[str]) -> Config:
@@ -38,6 +40,21 @@ def load(arguments: list[str]) -> Config:
     merged = merge(merged, read_overrides(overrides))
     with PLUGINS.trusted():
         return parse(interpolated({**merged, "name": merged.get("name") or name}))
+
+
+def load_normalizer(name: str, overrides: list[str]) -> Options:
+    """The options of a normalizer that the user names, with `option=value` texts; one from outside is imported.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    problems: list[Problem] = []
+    with PLUGINS.trusted():
+        model = build(ModelConfig, {"normalizer": {"name": name, **read_overrides(overrides)}}, "model", problems)
+    problems += own_problems(model.normalizer, "model.normalizer")
+    if problems:
+        raise ConfigError(problems)
+    return model.normalizer
 
 
 def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:

@@ -1,0 +1,272 @@
+"""What every normalizer promises, each promise as a check: lm's own are put to them by its tests, others by `lm check-normalizer`.
+
+Shapes: B = 2 rows, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lm.attention.documents import by_documents
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, Shape, make_normalizer
+from lm.attention.options import Options, Softmax
+
+HEADS, SIZE, WIDTH, TRAIN_LENGTH = 3, 16, 12, 64
+AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be so many times softmax's
+
+
+def made(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
+    """The normalizer with its parameters moved off their first values."""
+    normalizer = make_normalizer(options, Shape(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in normalizer.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()  # what is drawn by the decoder
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype))
+    return normalizer
+
+
+def inputs(
+    length: int, dtype: torch.dtype = torch.float64, rows: int = 2, size: int = SIZE, seed: int = 0, normalizer: Normalizer | None = None
+) -> list[Tensor]:
+    """Random q, k, v (rows, HEADS, length, size); q and k with the features that `normalizer` makes from a layer's input."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(rows, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
+    if normalizer is not None:
+        x = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+        q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
+    return [q.to(dtype), k.to(dtype), v.to(dtype)]
+
+
+def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
+    """Heads and their features, as inputs: without a gradient to what made these."""
+    return heads if features is None else torch.cat((heads, features.detach().to(heads.dtype)), -1)
+
+
+def gradients(out: Tensor, wanted: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """As `torch.autograd.grad`; zeros for parameters that work through features, which are given here."""
+    return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+
+
+def require(kept: bool | Tensor, broken: str) -> None:
+    """Raises AssertionError that says what is broken."""
+    if not kept:
+        raise AssertionError(broken)
+
+
+def close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> None:
+    """Raises AssertionError if two tensors differ by more than `atol` somewhere."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def same_with_gradients(
+    routes: list[Callable[[Tensor, Tensor, Tensor], Tensor]], leaves: list[Tensor], parameters: list[Tensor], atol: float = 1e-10
+) -> None:
+    """Raises AssertionError unless two routes give the same output, and the same gradients of q, k, v and parameters."""
+    found = []
+    for route in routes:
+        given = [x.detach().requires_grad_() for x in leaves]
+        out = route(*given)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+        found.append((out, *gradients(out, [*given, *parameters], grad)))
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        names = ("output", "gradient of q", "gradient of k", "gradient of v")
+        close(a, b, names[index] if index < len(names) else f"gradient of parameter {index - len(names) + 1}", atol)
+
+
+# ---------------------------------------------------------------- the promises
+
+
+def first_values(options: Options) -> None:
+    """first values are the same each time, but for matrices named `hidden`"""
+    with torch.random.fork_rng():
+        one, other = (make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        require(name.endswith("hidden.weight") or torch.equal(a, b), f"{name} is drawn")
+
+
+def fast_path(options: Options) -> None:
+    """the fast path is the definition, forward and backward, for heads of 16 and of 40"""
+    for size in (16, 40):
+        normalizer = made(options, size=size)
+        for length in (1, 2, 7, 64, 129):
+            rows, leaves = Rows.full(length), inputs(length, size=size, normalizer=normalizer)
+            routes = [lambda q, k, v: normalizer(q, k, v, rows), lambda q, k, v: normalizer.weights(q, k, rows) @ v]  # noqa: B023
+            same_with_gradients(routes, leaves, list(normalizer.parameters()), 1e-10 * length)
+
+
+def finite_differences(options: Options) -> None:
+    """gradients are right by finite differences"""
+    normalizer, rows = made(options, size=4), Rows.full(6)
+    leaves = [x.requires_grad_() for x in inputs(6, rows=1, size=4, normalizer=normalizer)]
+    names = [name for name, _ in normalizer.named_parameters()]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, rows))
+
+    torch.autograd.gradcheck(run, (*leaves, *normalizer.parameters()), eps=1e-6, atol=1e-6, fast_mode=True)
+
+
+def row_sums(options: Options) -> None:
+    """weights are causal, and rows with any sum to one if the options say so"""
+    normalizer, rows = made(options), Rows.full(33)
+    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], rows)
+    require((weights.triu(1) == 0).all(), "a key after the query has weight")
+    sums = weights.sum(-1)
+    to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
+    said = options.sums_to_one or getattr(options, "n", "") == "sum"
+    require(to_one == said, f"sums_to_one is {said}, sums go from {sums.min():.4g} to {sums.max():.4g}")
+
+
+def scores_apart(options: Options) -> None:
+    """weights are made of scores, each row of its own, and of visible keys alone"""
+    normalizer, rows = made(options), Rows.packed([6, 5])
+    q, k, _ = inputs(11, rows=1, normalizer=normalizer)
+    scores = normalizer.scores(q, k, rows)
+    require(torch.equal(normalizer.normalize(scores, rows), normalizer.weights(q, k, rows)), "weights are not normalize(scores)")
+    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, rows)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
+    query = torch.arange(11)
+    own = jacobian[query, :, query].clone()  # (T, S, S)
+    jacobian[query, :, query] = 0
+    require((jacobian == 0).all(), "a row of weights depends on another row's scores")
+    require((own.transpose(1, 2)[~rows.visible()] == 0).all(), "weights depend on scores of keys that are not seen")
+
+
+def causality(options: Options) -> None:
+    """a later token changes nothing earlier, to the bit"""
+    normalizer, rows = made(options), Rows.full(40)
+    q, k, v = inputs(40, normalizer=normalizer)
+    before = normalizer(q, k, v, rows)
+    for x in (q, k, v):
+        x[:, :, 25:] += 3.0
+    require(torch.equal(before[:, :, :25], normalizer(q, k, v, rows)[:, :, :25]), "outputs before the changed tokens differ")
+
+
+def decoding(options: Options) -> None:
+    """decoding, token by token and in pieces, gives what the whole row gives"""
+    normalizer, length = made(options), 30
+    q, k, v = inputs(length, normalizer=normalizer)
+    whole, positions = normalizer(q, k, v, Rows.full(length)), torch.arange(length)
+    for t in range(length):
+        rows = Rows(positions[t : t + 1], positions[: t + 1], torch.tensor([length]), causal=False)
+        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], rows)
+        close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
+    for steps in ([1] * length, [5, 1, 1, 16, 7]):
+        seen, state = 0, None
+        for new in steps:
+            part = slice(seen, seen + new)
+            out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, length), state)
+            close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from what was remembered")
+            seen += new
+
+
+def packed(options: Options) -> None:
+    """documents packed in a row give what each gives alone"""
+    normalizer, lengths, start = made(options), [5, 1, 19, 8], 0
+    q, k, v = inputs(sum(lengths), normalizer=normalizer)
+    out = normalizer(q, k, v, Rows.packed(lengths))
+    for length in lengths:
+        part = slice(start, start + length)
+        close(out[:, :, part], normalizer(q[:, :, part], k[:, :, part], v[:, :, part], Rows.full(length)), f"a document of {length}")
+        start += length
+
+
+def documents(options: Options) -> None:
+    """documents that begin at different places in each row are the definition, forward and backward"""
+    normalizer = made(options)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
+    rows = Rows.isolated(positions)
+    routes = [lambda q, k, v: by_documents(normalizer, q, k, v, rows), lambda q, k, v: normalizer.weights(q, k, rows) @ v]
+    same_with_gradients(routes, inputs(33, rows=3, normalizer=normalizer), list(normalizer.parameters()))
+
+
+def row_length(options: Options) -> None:
+    """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone"""
+    normalizer, short, long = made(options), 9, 21
+    q, k, v = inputs(long, normalizer=normalizer)
+    alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], Rows.full(short))
+    positions = torch.arange(long).expand(2, long)
+    batched = normalizer(q, k, v, Rows(positions, positions, torch.tensor([[short], [long]]), causal=True))
+    close(batched[:1, :, :short], alone, "the shorter document", 1e-12)
+
+
+def one_device(options: Options) -> None:
+    """nothing stays behind on another device (torch's `meta`, where operands of two are an error)"""
+    normalizer = make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
+    require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
+    x = torch.empty(2, 20, WIDTH, device="meta")
+    q = k = v = torch.empty(2, HEADS, 20, SIZE, device="meta", requires_grad=True)
+    q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
+    positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
+    for rows in (Rows.full(20, "meta"), Rows(positions, positions, positions, False, positions, positions)):
+        require(normalizer.weights(q, k, rows).is_meta, "weights are on another device")
+        out = normalizer(q, k, v, rows)
+        out.backward(torch.empty_like(out))
+    first, state = normalizer.decode(q, k, v, Rows.next(0, 20, 30, "meta"), None)
+    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], Rows.next(20, 1, 30, "meta"), state)
+    require(first.is_meta and later.is_meta, "what is decoded is on another device")
+
+
+def extreme_scores(options: Options) -> None:
+    """extreme and identical scores give finite outputs and gradients in fp32"""
+    for fill in (0.0, 1e4, -1e4):
+        normalizer = made(options, torch.float32)
+        q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
+        large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
+        large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
+        out = normalizer(large_q, large_k, v, Rows.full(50))
+        found = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
+        require(all(x.isfinite().all() for x in (out, *found)), f"not finite, with queries and keys about {fill:g}")
+
+
+def autocast_weights(options: Options) -> None:
+    """weights are in fp32 whatever autocast says, and of bf16 inputs, too"""
+    normalizer, rows = made(options, torch.float32), Rows.full(20)
+    q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
+    plain = normalizer.weights(q, k, rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, rounded = normalizer.weights(q, k, rows), normalizer.weights(q.bfloat16(), k.bfloat16(), rows)
+    require(torch.equal(found, plain), "weights under autocast differ")
+    require(rounded.dtype == torch.float32, f"weights of bf16 inputs are in {rounded.dtype}")
+
+
+def autocast_errors(options: Options) -> None:
+    """under bf16 autocast outputs and gradients are as near to fp64 as softmax's, up to a factor of 10"""
+    found, base = _autocast_errors(options), _autocast_errors(Softmax())
+    for name, error in found.items():
+        require(error <= AUTOCAST_FACTOR * base[name], f"relative error of {name} is {error:.2g}, softmax's is {base[name]:.2g}")
+
+
+def _autocast_errors(options: Options) -> dict[str, float]:
+    """Relative errors, against fp64, of what training computes: q and k in fp32, values in bf16."""
+    length, found = 256, []
+    for exact in (True, False):
+        normalizer = made(options, torch.float64 if exact else torch.float32)
+        q, k, v = (x.bfloat16() for x in inputs(length, normalizer=normalizer))
+        q, k = ((x.double() if exact else x.float()).requires_grad_() for x in (q, k))
+        v = (v.double() if exact else v).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
+            out = normalizer(q, k, v, Rows.full(length))
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
+        found.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
+    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True) if a.norm() > 0}
+
+
+CHECKS: tuple[Callable[[Options], None], ...] = (
+    first_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, packed, documents, row_length, one_device,
+    extreme_scores, autocast_weights, autocast_errors,
+)  # fmt: skip
+
+
+def results(options: Options) -> Iterator[tuple[str, str]]:
+    """Each promise in words, and how a normalizer with these options breaks it, on one line; empty if it is kept."""
+    for check in CHECKS:
+        try:
+            check(options)
+        except Exception as error:  # whatever code from outside raises
+            yield check.__doc__, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        else:
+            yield check.__doc__, ""

@@ -1,0 +1,139 @@
+"""The contract notices: of normalizers that each break one promise, the check of that promise says so, and `lm check-normalizer` fails."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, lm
+from torch import Tensor, nn
+
+from lm.attention import contract
+from lm.attention.contract import CHECKS, results
+from lm.attention.layout import Rows
+from lm.attention.normalizer import Normalizer, Shape, SoftmaxNormalizer
+from lm.attention.options import Options, Softmax
+from lm.attention.query_scale import Softmax as FusedSoftmax
+
+
+class Drawn(SoftmaxNormalizer):
+    def initialise(self) -> None:
+        self.b = nn.Parameter(torch.randn(self.shape.n_head))
+
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().define_scores(q, k, rows) * self.b.to(q.dtype).view(-1, 1, 1)
+
+
+class OtherForward(FusedSoftmax):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return super().forward(1.01 * q, k, v, rows)
+
+
+class NoGradient(FusedSoftmax):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return super().forward(q.detach(), k, v, rows)
+
+
+class Acausal(SoftmaxNormalizer):
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        return scores.softmax(-1)
+
+
+class HalfSums(SoftmaxNormalizer):
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        return super().normalize(scores, rows) / 2
+
+
+class LooksAtOtherRows(SoftmaxNormalizer):
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        return super().normalize(scores * (1 + scores.mean(-2, keepdim=True)), rows)
+
+
+class NFromWidth(SoftmaxNormalizer):
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().define_scores(q, k, rows) * k.size(2)
+
+
+class ForgetsAKey(SoftmaxNormalizer):
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+        out, (k, v) = super().decode(q, k, v, rows, state)
+        return out, (torch.cat((0 * k[:, :, :1], k[:, :, 1:]), 2), v)
+
+
+class StaysBehind(SoftmaxNormalizer):
+    def initialise(self) -> None:
+        self.table = torch.ones(1)
+
+    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return super().define_scores(q, k, rows) * self.table.expand(q.size(2), 1)
+
+
+class Overflows(SoftmaxNormalizer):
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        a = scores.exp().masked_fill(~rows.visible(), 0.0)
+        return a / a.sum(-1, keepdim=True)
+
+
+class HalfPrecision(SoftmaxNormalizer):
+    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+        return self.normalize(self.define_scores(q, k, rows), rows)
+
+
+class Coarse(FusedSoftmax):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return super().forward(q, k, v.to(torch.float8_e4m3fn).bfloat16() if v.dtype == torch.bfloat16 else v, rows)
+
+
+BROKEN = {
+    Drawn: {"first_values"},
+    OtherForward: {"fast_path"},
+    NoGradient: {"fast_path", "finite_differences"},
+    Acausal: {"row_sums", "causality"},
+    HalfSums: {"row_sums"},
+    LooksAtOtherRows: {"scores_apart", "packed", "row_length"},
+    NFromWidth: {"decoding", "packed", "documents", "row_length"},
+    ForgetsAKey: {"decoding"},
+    StaysBehind: {"one_device"},
+    Overflows: {"extreme_scores"},
+    HalfPrecision: {"autocast_weights"},
+    Coarse: {"autocast_errors"},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_promise_is_noticed(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
+    made = contract.make_normalizer
+
+    def make(options: Options, shape: Shape) -> Normalizer:
+        return made(options, shape) if isinstance(options, Softmax) else broken(options, shape)
+
+    monkeypatch.setattr(contract, "make_normalizer", make)
+    found = {check.__name__: how for check, (_, how) in zip(CHECKS, results(Options()), strict=True)}
+    assert {name for name, how in found.items() if how} >= BROKEN[broken], found
+
+
+def test_every_promise_is_broken_by_something():
+    assert {check.__name__ for check in CHECKS} == set().union(*BROKEN.values())
+
+
+def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
+    (tmp_path / "broken.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from lm.attention.normalizer import Normalizer\n"
+        "from lm.attention.options import Options\n"
+        "@dataclass\n"
+        "class Nothing(Options):\n    full_formula = 'softmax(z) over all keys'\n"
+        "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, rows):\n        return scores.softmax(-1)\n"
+    )
+    result = lm("check-normalizer", "broken:Acausal", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert result.returncode == 1
+    assert "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: AssertionError: outputs before" in result.stdout
+    assert "broken:Acausal: kept: first values are the same each time" in result.stdout
+
+
+def test_check_normalizer_takes_ours_with_options_and_refuses_others():
+    result = lm("check-normalizer", "ssmax", "bias=true")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("ssmax (bias=true): kept: ") == len(CHECKS)
+    refused = lm("check-normalizer", "ssmax", "n=many")
+    assert refused.returncode == 2
+    assert "model.normalizer.n = 'many': unknown row length" in refused.stderr
