@@ -29,7 +29,7 @@ def probe(rng: np.random.Generator, level: float) -> list[Series]:
                shown=Shown("Sparsity of attention", "probe sequences", "40 of 64 tokens", method="Sparsity is ours"), **common),
         Series(metric="sparsity", unit="bits", means=bins.values.mean(0), samples=(bins,), curve=np.full(256, level),
                axis=Axis("position", "tokens", "at positions", (0, 64, 128, 256), bins=True),
-               shown=Shown("Sparsity by position", "long probe sequences", "40 of 256 tokens", "sparsity by position"), **common),
+               shown=Shown("Sparsity of attention", "long probe sequences", "40 of 256 tokens", "sparsity by position"), **common),
         Series(metric="reach", unit="tokens", means=np.array([one.values.mean() for one in points]), samples=tuple(points), what="books",
                axis=Axis("depth", "", "at depth", (0.0, 0.5), log=False),
                shown=Shown("Reach by depth", "deep probe sequences", "10 of 64 tokens", "reach by depth"), **common),
@@ -50,7 +50,7 @@ def folders(tmp_path: Path) -> list[Path]:
 def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     comparison, _ = compared(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
-    assert {"Sparsity of attention", "Sparsity by position in training lengths", "Reach by depth"} < set(titles)
+    assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
     found = {one.what: one.interval for one in comparison.differences}
     for what in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
         assert found[what].mean == pytest.approx(1, abs=0.2)
@@ -60,7 +60,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
         assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
     files = write_report(folders, tmp_path / "out")
     rows = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
-    assert float(rows["Sparsity by position in training lengths", "ssmax", "sparsity 2x-4x"]["value"]) == 3
+    assert float(rows["Sparsity of attention in training lengths", "ssmax", "sparsity 2x-4x"]["value"]) == 3
     assert rows["Sparsity of attention", "ssmax", "uniform"]["value"] == "9.0000"
     deep = rows["Reach by depth", "softmax", "0.5"]
     assert (deep["task"], deep["unit"], deep["interval over"]) == ("books", "tokens, 95% interval over rows, 1 seed", "rows, 1 seed")
@@ -68,7 +68,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     assert float(rows["Reach by depth", "ssmax", "difference to softmax, 0.5"]["value"]) == pytest.approx(1, abs=0.2)
     for text in (files.html.read_text(), files.markdown.read_text(), files.latex.read_text()):
         assert "Reach by depth" in text
-        assert "Sparsity by position" in text
+        assert "Sparsity of attention" in text
     assert "Sparsity is ours (as trained)." in files.html.read_text()
 
 

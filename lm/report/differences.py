@@ -14,7 +14,7 @@ class Difference:
     """Arm minus baseline: an interval and how it was made, or why there is none."""
 
     arm: str
-    section: str  # its title
+    section: Section
     line: Line
     place: str  # label, such as `4x-8x`; empty: of a single number
     what: str  # all of these in words
@@ -41,7 +41,7 @@ def _of_line(arm: Arm, base: Arm, section: Section, line: Line) -> Difference:
     interval, note = _difference(arm, base, section, line, place)
     if one.unit == "fraction":
         interval, note = _of_fractions(interval, note)
-    return Difference(arm.label, section.title, line, place, _in_words(one, line, place), interval, note)
+    return Difference(arm.label, section, line, place, _in_words(one, line, place), interval, note)
 
 
 def _in_words(one: Series, line: Line, place: str) -> str:

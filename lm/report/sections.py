@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Series of one title, of all runs."""
+    """Series of one title and shape, of all runs."""
 
     title: str
     series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
@@ -131,11 +131,11 @@ def sections(arms: tuple[Arm, ...]) -> tuple[Section, ...]:
     every = [(run, one) for arm in arms for run in arm.runs for one in run.series]
     tasks = {str(_task(one)): _task(one) for _, one in every}
     names = dict(zip(tasks, task_names(list(tasks.values())), strict=True))
-    titles: dict[str, dict[tuple[RunRecord, Line], Series]] = {}
+    titles: dict[tuple[str, Shape], dict[tuple[RunRecord, Line], Series]] = {}
     for run, one in every:
         line = Line(one.metric, names[str(_task(one))], one.setting)
-        titles.setdefault(one.shown.title, {})[run, line] = one
-    found = [Section(title, series) for title, series in titles.items()]
+        titles.setdefault((one.shown.title, one.shape), {})[run, line] = one
+    found = [Section(title, series) for (title, _), series in titles.items()]
     return tuple(sorted(found, key=lambda section: get_args(Shape).index(section.shape)))
 
 

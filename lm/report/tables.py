@@ -148,7 +148,7 @@ def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
 def _differences(comparison: Comparison, section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
     """Differences to the baseline at the farthest place: a column for each thing that their intervals cover; none for one arm."""
     metric, farthest = rows[0][1].metric, list(section.places)[-1]
-    every = [one for one in comparison.differences if one.section == section.title]
+    every = [one for one in comparison.differences if one.section is section]
     of_metric = [one for one in every if one.line.metric == metric]
     found = {(one.arm, one.line): one.interval for one in of_metric if one.place == farthest and one.interval}
     several = len({one.line.metric for one in every}) > 1
@@ -293,9 +293,8 @@ def _difference_table(comparison: Comparison) -> Table:
 
 def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Metric, unit and which way is better of what has differences."""
-    sections = {section.title: section for section in comparison.sections}
     of = dict.fromkeys((one.section, one.line.metric) for one in comparison.differences)
-    return [(metric, one.unit, one.better) for title, metric in of for one in [sections[title].example(metric)]]
+    return [(metric, one.unit, one.better) for section, metric in of for one in [section.example(metric)]]
 
 
 def in_unit(unit: str) -> str:
