@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.transforms import Transform
 
 from lm.evaluation.statistics import FEWEST, Interval, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Comparison
@@ -107,23 +108,24 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     lows, highs, bands, swaps = [], [], [], ""
     for index, arm in enumerate(comparison.arms):
         colour = _COLOURS[index % 7]
-        tokens, losses = _shared([run.training for run in arm.runs])
-        if len(tokens):
-            loss = _smooth(losses.mean(axis=0), window)
-            axes.plot(tokens / unit, loss, color=colour, linewidth=1.1, alpha=0.55)
-            lows.append(loss)
-            highs.append(loss[tokens >= 0.05 * tokens[-1]])
+        thin = {"linewidth": 1.1, "alpha": 0.55}
+        marked = {"marker": _marker(index), "markersize": 4, "linewidth": 1.5, "zorder": 3}
+        for curves, points, style in (
+            ([run.training for run in arm.runs], window, thin),
+            ([run.validations for run in arm.runs], 1, marked),
+        ):
+            tokens, losses = _shared(curves)
+            if len(tokens):
+                loss = _smooth(losses.mean(axis=0), points)
+                axes.plot(tokens / unit, loss, color=colour, **style)
+                lows.append(loss)
+                highs.append(loss[tokens >= 0.05 * tokens[-1]])
+        if len(losses) > 1 and len(tokens):
+            axes.fill_between(tokens / unit, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+            bands.append(f"lowest to highest of {_seeds(len(losses))}")
         for step, _ in arm.runs[0].phases[1:]:
             axes.axvline(step * (arm.runs[0].flat.get("optim.batch_tokens") or 0) / unit, color=colour, linestyle=":", linewidth=1.2)
             swaps = " Dotted: where the normalizer was swapped."
-        tokens, losses = _shared([run.validations for run in arm.runs])
-        if len(tokens):
-            axes.plot(tokens / unit, losses.mean(axis=0), color=colour, marker=_marker(index), markersize=4, linewidth=1.5, zorder=3)
-            if len(losses) > 1:
-                axes.fill_between(tokens / unit, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
-                bands.append(f"lowest to highest of {_seeds(len(losses))}")
-            lows.append(losses.mean(axis=0))
-            highs.append(losses.mean(axis=0)[tokens >= 0.05 * tokens[-1]])
     axes.set_title("While training")
     axes.set_xlabel(f"tokens seen ({word})" if word else "tokens seen")
     axes.set_ylabel("loss (nats per token)")
@@ -131,7 +133,9 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     level, entropy = comparison.level("nats per token") or ("", None)
     low, high = _finite(lows, min), _finite(highs, max)
     if low is None:
-        _empty(axes, "no training metrics")
+        axes.text(0.5, 0.5, "no training metrics", transform=axes.transAxes, ha="center", va="center", color=_GREY)
+        axes.set_xticks([])
+        axes.set_yticks([])
         return "no training metrics.", ""
     shown = _limit(axes, low, high, max(1.08 * entropy, 1.3 * low) if entropy else 2 * low)
     smoothed = f"centred mean of {window} logged points" if window > 1 else "as logged"
@@ -140,10 +144,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         ends += " Arms with several seeds: mean over seeds, the band from the lowest to the highest seed."
     if entropy and low < entropy < shown:
         axes.axhline(entropy, color=_GREY, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{level} {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), textcoords="offset points",
-            ha="right", va="bottom", color=_GREY, fontsize=9,
-        )  # fmt: skip
+        _note(axes, f"{level} {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), ha="right", va="bottom")
     elif entropy:
         ends += f" The {level}, {entropy:.2f}, is outside the picture."
     key = [Line2D([], [], color=_GREY, linewidth=1.1, alpha=0.7, label="training")]
@@ -209,14 +210,11 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
         cut = _y_range(axes, comparison, section, lines)
     for length in section.seq_lens:
         axes.axvline(length, color=_GREY, linewidth=1)
-        axes.annotate(
-            f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), textcoords="offset points",
-            ha="right", va="top", rotation=90, color=_GREY, fontsize=9,
-        )  # fmt: skip
+        _note(axes, f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
     for level, name in sorted({(level, name) for one in section.series.values() for name, level in one.references.items()}):
         axes.axhline(level, color=_GREY, linestyle=":", linewidth=1)
         text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
-        axes.annotate(text, (0, level), (4, 3), axes.get_yaxis_transform(), textcoords="offset points", color=_GREY, fontsize=9)
+        _note(axes, text, (0, level), (4, 3), axes.get_yaxis_transform())
     if len(section.of) > 1 or {line.setting for line in section.lines} - {"", "as trained"}:
         handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=of) for i, of in enumerate(section.of)]
         axes.legend(handles=handles, loc="best", fontsize=10)
@@ -305,7 +303,6 @@ def _limit(axes: Axes, low: float, high: float | None, limit: float) -> float:
     return high + pad
 
 
-def _empty(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_GREY)
-    axes.set_xticks([])
-    axes.set_yticks([])
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
+    """Small grey words at a place, `offset` points away."""
+    axes.annotate(text, at, offset, within, textcoords="offset points", color=_GREY, fontsize=9, **how)
