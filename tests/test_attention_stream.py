@@ -24,9 +24,10 @@ from lm.model.decoder import Decoder, batch_rows
 VOCAB, LENGTH, SIZE = 50, 37, 8
 
 
-def made(normalizer: Options, gau: bool = False, n_layer: int = 2) -> Decoder:
+def made(normalizer: Options, block: str = "attention", n_layer: int = 2) -> Decoder:
     """A decoder with the normalizers' parameters off their first values."""
-    shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if gau else {"n_head": 2}
+    shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
+    shape |= {"n_kv_head": 1} if block == "grouped queries" else {}
     decoder = Decoder(ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32).eval()
     drawn = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -54,10 +55,10 @@ def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
-@pytest.mark.parametrize("gau", [False, True], ids=["attention", "gau"])
+@pytest.mark.parametrize("block", ["attention", "grouped queries", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str, gau: bool, documents: bool):
-    decoder, given = made(catalogue.OPTIONS[name](), gau), batch(documents=documents)
+def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str, block: str, documents: bool):
+    decoder, given = made(catalogue.OPTIONS[name](), block), batch(documents=documents)
     expected, covered = dense(decoder, given), torch.zeros(2, LENGTH)
     outputs: list[list[Tensor]] = [[], []]
     for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):

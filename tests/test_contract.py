@@ -59,6 +59,13 @@ class ForgetsAKey(SoftmaxNormalizer):
         return out, (torch.cat((0 * k[:, :, :1], k[:, :, 1:]), 2), v)
 
 
+class ForgetsTheGroups(SoftmaxNormalizer):
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+        if state is not None:
+            k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
+        return self(q, k, v, rows), (k, v)
+
+
 class StaysBehind(SoftmaxNormalizer):
     def initialise(self) -> None:
         self.table = torch.ones(1)
@@ -92,6 +99,7 @@ BROKEN = {
     LooksAtOtherRows: {"scores_apart", "packed", "row_length"},
     NFromWidth: {"decoding", "packed", "documents", "row_length"},
     ForgetsAKey: {"decoding"},
+    ForgetsTheGroups: {"shared_keys"},
     StaysBehind: {"one_device"},
     Overflows: {"extreme_scores"},
     HalfPrecision: {"autocast_weights"},

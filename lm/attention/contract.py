@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lm.attention.documents import by_documents
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, make_normalizer
+from lm.attention.normalizer import Normalizer, Shape, grouped, make_normalizer
 from lm.attention.options import Options, Softmax
 
-HEADS, SIZE, WIDTH, TRAIN_LENGTH = 3, 16, 12, 64
+HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be so many times softmax's
 
 
@@ -163,6 +163,19 @@ def decoding(options: Options) -> None:
             seen += new
 
 
+def shared_keys(options: Options) -> None:
+    """decoding with keys and values that two heads share gives what heads with their own give"""
+    normalizer, length, seen, state = made(options), 30, 0, None
+    q, own, v = inputs(length, normalizer=normalizer)
+    k, v = torch.cat((own[:, ::2, :, :SIZE], grouped(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
+    whole = normalizer(q, *normalizer.of_each_query_head(k, v), Rows.full(length))
+    for new in (5, 1, 17, 7):
+        part = slice(seen, seen + new)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, length), state)
+        close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}")
+        seen += new
+
+
 def packed(options: Options) -> None:
     """documents packed in a row give what each gives alone"""
     normalizer, lengths, start = made(options), [5, 1, 19, 8], 0
@@ -256,8 +269,8 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    first_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, packed, documents, row_length, one_device,
-    extreme_scores, autocast_weights, autocast_errors,
+    first_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, shared_keys, packed, documents, row_length,
+    one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -81,8 +81,10 @@ def _imported(reference: str) -> tuple[type[Options], type]:
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise Unavailable(f"can't be imported: {problem}", "install its package, or mend the name") from None
     schema = getattr(found, "schema", None)
-    if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema)):
-        raise Unavailable("is no normalizer: its `schema` is no dataclass of options", "see docs/normalizers-own.md")
+    if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema) and hasattr(schema, "full_formula")):
+        raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
+    if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
+        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
     return type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__}), found
 
 
