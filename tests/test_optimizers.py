@@ -113,22 +113,29 @@ def test_each_optimizer_has_a_builder():
         assert parse({"name": "a", "optim": {"optimizer": name}}).optim.optimizer.name == name
 
 
-@pytest.mark.parametrize("options", [[], ["model.mlp=gelu"], ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"]])
-def test_projections_are_slices_of_the_fused_matrices(tiny, options: list[str]):
-    """Each is found by what the module's output of it depends on."""
-    model = decoder(tiny, *options)
+FUSED = {
+    "qkv, up": [],
+    "qkv": ["model.mlp=gelu", "model.n_kv_head=1"],
+    "uvz": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
+}
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_projections_are_slices_of_the_fused_matrices(tiny, fused: str):
+    model = decoder(tiny, *FUSED[fused])
     found, matrices = projections(model), dict(model.named_parameters())
-    kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in found}
-    assert kinds == ({"uvz"} if "model.block=gau" in options else {"qkv"} if "model.mlp=gelu" in options else {"qkv", "up"})
+    assert {name.split(".")[-2] for name in found} == set(fused.split(", "))
     for name, parts in found.items():
-        rows = [row for part in parts.values() for row in range(part.start, part.stop)]
-        assert rows == list(range(matrices[name].size(0)))
-    if "blocks.0.attention.qkv.weight" in found:
-        attention, parts = model.blocks[0].attention, found["blocks.0.attention.qkv.weight"]
-        assert list(parts) == ["q", "k", "v"]
-        seen = {}
-        attention.attend = lambda x, q, k, v, context: seen.update(q=q, k=k, v=v) or v.transpose(1, 2).flatten(2)
-        x = torch.randn(1, 3, model.config.n_embd)
-        attention(x, None)
-        for part, rows in parts.items():
-            assert torch.allclose(seen[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
+        assert [row for part in parts.values() for row in range(part.start, part.stop)] == list(range(matrices[name].size(0)))
+
+
+@pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])
+def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[str]):
+    model, seen = decoder(tiny, *options), {}
+    attention, x = model.blocks[0].attention, torch.randn(1, 3, model.config.n_embd)
+    attention.attend = lambda x, q, k, v, context: seen.update(q=q, k=k, v=v) or x
+    attention(x, None)
+    parts = projections(model)["blocks.0.attention.qkv.weight"]
+    assert parts.keys() == seen.keys()
+    for part, rows in parts.items():
+        assert torch.allclose(seen[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)

@@ -25,8 +25,7 @@ from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.runs.loading import load
 from lm.training.checkpointing import Checkpoints
-from lm.training.starting import hold
-from lm.training.train import train
+from lm.training.train import hold, train
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
 

@@ -15,8 +15,9 @@ from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.training.callbacks import StopOnSignal
-from lm.training.metrics import cut_back, wandb_mode
+from lm.training.metrics import wandb_mode
 from lm.training.module import TrainModule
+from lm.training.starting import cut_back
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"

@@ -246,6 +246,12 @@ def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, misfit
     refuses(use, "resume", run, rf"last\.ckpt: the optimizer's state and configuration don't fit: .*{words}")
 
 
+@pytest.mark.parametrize(("name", "value"), [("skipped", None), ("skipped_in_a_row", 0.5), ("elapsed_s", "1"), ("best", 3), ("best", [1])])
+def test_what_a_run_remembers_has_its_type(run: Path, use, name: str, value: object):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
+    refuses(use, "resume", run, rf"step-000004\.ckpt: its `{name}` must be .*, not '{re.escape(str(value))}'")
+
+
 # ---------------------------------------------------------------- configurations are data
 
 SECRET = "${oc.env:LM_TEST_SECRET}"

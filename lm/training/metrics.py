@@ -1,6 +1,5 @@
 """metrics.jsonl, the run's record, and its mirror in wandb."""
 
-import contextlib
 import json
 import netrc
 import os
@@ -9,11 +8,6 @@ from typing import TYPE_CHECKING
 
 from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.results import evaluation_path, evaluations, step_of
-from lm.runs.checkpoints import BEST, load_facts, steps_saved
-from lm.runs.checkpoints import step_of as checkpoint_step
-from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS
-from lm.runs.metric_log import cut_back_metrics
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -50,27 +44,6 @@ class MetricLog:
         """Finish the wandb run."""
         if self.mirror:
             self.mirror.finish()
-
-
-def cut_back(run: Path, step: int) -> list[str]:
-    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
-    evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
-    """
-    for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
-        for rubbish in part.glob(".*"):
-            if rubbish.is_file():
-                rubbish.unlink()
-    for path in steps_saved(run / CHECKPOINTS):
-        if checkpoint_step(path) > step:
-            path.unlink()
-    best = run / CHECKPOINTS / BEST
-    with contextlib.suppress(RunError):  # none, or damaged
-        if load_facts(best)["step"] > step:
-            best.unlink()
-    for path in evaluations(run):
-        if step_of(path) > step or path == evaluation_path(run, "swap", step):
-            path.unlink()
-    return cut_back_metrics(run / METRICS, step)
 
 
 def wandb_mode(log: LogConfig) -> str:

@@ -13,7 +13,7 @@ from lm.data.batches import IGNORED, Batch, train_loader, train_rows
 from lm.data.store import Store
 from lm.training.nonfinite import leave_out
 from lm.training.optimizers import load_named_state, make_optimizer
-from lm.training.state import Start
+from lm.training.starting import Start
 
 
 @dataclass(frozen=True)

@@ -1,141 +1,62 @@
-"""Where a run starts from: a new folder, a checkpoint of its own, or another run's weights; and what is refused."""
+"""What a run, or a phase of it, goes on from: initial weights, those of another run, a checkpoint; and what is refused."""
 
 import contextlib
-import dataclasses
-import fcntl
-import os
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from lm.attention.normalizer import make_normalizer
 from lm.config.effects import function_of
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
+from lm.evaluation.results import evaluation_path, evaluations
+from lm.evaluation.results import step_of as evaluated_step
+from lm.model.decoder import Decoder
+from lm.model.swapped import swapped
+from lm.runs.checkpoints import BEST, bare_weights, load_facts, step_of, steps_saved
 from lm.runs.consistency import config_problems, trained_config
-from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_json
+from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, EVALUATIONS, METRICS, TOKENIZER, read_json
 from lm.runs.identity import arm, seeds
+from lm.runs.loading import Loaded, load, misfit
+from lm.runs.metric_log import cut_back_metrics
 from lm.schema import Plain, to_plain
-
-if TYPE_CHECKING:
-    from lm.training.state import Start
-
-
-def claim(folder: Path, resume: bool) -> None:
-    """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not resume:
-            raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
+from lm.training.optimizers import State, after_swap, freeze, state_misfit
+from lm.training.state import RunState
 
 
-@contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+@dataclass
+class Start:
+    """What a phase of a run begins with. Whoever has used `optimizer` or `before` up drops it, for its memory.
 
-
-def stored(config: Config) -> Config:
-    """The configuration as the run folder keeps it: how the run was resumed is not part of it."""
-    return dataclasses.replace(config, resume="")
-
-
-# ---------------------------------------------------------------- resume: the same run, everything
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
-    if not config.resume:
-        return None
-    path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
-    if path.exists():
-        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
-            remedy = "to start a new run from its weights: init_from=... instead"
-            raise RunError(
-                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
-            )
-        return path
-    if config.resume == "auto":
-        others = sorted(path.parent.glob("step-*.ckpt"), key=lambda other: other.stat().st_mtime_ns)
-        if others:
-            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
-        return None
-    raise RunError(f"{path}: no such checkpoint (resume)")
-
-
-def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Notes on what has changed and matters where `config` goes on from a checkpoint.
-
-    Raises:
-        ConfigError: every difference that would make it another run.
-        RunError: the checkpoint holds weights alone, or other ones than it says.
+    Attributes:
+        step: optimizer steps done.
+        decoder: on the CPU, with the weights to go on from.
+        optimizer: what the optimizer knows of the parameters.
+        before: the decoder that a swap at this step replaced.
     """
-    import torch
 
-    from lm.model.decoder import Decoder
-    from lm.runs.checkpoints import bare_weights
-    from lm.runs.loading import misfit
-    from lm.training.optimizers import state_misfit
-
-    saved = checkpoint["lm"]
-    if not isinstance(checkpoint.get("optimizer"), dict):
-        folder = config.run_folder
-        raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
-    trained = trained_config(saved, path)
-    problems = config_problems(config, trained, saved, path)
-    if saved["data_fingerprint"] != store.fingerprint:
-        reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
-        problems.append(Problem("data", store.fingerprint[:16], reason))
-    if problems:
-        raise ConfigError(problems)
-    shape = trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len
-    if reason := misfit(*shape, bare_weights(checkpoint)):
-        raise RunError(f"{path}: weights and configuration don't fit: {reason}")
-    with torch.device("meta"):
-        decoder = Decoder(*shape, seed=None)
-    if reason := state_misfit(decoder, trained, checkpoint["optimizer"]):
-        raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
-    notes = []
-    later = [other for other in path.parent.glob("step-*.ckpt") if int(other.stem.removeprefix("step-")) > saved["step"]]
-    if later:
-        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are dropped")
-    steps = trained.trainer.max_steps, config.trainer.max_steps
-    if steps[0] != steps[1] and config.optim.schedule.name != "constant":
-        notes.append(
-            f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
-        )
-    return notes
+    step: int
+    phase: int
+    decoder: Decoder
+    state: RunState = field(default_factory=RunState)
+    optimizer: State = field(default_factory=dict)
+    before: Decoder | None = None
 
 
 # ---------------------------------------------------------------- a new run, from initial weights or from those of another (init_from)
 
 
-def fresh(config: Config, store: Store) -> tuple["Start", dict[str, Plain] | None, list[str]]:
+def fresh(config: Config, store: Store) -> tuple[Start, dict[str, Plain] | None, list[str]]:
     """The start of a new run, where `init_from` has its weights from (see `start_from`), and notes."""
-    from lm.model.decoder import Decoder
-    from lm.training.optimizers import freeze
-    from lm.training.state import Start
-
     decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len, config.seed)
     origin, notes = start_from(config, store, decoder) if config.init_from else (None, [])
     freeze(decoder, config.train_only)
     return Start(0, 0, decoder), origin, notes
 
 
-def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str, Plain], list[str]]:
+def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str, Plain], list[str]]:
     """Give `decoder` the weights that `init_from` names; where they come from, and notes on it.
 
     The former: `path`, `step`, `tokens`, and what tells like weights of other seeds: `normalizer`, `arm` and `seeds` (lm/runs/identity.py).
@@ -144,8 +65,6 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
         RunError: nothing to load there.
         ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
     """
-    from lm.runs.loading import load
-
     loaded = load(config.init_from)
     problems = []
     ours, theirs = (function_of(model) for model in (decoder.config, loaded.decoder.config))
@@ -181,7 +100,7 @@ def start_from(config: Config, store: Store, decoder: object) -> tuple[dict[str,
     return start, notes
 
 
-def _normalizer_problems(config: Config, decoder: object, loaded: object) -> list[Problem]:
+def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
     """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
     models = decoder, loaded.decoder
     labels = [model.config.normalizer.label() for model in models]
@@ -207,10 +126,8 @@ def _tokenizer_remedy(file: Path) -> str:
     return f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
 
 
-def check_train_only(config: Config, decoder: object) -> None:
+def check_train_only(config: Config, decoder: Decoder) -> None:
     """Raises ConfigError if there is nothing to train in some phase."""
-    from lm.attention.normalizer import make_normalizer
-
     shape = decoder.normalizers()[0].shape
     for index, phase in enumerate(config.plan):
         made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
@@ -218,3 +135,77 @@ def check_train_only(config: Config, decoder: object) -> None:
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
+
+
+# ---------------------------------------------------------------- the same run, everything (resume), or its next phase
+
+
+def going_on(config: Config, checkpoint: dict[str, object]) -> Start:
+    """Where a checkpoint's run is: in its phase as it is, or at the start of the next one, with the normalizers swapped."""
+    facts = checkpoint["lm"]
+    phase = config.phase_at(facts["step"])
+    decoder = Decoder(config.model_in(facts["phase"]), facts["vocab_size"], config.data.seq_len, seed=None)
+    decoder.load_state_dict(bare_weights(checkpoint))
+    start = Start(facts["step"], phase, decoder, RunState.of(facts, config.run_folder / CHECKPOINTS), checkpoint["optimizer"])
+    if phase != facts["phase"]:
+        start.decoder, start.before = swapped(decoder, config.model_in(phase).normalizer), decoder
+        start.optimizer = after_swap(start.optimizer)
+    freeze(start.decoder, config.train_only)
+    return start
+
+
+def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
+    """Notes on what has changed and matters where `config` goes on from a checkpoint.
+
+    Raises:
+        ConfigError: every difference that would make it another run.
+        RunError: the checkpoint holds weights alone, or other ones than it says.
+    """
+    saved = checkpoint["lm"]
+    if not isinstance(checkpoint.get("optimizer"), dict):
+        folder = config.run_folder
+        raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
+    trained = trained_config(saved, path)
+    problems = config_problems(config, trained, saved, path)
+    if saved["data_fingerprint"] != store.fingerprint:
+        reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
+        problems.append(Problem("data", store.fingerprint[:16], reason))
+    if problems:
+        raise ConfigError(problems)
+    shape = trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len
+    if reason := misfit(*shape, bare_weights(checkpoint)):
+        raise RunError(f"{path}: weights and configuration don't fit: {reason}")
+    with torch.device("meta"):
+        decoder = Decoder(*shape, seed=None)
+    if reason := state_misfit(decoder, trained, checkpoint["optimizer"]):
+        raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
+    notes = []
+    if any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
+        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are dropped")
+    steps = trained.trainer.max_steps, config.trainer.max_steps
+    if steps[0] != steps[1] and config.optim.schedule.name != "constant":
+        notes.append(
+            f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
+        )
+    return notes
+
+
+def cut_back(run: Path, step: int) -> list[str]:
+    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
+    evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
+    """
+    for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
+        for rubbish in part.glob(".*"):
+            if rubbish.is_file():
+                rubbish.unlink()
+    for path in steps_saved(run / CHECKPOINTS):
+        if step_of(path) > step:
+            path.unlink()
+    best = run / CHECKPOINTS / BEST
+    with contextlib.suppress(RunError):  # none, or damaged
+        if load_facts(best)["step"] > step:
+            best.unlink()
+    for path in evaluations(run):
+        if evaluated_step(path) > step or path == evaluation_path(run, "swap", step):
+            path.unlink()
+    return cut_back_metrics(run / METRICS, step)

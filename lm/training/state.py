@@ -1,17 +1,12 @@
-"""What of a run goes on from step to step: its state, and what training goes on from at a start or a swap."""
+"""What a run remembers from step to step beside weights and optimizer."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from lm.config.tree import Config
 from lm.errors import RunError
-from lm.model.decoder import Decoder
-from lm.model.swapped import swapped
-from lm.runs.checkpoints import bare_weights, is_saved
-from lm.runs.folder import CHECKPOINTS
-from lm.schema import Plain
-from lm.training.optimizers import State, after_swap, freeze
+from lm.runs.checkpoints import is_saved, step_path
+from lm.schema import Plain, convert, type_name
 
 
 @dataclass
@@ -26,7 +21,7 @@ class RunState:
         elapsed_s: seconds of training.
     """
 
-    best: dict[str, Plain] | None = None
+    best: dict[str, int | float | str] | None = None
     skipped: int = 0
     skipped_in_a_row: int = 0
     nll_since_line: float = 0.0
@@ -35,15 +30,18 @@ class RunState:
 
     @classmethod
     def of(cls, facts: dict[str, Plain], folder: Path) -> "RunState":
-        """As a checkpoint's `facts` have it. A best model that is not in the run `folder` any more is none.
+        """As a checkpoint's `facts` have it. A best model that is not in `folder`, with the run's checkpoints, any more is none.
 
         Raises:
-            RunError: something is missing.
+            RunError: something is missing, or of another type.
         """
-        if missing := [one.name for one in fields(cls) if one.name not in facts]:
-            raise RunError(f"{folder}: the checkpoint at step {facts['step']} says nothing of {', '.join(missing)}; go on from another")
-        state = cls(**{one.name: facts[one.name] for one in fields(cls)})
-        if state.best and not is_saved(folder / CHECKPOINTS, state.best["step"]):  # a run that goes back may find the weights gone
+        values = {one.name: convert(one.type, facts.get(one.name, MISSING)) for one in fields(cls)}
+        for one in fields(cls):
+            if values[one.name] is MISSING:
+                found = str(facts.get(one.name))[:40]
+                raise RunError(f"{step_path(folder, facts['step'])}: its `{one.name}` must be {type_name(one.type)}, not {found!r}")
+        state = cls(**values)
+        if state.best and not is_saved(folder, state.best["step"]):  # a run that goes back may find the weights gone
             state.best = None
         return state
 
@@ -63,36 +61,3 @@ class RunState:
         mean = self.nll_since_line / self.targets_since_line if self.targets_since_line else math.nan
         self.nll_since_line, self.targets_since_line = 0.0, 0
         return mean
-
-
-@dataclass
-class Start:
-    """What a phase of a run begins with. Whoever has used `optimizer` or `before` up drops it, for its memory.
-
-    Attributes:
-        step: optimizer steps done.
-        decoder: on the CPU, with the weights to go on from.
-        optimizer: what the optimizer knows of the parameters.
-        before: the decoder that a swap at this step replaced.
-    """
-
-    step: int
-    phase: int
-    decoder: Decoder
-    state: RunState = field(default_factory=RunState)
-    optimizer: State = field(default_factory=dict)
-    before: Decoder | None = None
-
-
-def going_on(config: Config, checkpoint: dict[str, object]) -> Start:
-    """Where a checkpoint's run is: in its phase as it is, or at the start of the next one, with the normalizers swapped."""
-    facts = checkpoint["lm"]
-    phase = config.phase_at(facts["step"])
-    decoder = Decoder(config.model_in(facts["phase"]), facts["vocab_size"], config.data.seq_len, seed=None)
-    decoder.load_state_dict(bare_weights(checkpoint))
-    start = Start(facts["step"], phase, decoder, RunState.of(facts, config.run_folder), checkpoint["optimizer"])
-    if phase != facts["phase"]:
-        start.decoder, start.before = swapped(decoder, config.model_in(phase).normalizer), decoder
-        start.optimizer = after_swap(start.optimizer)
-    freeze(start.decoder, config.train_only)
-    return start

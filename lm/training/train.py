@@ -1,36 +1,17 @@
-"""`lm train`: checks, data, then a model and a Trainer for each phase; all is kept in the run folder."""
+"""`lm train`: the run folder is claimed and held, the data are there, then the run is fitted."""
 
 import contextlib
-import logging
+import fcntl
 import os
 import shutil
-import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare
-from lm.data.store import Store
 from lm.errors import RunError
-from lm.evaluation.results import evaluation_path
-from lm.files import write_text
-from lm.progress import StepProgress
-from lm.runs.consistency import check_environment
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
-from lm.schema import Plain, to_plain
+from lm.runs.folder import CHECKPOINTS, METRICS
 from lm.training.launcher import process_rank
-from lm.training.starting import check_resume, check_train_only, claim, find_checkpoint, fresh, hold, stored
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lm.evaluation.measurement import Measurement
-    from lm.training.callbacks import StopOnSignal
-    from lm.training.metrics import MetricLog
-    from lm.training.module import TrainModule
-    from lm.training.state import Start
 
 
 def train(config: Config) -> int:
@@ -42,8 +23,6 @@ def train(config: Config) -> int:
     main = process_rank(config) == 0
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
-    from lm.evaluation.suite import measurements
-
     created = main and not folder.exists()
     if main and not checkpoint:
         claim(folder, resume=bool(config.resume))
@@ -51,174 +30,57 @@ def train(config: Config) -> int:
         with hold(folder) if main else contextlib.nullcontext():
             store = prepare(config.data, progress=main)
             check_rows(store, config)
-            return _fit(config, store, measurements(config, store), checkpoint, main)
+            from lm.training.fit import fit  # torch and Lightning take seconds to import, and what is refused before needs neither
+
+            return fit(config, store, checkpoint, main)
     except BaseException:
         if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _fit(config: Config, store: Store, asked: list["Measurement"], checkpoint: Path | None, main: bool) -> int:
-    """Plan the run or its continuation, write down what it is, and train phase by phase."""
-    import torch
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
+    if not config.resume:
+        return None
+    path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
+    if path.exists():
+        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
+            remedy = "to start a new run from its weights: init_from=... instead"
+            raise RunError(
+                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
+            )
+        return path
+    if config.resume == "auto":
+        others = sorted(path.parent.glob("step-*.ckpt"), key=lambda other: other.stat().st_mtime_ns)
+        if others:
+            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
+        return None
+    raise RunError(f"{path}: no such checkpoint (resume)")
 
-    from lm.model.counts import flops_per_token
-    from lm.model.device import resolve_compile, resolve_device, resolve_precision
-    from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path
-    from lm.runs.loading import TOKENIZER_SHA256
-    from lm.training.banner import banner, environment
-    from lm.training.metrics import MetricLog, cut_back, start_wandb, wandb_mode
-    from lm.training.state import going_on
 
-    quiet_lightning()
-    folder = config.run_folder
-    accelerator, device = resolve_device(config)
-    mode = wandb_mode(config.log)
-    if accelerator == "cpu":
-        torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
-        device = f"cpu ({torch.get_num_threads()} threads)"
-
-    before: dict[str, Plain] = {}
-    if checkpoint:
-        saved = load_checkpoint(checkpoint)
-        notes = check_resume(config, store, saved, checkpoint)
-        before = check_environment(folder / ENVIRONMENT, saved["lm"], checkpoint)
-        if saved["lm"]["step"] >= config.trainer.max_steps:
-            return _complete(config, asked, checkpoint, saved["lm"]["step"], main)
-        start, origin = going_on(config, saved), before.get("started_from")
-    else:
-        start, origin, notes = fresh(config, store)
-    if config.train_only:
-        check_train_only(config, start.decoder)
-    precision = resolve_precision(config, accelerator, before)
-    flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
-    compiled = resolve_compile(config, flops, accelerator, before)
-
-    facts = {**environment(config, store, start.decoder, device, precision, compiled, start.step, before), "started_from": origin}
-    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
-    if main:
-        print(banner(config, start.phase, store, start.decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
-        write_text(folder / CONFIG, to_yaml(stored(config)))
-        write_json(folder / ENVIRONMENT, facts)
-        write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
-        if checkpoint and checkpoint.name != LAST:
-            point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
-        for note in cut_back(folder, start.step):
-            print(note, flush=True)
-        best = start.state.best
-        if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
-            point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
-    mirror = start_wandb(mode, config.log.project, folder, config.name, facts["wandb_id"], to_plain(config)) if main else None
-    log = MetricLog(folder / METRICS, mirror, main)
-    progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
+def claim(folder: Path, resume: bool) -> None:
+    """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
     try:
-        progress.start(start.step)
-        run = Run(config, store, asked, accelerator, precision.value, compiled.value == "true", facts["wandb_id"], log, progress)
-        return _phases(run, start)
-    except RuntimeError as error:
-        if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
-            raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
-        raise
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not resume:
+            raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
     finally:
-        progress.stop()
-        log.close()
-
-
-@dataclass(frozen=True)
-class Run:
-    """What all phases of a run share."""
-
-    config: Config
-    store: Store
-    asked: list["Measurement"]
-    accelerator: str
-    precision: str
-    compiled: bool
-    wandb_id: str
-    log: "MetricLog"
-    progress: StepProgress
-
-
-def _phases(run: Run, start: "Start") -> int:
-    """Train each phase that is left; the next one begins with the checkpoint that the one before has ended with."""
-    from lm.runs.checkpoints import load_checkpoint, step_path
-    from lm.training.callbacks import StopOnSignal
-    from lm.training.module import TrainModule
-    from lm.training.state import going_on
-
-    config, folder = run.config, run.config.run_folder
-    with StopOnSignal() as stop:
-        while True:
-            module = TrainModule(config, run.store, start, run.compiled, stop.told)
-            trainer = make_trainer(run, module, stop)
-            trainer.fit(module)
-            step = trainer.global_step
-            if step >= config.trainer.max_steps:
-                run.progress.say(f"done: {folder}")
-                return 0
-            if trainer.should_stop:  # as the step, the same on all ranks
-                run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
-                return 128 + stop.signal
-            start = going_on(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
-
-
-def make_trainer(run: Run, module: "TrainModule", stop: "StopOnSignal") -> "L.Trainer":
-    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
-    import lightning as L
-
-    from lm.training import callbacks
-    from lm.training.checkpointing import Checkpoints
-    from lm.training.clock import Clock
-
-    config, start, clock = run.config, module.start, Clock()
-    evaluation = config, run.asked, run.log, run.progress, clock, run.precision != "32"
-    trainer = L.Trainer(
-        accelerator=run.accelerator,
-        devices=config.trainer.devices,
-        num_nodes=config.trainer.num_nodes,
-        strategy="ddp" if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if run.precision == "bf16-mixed" else "32-true",
-        max_steps=config.phase_ends[start.phase],
-        max_epochs=-1,
-        accumulate_grad_batches=module.accumulation,
-        use_distributed_sampler=False,
-        callbacks=[
-            stop,
-            callbacks.LearningRates(config),
-            callbacks.Metrics(run.log, config, run.progress, clock),  # starts the clock; what follows pauses it
-            callbacks.Validate(*evaluation),  # before Checkpoints, which saves the best
-            Checkpoints(config, run.wandb_id, clock),
-            callbacks.Evaluate(*evaluation),  # takes long: a kill meanwhile loses no step
-        ],
-        default_root_dir=config.run_folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    # Lightning's count of optimizer steps, which `max_steps` and `global_step` go by: private, and touched nowhere else. Its other
-    # counters start anew with each phase.
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
-    return trainer
-
-
-def _complete(config: Config, asked: list["Measurement"], checkpoint: Path, step: int, main: bool) -> int:
-    """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
-    from lm.evaluation.evaluate import evaluate, print_results
-
-    folder = config.run_folder
-    if main:
-        due = [one.kind for one in asked if one.schedule.is_due(step, step)]
-        lost = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-        if lost:
-            print_results(evaluate(config, folder, checkpoint, lost))
-        print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
-    return 0
-
-
-def quiet_lightning() -> None:
-    """Lightning's tips and notes on what is chosen here; our banner says what matters."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning.*")
-    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        os.close(descriptor)

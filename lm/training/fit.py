@@ -1,0 +1,191 @@
+"""A run or its continuation: planned, written down, and trained phase by phase with Lightning's Trainer."""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from lm.config.load import to_yaml
+from lm.config.tree import Config
+from lm.data.store import Store
+from lm.errors import RunError
+from lm.evaluation.evaluate import evaluate, print_results
+from lm.evaluation.measurement import Measurement
+from lm.evaluation.results import evaluation_path
+from lm.evaluation.suite import measurements
+from lm.files import write_text
+from lm.model.counts import flops_per_token
+from lm.model.device import resolve_compile, resolve_device, resolve_precision
+from lm.progress import StepProgress
+from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path
+from lm.runs.consistency import check_environment
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
+from lm.runs.loading import TOKENIZER_SHA256
+from lm.schema import Plain, to_plain
+from lm.training.banner import banner, environment
+from lm.training.callbacks import Evaluate, LearningRates, Metrics, StopOnSignal, Validate
+from lm.training.checkpointing import Checkpoints
+from lm.training.clock import Clock
+from lm.training.metrics import MetricLog, start_wandb, wandb_mode
+from lm.training.module import TrainModule
+from lm.training.starting import Start, check_resume, check_train_only, cut_back, fresh, going_on
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all phases of a run share."""
+
+    config: Config
+    store: Store
+    asked: list[Measurement]
+    accelerator: str
+    precision: str
+    compiled: bool
+    wandb_id: str
+    log: MetricLog
+    progress: StepProgress
+
+
+def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
+    """Train from the start, or from a checkpoint of the run; the process's exit status.
+
+    main: whether this is the process that writes.
+
+    Raises:
+        LMError: whatever keeps the run from going on, most of it before anything is written.
+    """
+    quiet_lightning()
+    asked = measurements(config, store)
+    accelerator, device = resolve_device(config)
+    mode = wandb_mode(config.log)
+    if accelerator == "cpu":
+        torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
+        device = f"cpu ({torch.get_num_threads()} threads)"
+
+    before: dict[str, Plain] = {}
+    if checkpoint:
+        saved = load_checkpoint(checkpoint)
+        notes = check_resume(config, store, saved, checkpoint)
+        before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
+        if saved["lm"]["step"] >= config.trainer.max_steps:
+            return _complete(config, asked, checkpoint, saved["lm"]["step"], main)
+        start, origin = going_on(config, saved), before.get("started_from")
+    else:
+        start, origin, notes = fresh(config, store)
+    if config.train_only:
+        check_train_only(config, start.decoder)
+    precision = resolve_precision(config, accelerator, before)
+    flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
+    compiled = resolve_compile(config, flops, accelerator, before)
+
+    facts = {**environment(config, store, start.decoder, device, precision, compiled, start.step, before), "started_from": origin}
+    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
+    mirror = None
+    if main:
+        print(banner(config, start.phase, store, start.decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
+        _write_down(config, store, start, checkpoint, facts)
+        mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, facts["wandb_id"], to_plain(config))
+    log = MetricLog(config.run_folder / METRICS, mirror, main)
+    progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
+    progress.start(start.step)
+    try:
+        run = Run(config, store, asked, accelerator, precision.value, compiled.value == "true", facts["wandb_id"], log, progress)
+        return _phases(run, start)
+    except RuntimeError as error:
+        if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
+            raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
+        raise
+    finally:
+        progress.stop()
+        log.close()
+
+
+def _write_down(config: Config, store: Store, start: Start, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
+    """What the run folder says of the run; what it holds of the time after `start` is dropped."""
+    folder = config.run_folder
+    write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # how the run was resumed is not part of it
+    write_json(folder / ENVIRONMENT, facts)
+    write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
+    if checkpoint and checkpoint.name != LAST:
+        point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
+    for note in cut_back(folder, start.step):
+        print(note, flush=True)
+    best = start.state.best
+    if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
+        point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
+
+
+def _phases(run: Run, start: Start) -> int:
+    """Train each phase that is left; the next one begins with the checkpoint that the one before has ended with."""
+    config, folder = run.config, run.config.run_folder
+    with StopOnSignal() as stop:
+        while True:
+            module = TrainModule(config, run.store, start, run.compiled, stop.told)
+            trainer = make_trainer(run, module, stop)
+            trainer.fit(module)
+            step = trainer.global_step
+            if step >= config.trainer.max_steps:
+                run.progress.say(f"done: {folder}")
+                return 0
+            if trainer.should_stop:  # as the step, the same on all ranks
+                run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
+                return 128 + stop.signal
+            start = going_on(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
+
+
+def make_trainer(run: Run, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
+    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
+    config, start, clock = run.config, module.start, Clock()
+    evaluation = config, run.asked, run.log, run.progress, clock, run.precision != "32"
+    trainer = L.Trainer(
+        accelerator=run.accelerator,
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.num_nodes,
+        strategy="ddp" if config.world_size > 1 else "auto",
+        precision="bf16-mixed" if run.precision == "bf16-mixed" else "32-true",
+        max_steps=config.phase_ends[start.phase],
+        max_epochs=-1,
+        accumulate_grad_batches=module.accumulation,
+        use_distributed_sampler=False,
+        callbacks=[
+            stop,
+            LearningRates(config),
+            Metrics(run.log, config, run.progress, clock),  # starts the clock; what follows pauses it
+            Validate(*evaluation),  # before Checkpoints, which saves the best
+            Checkpoints(config, run.wandb_id, clock),
+            Evaluate(*evaluation),  # takes long: a kill meanwhile loses no step
+        ],
+        default_root_dir=config.run_folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # Lightning's count of optimizer steps, which `max_steps` and `global_step` go by: private, and touched nowhere else. Its other
+    # counters start anew with each phase.
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
+    return trainer
+
+
+def _complete(config: Config, asked: list[Measurement], checkpoint: Path, step: int, main: bool) -> int:
+    """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
+    folder = config.run_folder
+    if main:
+        due = [one.kind for one in asked if one.schedule.is_due(step, step)]
+        lost = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+        if lost:
+            print_results(evaluate(config, folder, checkpoint, lost))
+        print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
+    return 0
+
+
+def quiet_lightning() -> None:
+    """Lightning's tips and notes on what is chosen here; our banner says what matters."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
