@@ -15,11 +15,13 @@ from lm.attention import catalogue
 from lm.attention import options as opt
 from lm.attention.layout import Rows
 from lm.attention.options import Options
+from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks, in_lockstep
 from lm.model.decoder import Decoder, batch_rows
+from lm.model.inference import for_inference
 
 VOCAB, LENGTH, SIZE = 50, 37, 8
 
@@ -60,7 +62,6 @@ def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
 def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str, block: str, documents: bool):
     decoder, given = made(catalogue.OPTIONS[name](), block), batch(documents=documents)
     expected, covered = dense(decoder, given), torch.zeros(2, LENGTH)
-    outputs: list[list[Tensor]] = [[], []]
     for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
         keys = one.weights.size(-1)
         scores, weights = (x[:, :, one.queries, :keys] for x in expected[one.layer])
@@ -70,12 +71,17 @@ def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str
         assert one.weights.dtype == torch.float64
         assert torch.equal(one.rows.positions, batch_rows(given).positions[..., one.queries])
         covered[one.layer, one.queries] += 1
-        outputs[one.layer].append(one.weights @ one.heads.v[:, :, :keys].double())
     assert (covered == 1).all()
-    attended = given_to_the_projection(decoder, given)
-    for layer in range(2):
-        found = torch.cat(outputs[layer], 2).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(found.float(), attended[layer], rtol=1e-3, atol=1e-4)
+    gives_what_the_layers_give(decoder, given)
+
+
+def gives_what_the_layers_give(decoder: Decoder, given: Batch) -> None:
+    """Weights of the stream times values are what the model computes, by its fast routes."""
+    outputs: list[list[Tensor]] = [[] for _ in decoder.blocks]
+    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
+        outputs[one.layer].append(one.weights @ one.heads.v[:, :, : one.weights.size(-1)].double())
+    for found, attended in zip(outputs, given_to_the_projection(decoder, given), strict=True):
+        torch.testing.assert_close(torch.cat(found, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)
 
 
 def given_to_the_projection(decoder: Decoder, given: Batch) -> list[Tensor]:
@@ -124,6 +130,15 @@ def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.
             assert torch.equal(one.weights, by_itself.weights)
     with pytest.raises(ValueError, match="argument 2"):
         list(in_lockstep([made(opt.Softmax()), made(opt.Softmax(), n_layer=3)], batch()))
+
+
+@torch.no_grad()
+def test_a_copy_for_another_inference_setting_gives_its_own_attention():
+    decoder = made(opt.LogN(base=8.0))
+    used = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))
+    gives_what_the_layers_give(used, batch())
+    one, other = (next(iter(attention_blocks(each, batch()))).weights for each in (decoder, used))
+    assert (one - other).abs().max() > 1e-3
 
 
 def test_positions_given_decide_n():

@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.attention import catalogue, contract
 from lm.attention import options as opt
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, made
-from lm.attention.layout import RowLength, Rows
+from lm.attention.layout import Rows
 from lm.attention.normalizer import Shape, make_normalizer
 from lm.attention.options import Options
 
@@ -91,10 +91,10 @@ def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: Options, 
 
 def test_row_length_policies():
     rows = Rows(torch.tensor([0, 1, 9]), torch.arange(10), torch.tensor([12]), causal=False)
-    assert RowLength("visible")(rows).tolist() == [1, 2, 10]
-    assert RowLength("sample")(rows).tolist() == [12, 12, 12]
-    assert RowLength("fixed:512")(rows).tolist() == [512, 512, 512]
-    assert RowLength("visible")(rows).dtype == torch.float32
+    assert rows.n("visible").tolist() == [1, 2, 10]
+    assert rows.n("sample").tolist() == [12, 12, 12]
+    assert rows.n("fixed:512").tolist() == [512, 512, 512]
+    assert rows.n("visible").dtype == torch.float32
 
 
 # ---------------------------------------------------------------- identities of the other families

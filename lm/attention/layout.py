@@ -82,21 +82,13 @@ class Rows:
         distance = (self.positions.unsqueeze(-1) - self.key_positions.unsqueeze(-2)).float()
         return distance if distance.dim() == 2 else distance.unsqueeze(1)
 
+    def n(self, policy: str) -> Tensor:
+        """The row length n of each query, fp32, of the shape of `positions`.
 
-@dataclass(frozen=True)
-class RowLength:
-    """The policy that gives n, one per query.
-
-    `visible`: keys the query sees, its position + 1 (the SSMax paper's n). `sample`: length of its
-    document. `fixed:N`: the number N.
-    """
-
-    policy: str
-
-    def __call__(self, rows: Rows) -> Tensor:
-        """n as fp32, of the shape of `rows.positions`."""
-        if self.policy == "visible":
-            return (rows.positions + 1).float()
-        if self.policy == "sample":
-            return rows.lengths.expand_as(rows.positions).float()
-        return torch.full_like(rows.positions, int(self.policy.removeprefix("fixed:")), dtype=torch.float32)
+        policy: `visible`, keys the query sees, its position + 1 (the SSMax paper's n); `sample`, length of its document; `fixed:N`.
+        """
+        if policy == "visible":
+            return (self.positions + 1).float()
+        if policy == "sample":
+            return self.lengths.expand_as(self.positions).float()
+        return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import options
-from lm.attention.layout import RowLength, Rows
+from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer
 from lm.attention.precision import without_autocast
 from lm.attention.row_sums import divided
@@ -41,7 +41,7 @@ class Linear(Normalizer):
 
     def factor(self, rows: Rows) -> Tensor | None:
         """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
-        return None if self.options.n == "sum" else 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
+        return None if self.options.n == "sum" else 1 / rows.n(self.options.n).unsqueeze(-2)
 
     def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The product of features with its decay: what is divided."""

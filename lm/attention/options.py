@@ -40,7 +40,7 @@ class Options:
 
     def problems(self) -> list[Problem]:
         """What the types of the options can't say: a row length of no kind, contradictory pairs."""
-        n = getattr(self, "n", "visible")
+        n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
         return [Problem("n", n, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)")]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.layout import RowLength, Rows
+from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.pointwise_sums import pointwise, why_tiles
 from lm.attention.row_sums import divided
@@ -57,7 +57,7 @@ class Relu2Normalizer(PointwiseNormalizer):
     def factor(self, rows: Rows) -> Tensor | None:
         if self.options.n == "sum":
             return None
-        n = RowLength(self.options.n)(rows).unsqueeze(-2)
+        n = rows.n(self.options.n).unsqueeze(-2)
         return 1 / n if self.options.form == "1/(n d)" else self.shape.head_size / n.square()
 
 
@@ -68,7 +68,7 @@ class ReluNormalizer(PointwiseNormalizer):
     f = Relu()
 
     def factor(self, rows: Rows) -> Tensor:
-        return 1 / RowLength(self.options.n)(rows).unsqueeze(-2)
+        return 1 / rows.n(self.options.n).unsqueeze(-2)
 
 
 class SigmoidNormalizer(PointwiseNormalizer):
@@ -82,7 +82,7 @@ class SigmoidNormalizer(PointwiseNormalizer):
             self.b = nn.Parameter(torch.zeros(self.shape.n_head))
 
     def shift(self, rows: Rows) -> Tensor:
-        shift = -RowLength(self.options.n)(rows).log().unsqueeze(-2)
+        shift = -rows.n(self.options.n).log().unsqueeze(-2)
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
     def factor(self, rows: Rows) -> Tensor:

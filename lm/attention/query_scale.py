@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lm.attention import options
 from lm.attention.fused import fused_softmax
-from lm.attention.layout import RowLength, Rows
+from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.precision import without_autocast
 
@@ -62,7 +62,6 @@ class SSMax(QueryScale):
     options: options.SSMax
 
     def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
         if self.options.scale == "learned":
             first = {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
             self.s = nn.Parameter(torch.full((self.shape.n_head,), first))
@@ -71,7 +70,7 @@ class SSMax(QueryScale):
 
     def log_n(self) -> Tensor:
         """ln n at each position of a training row: (L,) float64."""
-        return self.row_length(Rows.full(self.shape.train_length)).double().log()
+        return Rows.full(self.shape.train_length).n(self.options.n).double().log()
 
     @torch.no_grad()
     def match(self, other: Normalizer) -> None:
@@ -96,7 +95,7 @@ class SSMax(QueryScale):
             self.b.copy_(c.mean(-1))
 
     def scale(self, rows: Rows) -> Tensor:
-        scale = self.row_length(rows).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
+        scale = rows.n(self.options.n).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
         if self.options.scale == "learned":
             scale = self.s.unsqueeze(-1) * scale  # (H, T) or (B, H, T)
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
@@ -108,7 +107,6 @@ class AtBase(QueryScale):
     options: options.LogN | options.InfoScale | options.YaRN
 
     def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
         self.base = float(self.shape.train_length if self.options.base == "train" else self.options.base)
 
     def constants(self) -> dict[str, float]:
@@ -124,7 +122,7 @@ class LogN(AtBase):
     options: options.LogN
 
     def scale(self, rows: Rows) -> Tensor:
-        scale = self.row_length(rows).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
+        scale = rows.n(self.options.n).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
 
 
@@ -137,13 +135,12 @@ class SqrtLogN(QueryScale):
     options: options.SqrtLogN
 
     def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
         growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
         self.c = nn.Parameter(torch.full((self.shape.n_head,), 1 / growth))
 
     def growth(self, rows: Rows) -> Tensor:
         """sqrt(2 ln n), of the shape of the rows' positions."""
-        return (2 * self.row_length(rows).log()).sqrt()
+        return (2 * rows.n(self.options.n).log()).sqrt()
 
     def scale(self, rows: Rows) -> Tensor:
         return self.c.unsqueeze(-1) * self.growth(rows).unsqueeze(-2)
@@ -168,7 +165,7 @@ class YaRN(AtBase):
     options: options.YaRN
 
     def scale(self, rows: Rows) -> Tensor:
-        return (0.1 * (self.row_length(rows) / self.base).clamp(min=1.0).log() + 1).square().unsqueeze(-2)
+        return (0.1 * (rows.n(self.options.n) / self.base).clamp(min=1.0).log() + 1).square().unsqueeze(-2)
 
 
 class InfoScale(AtBase):
@@ -178,7 +175,7 @@ class InfoScale(AtBase):
 
     def scale(self, rows: Rows) -> Tensor:
         power = -2 / self.shape.head_size
-        return ((1 - self.row_length(rows) ** power).sqrt() / math.sqrt(1 - self.base**power)).unsqueeze(-2)
+        return ((1 - rows.n(self.options.n) ** power).sqrt() / math.sqrt(1 - self.base**power)).unsqueeze(-2)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -195,13 +192,12 @@ class Cosine(QueryScale):
     options: options.Cosine
 
     def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
         growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
         self.g = nn.Parameter(torch.full((self.shape.n_head,), math.sqrt(self.shape.head_size) / growth))
 
     def growth(self, rows: Rows) -> Tensor:
         """ln n, or 1."""
-        return self.row_length(rows).log() if self.options.log_n else torch.ones_like(rows.positions, dtype=torch.float32)
+        return rows.n(self.options.n).log() if self.options.log_n else torch.ones_like(rows.positions, dtype=torch.float32)
 
     def scale(self, rows: Rows) -> Tensor:
         return self.g.unsqueeze(-1) * self.growth(rows).unsqueeze(-2) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
@@ -261,7 +257,6 @@ class QASSMax(SoftmaxNormalizer):
     options: options.QASSMax
 
     def initialise(self) -> None:
-        self.row_length = RowLength(self.options.n)
         self.base = _MLP(1, self.shape.n_head * self.shape.head_size, 1.0)
         self.gate = _MLP(self.shape.head_size, self.shape.head_size, 0.0)
 
@@ -269,7 +264,7 @@ class QASSMax(SoftmaxNormalizer):
         """q (B, H, T, D) times both factors, in fp32 or wider."""
         q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
         with without_autocast(q.device):
-            log_n = self.row_length(rows).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
+            log_n = rows.n(self.options.n).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
             base = self.base(log_n).unflatten(-1, (self.shape.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
         return q * base * gate

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.layout import RowLength, Rows
+from lm.attention.layout import Rows
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.precision import without_autocast
 
@@ -71,7 +71,7 @@ class ASEntmax(Entmax15):
 
     def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
-        log_n = RowLength(self.options.n)(rows).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
+        log_n = rows.n(self.options.n).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
         growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
         return logits(q, k) * (1 + b * growth)
 
