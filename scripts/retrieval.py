@@ -16,9 +16,10 @@ import numpy as np
 
 import lm.config.load
 from lm.data.prepare import prepare
-from lm.evaluation.results import evaluation_path
-from lm.evaluation.statistics import over_seeds
+from lm.evaluation.statistics import interval_of, over_seeds
+from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json
+from lm.runs.series import Series
 
 CONFIG = "configs/retrieval.yaml"
 GAU = ["model.block={name: gau, expansion: 2, key_size: 64}", "model.n_layer=4", "model.n_head=1"]
@@ -30,7 +31,10 @@ ARMS = {
     "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
 }
 FACTORS = (1, 2, 4, 8, 16, 32)  # as in eval.recall of the configuration
-WAYS = {"answer": "right answers to earlier questions given", "rollout": "its own answers to earlier questions in their place"}
+WAYS = {
+    "as trained": "right answers to earlier questions given",
+    "as trained, roll-out": "its own answers to earlier questions in their place",
+}
 
 
 def folder_of(arm: str, seed: int, runs: Path) -> Path:
@@ -46,9 +50,10 @@ def train(arm: str, seed: int, runs: Path) -> str:
     return result.stderr if result.returncode else ""
 
 
-def measured(run: Path) -> list[dict[str, object]]:
-    """The run's recall at each of FACTORS, as it was measured when training ended."""
-    return read_json(evaluation_path(run, "recall", lm.config.load.load([CONFIG]).trainer.max_steps))["cells"]
+def measured(run: Path) -> dict[str, Series]:
+    """The run's recall at each of FACTORS in each of WAYS, as it was measured when training ended."""
+    content = read_json(evaluation_path(run, "recall", lm.config.load.load([CONFIG]).trainer.max_steps))
+    return {one.setting: one for one in Evaluation.of(content).series if one.metric == "answers right"}
 
 
 def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], path: Path) -> None:
@@ -62,7 +67,7 @@ def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], pat
     for axes, (key, shares) in zip(panels, found.items(), strict=True):
         for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
             style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--")[number % 2]}  # lines that lie on each other stay apart
-            axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm if key == "answer" else None, **style)
+            axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm if key == "as trained" else None, **style)
             axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
         axes.axhline(chances[key], color="0.4", linestyle=":")
         axes.annotate(
@@ -93,18 +98,18 @@ def main() -> None:
             if error:
                 sys.exit(1)
     runs = {arm: [measured(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds] for arm in ARMS}
-    cells = [cell for arm in runs.values() for run in arm for cell in run]
-    chances = {"answer": cells[0]["chance"], "rollout": cells[0]["rollout_chance"]}
-    found = {key: {arm: np.array([[cell[key][0] for cell in run] for run in runs[arm]]) for arm in ARMS} for key in WAYS}
+    every = [run[key] for arm in runs.values() for run in arm for key in WAYS]
+    chances = {key: next(iter(run.references.values())) for key, run in runs["softmax"][0].items()}
+    found = {key: {arm: np.array([run[key].means for run in runs[arm]]) for arm in ARMS} for key in WAYS}
     for key, way in WAYS.items():
         print(f"\n{way} (chance: {chances[key]:.1%}):\n\n| weights | {' | '.join(f'{factor}x' for factor in FACTORS)} |")
         print("|---" * (len(FACTORS) + 1) + "|")
         for arm, values in found[key].items():
             intervals = [over_seeds(column) for column in 100 * values.T]
             print(f"| {arm} | " + " | ".join(f"{one.mean:.1f} ± {one.mean - one.low:.1f}" for one in intervals) + " |", flush=True)
-    intervals = np.array([cell[key] for cell in cells for key in WAYS])  # (cells, 3)
-    widest = np.abs(intervals[:, 1:] - intervals[:, :1]).max()
-    print(f"\nWilson intervals of single cells ({cells[0]['questions']:,} questions): ± {100 * widest:.1f} at most", file=sys.stderr)
+    intervals = np.array([interval_of(one, column).listed() for one in every for column in range(len(one.means))])  # (cells, 3)
+    widest, questions = np.abs(intervals[:, 1:] - intervals[:, :1]).max(), int(every[0].samples[0].weights.sum())
+    print(f"\nWilson intervals of single cells ({questions:,} questions): ± {100 * widest:.1f} at most", file=sys.stderr)
     draw(found, chances, arguments.picture)
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from lm.runs.checkpoints import load_checkpoint, steps_saved
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.series import Series
 from lm.training.module import TrainModule
+
+
+def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
+    """What a run folder keeps of an evaluation."""
+    return Evaluation.of(json.loads(evaluation_path(folder, kind, step).read_text())).series
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -12,7 +12,10 @@ from lm.evaluation.statistics import Interval
 from lm.report.comparison import Comparison, compare
 from lm.report.differences import Difference
 from lm.report.sections import Line
+from lm.runs.evaluations import Evaluation
 from lm.runs.record import read_run
+from lm.runs.series import Axis, Sample, Series, Shown
+from lm.runs.validation import validation_series
 
 SEQ_LEN = 64
 ANSWERS = "answers right"
@@ -80,13 +83,11 @@ def build_run(
         if step % (steps // 20) == 0:
             lines.append(base | {"val/loss": curve + 0.05, "val/bits_per_byte": curve / 2.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
-    common = {"step": steps, "tokens_seen": steps * 8192, "data_fingerprint": fingerprint, "rows_sha256": tokens, "seq_len": seq_len}
     if "validation" in evaluations:
         nll = final + rows_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
-        write_evaluation(
-            folder, "validation", steps, common | {"kind": "validation", "rows": 128, "loss": nll.mean(), "bits_per_byte": nll.mean() / 2.9,
-            "unigram_entropy": 6.31, "nll_by_row": nll, "targets_by_row": [256] * 128, "document_by_row": [row // 8 for row in range(128)]},
-        )  # fmt: skip
+        documents = np.arange(128) // 8
+        sample = Sample(tokens, nll[:, None], np.full(128, 256), documents)
+        write_series(folder, "validation", validation_series(nll.mean(), nll.mean() / 2.9, 6.31, seq_len, sample, fingerprint), steps)
     if "long_context" in evaluations:
         length, rows = 8 * seq_len, 24
         shift = 1.0 if align else 1.1
@@ -94,40 +95,63 @@ def build_run(
         edges = edges[edges <= length]
         position = np.arange(length)
         hard = rows_rng.normal(0, 0.3, (rows, 1))
-        settings = []
+        shown = Shown("Long rows, by position", "long-context rows", f"{rows} of {length:,} tokens", "loss by position, mean over rows")
+        series = []
         for factor in (1.0, 50.0):
             beyond = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_row = final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (rows, length))
             buckets = np.stack([by_row[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-            label = "as trained" if factor == 1 else "theta x 50"
-            settings.append({"label": label, "loss": by_row.mean(), "bits_per_byte": by_row.mean() / 2.9,
-                             "nll_by_position": by_row.mean(axis=0), "nll_by_row": buckets})  # fmt: skip
-        write_evaluation(
-            folder, "long_context", steps,
-            common | {"kind": "long_context", "length": length, "rows": rows, "document_by_row": [row // 2 for row in range(rows)],
-                      "bucket_edges": edges.tolist(), "settings": settings},
-        )  # fmt: skip
+            axis = Axis("position in the row", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+            series.append(
+                Series(
+                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="bootstrap",
+                    samples=(Sample(tokens, buckets, np.ones(rows), np.arange(rows) // 2),), curve=by_row.mean(0), shown=shown,
+                    setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
+                )
+            )  # fmt: skip
+        write_series(folder, "long_context", series, steps, fingerprint=fingerprint)
     if asked:
-        write_answers(folder, common, asked)
+        write_answers(folder, asked, seq_len)
     return folder
 
 
-def write_answers(folder: Path, common: dict, asked: dict[int, float], **task: int) -> None:
+def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN, **task: int) -> None:
     """Recall of `asked`, the share of answers right by length, and needles, of which a tenth fewer are found."""
-    cells, needles = [], []
-    for length, share in asked.items():
-        by_row = np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1)
-        cells.append({"label": "as trained", "task": {"name": "mqar", "pairs": 8} | task, "length": length,
-                      "rows_sha256": f"m{length}", "chance": 0.3397, "by_row": by_row, "questions_by_row": [8] * 16,
-                      "rollout_chance": 0.125, "rollout_by_row": by_row / 2})  # fmt: skip
-        for depth in (0.0, 1.0, None):
-            right = 0 if depth is None else round(9 * share)
-            needles.append({"label": "as trained", "length": length, "depth": depth, "absent": depth is None, "trials_sha256": f"n{length}",
-                            "chance": None,
-                            "by_trial": [1] * right + [0] * (10 - right)})  # fmt: skip
-    write_evaluation(folder, "recall", common["step"], common | {"kind": "recall", "cells": cells})
-    settings = {"needles": 1, "distractors": 0, "finetune": {"steps": 0}}
-    write_evaluation(folder, "needle", common["step"], common | {"kind": "needle", "cells": needles} | settings)
+    by_row = {length: np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1) for length, share in asked.items()}
+    right = {length: np.arange(10.0) < round(9 * share) for length, share in asked.items()}
+    mqar = {"kind": "recall", "what": "mqar", "options": {"pairs": 8} | task, "seq_len": seq_len, "weight": 8}
+    needle = {"kind": "needle", "seq_len": seq_len, "weight": 1}
+    recall = [
+        answers(by_row, "m", chance={"chance": 0.3397}, **mqar),
+        answers({length: row / 2 for length, row in by_row.items()}, "m", chance={"chance, roll-out": 0.125}, rolled=True, **mqar),
+    ]
+    needles = [
+        answers(right, "n", what="needle", **needle),
+        answers({length: 0 * row for length, row in right.items()}, "c", what="needle, control without it", control=True, **needle),
+    ]
+    write_series(folder, "recall", recall)
+    write_series(folder, "needle", needles)
+
+
+def answers(
+    right: dict[int, np.ndarray], sha256: str, weight: int, chance: dict | None = None, rolled: bool = False, **given: object
+) -> Series:
+    """Fractions right by length, each of so many questions; `sha256`: the beginning of those of the sequences."""
+    values = {length: np.asarray(row, float) for length, row in sorted(right.items())}
+    samples = [Sample(f"{sha256}{length}", row[:, None], np.full(len(row), weight), np.arange(len(row))) for length, row in values.items()]
+    levels = "chance, picking among the answers shown and not yet given"
+    return Series(
+        metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]), samples=tuple(samples),
+        axis=Axis("length of the row", "tokens", "in rows of", tuple(values)), references=chance or {}, interval="wilson",
+        setting="as trained, roll-out" if rolled else "as trained",
+        shown=Shown("Answers right, by tokens in the row", "rows with questions", "some", "answers by length", levels=levels), **given,
+    )  # fmt: skip
+
+
+def write_series(folder: Path, kind: str, series: list[Series], step: int = 200, fingerprint: str = "data-a") -> None:
+    """An evaluation as the trainer writes it."""
+    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "settings": {}, "precision": "32", "weights_sha256": "w"}
+    write_evaluation(folder, kind, step, Evaluation(kind=kind, step=step, series=tuple(series), **facts).plain())
 
 
 def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
@@ -145,6 +169,11 @@ def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def first_sample(content: dict, number: int = 0) -> dict:
+    """Of an evaluation's first series: the first sample, or another."""
+    return content["series"][0]["samples"][number]
 
 
 def asked(comparison: Comparison) -> list[tuple[str, ...]]:

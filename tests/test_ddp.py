@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, curve, losses, same, weights
+from folders import alive, curve, losses, same, series, weights
 
 from lm.data.batches import MicroBatches, TrainRows
 from lm.data.prepare import prepare
@@ -56,14 +56,12 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
         assert result.returncode == 0, result.stderr
     one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     close(one, two)
-    for kind, step in (("long_context", 8), ("swap", 4)):
-        a, b = (json.loads((run / "evaluations" / f"{kind}.step-{step:06d}.json").read_text()) for run in (one, two))
-        if kind == "long_context":
-            assert a["rows_sha256"] == b["rows_sha256"]
-            assert a["settings"][0]["nll_by_position"] == pytest.approx(b["settings"][0]["nll_by_position"], abs=1e-4)
-        else:
-            assert a["lengths"][0]["nll_by_position_after"] == pytest.approx(b["lengths"][0]["nll_by_position_after"], abs=1e-4)
-            assert a["lengths"][0]["attention_drift"] == pytest.approx(b["lengths"][0]["attention_drift"], abs=1e-5)
+    a, b = (series(run, "long_context", 8)[0] for run in (one, two))
+    assert a.samples[0].sha256 == b.samples[0].sha256
+    assert a.curve == pytest.approx(b.curve, abs=1e-4)
+    a, b = (json.loads((run / "evaluations" / "swap.step-000004.json").read_text()) for run in (one, two))
+    assert a["lengths"][0]["nll_by_position_after"] == pytest.approx(b["lengths"][0]["nll_by_position_after"], abs=1e-4)
+    assert a["lengths"][0]["attention_drift"] == pytest.approx(b["lengths"][0]["attention_drift"], abs=1e-5)
 
 
 def test_a_launcher_of_another_size_is_refused(arguments: list[str]):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, lm
+from folders import series
 
 from lm.attention import catalogue
 from lm.attention import options as opt
@@ -23,8 +24,7 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
-from lm.evaluation.results import finite
-from lm.evaluation.text_loss import LongContext, by_octave
+from lm.evaluation.text_loss import LongContext
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.model.inference import for_inference
@@ -108,21 +108,14 @@ def test_positions_rows_and_buckets_agree(tiny):
     config = tiny()
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
-    result = LongContext(config, store).measure(decoder, CPU, lambda rows: None)
-    for setting in result["settings"]:
-        widths = np.diff(result["bucket_edges"])
-        assert np.mean(setting["nll_by_position"]) == pytest.approx(setting["loss"], abs=1e-4)
-        assert (np.mean(setting["nll_by_row"], axis=0) @ widths / widths.sum()) == pytest.approx(setting["loss"], abs=1e-4)
-    first, second = result["settings"]
-    assert first["nll_by_position"] != second["nll_by_position"]
-
-
-def test_octaves_of_position():
-    assert by_octave([1.0] * 16 + [2.0] * 16 + [3.0] * 8, 16) == [(0, 16, 1.0), (16, 32, 2.0), (32, 40, 3.0)]
-
-
-def test_numbers_that_are_not_finite_are_null_in_json():
-    assert finite({"a": [1.0, math.nan, {"b": math.inf}]}) == {"a": [1.0, None, {"b": None}]}
+    found = [one for one in LongContext(config, store).measure(decoder, CPU, lambda rows: None) if one.bins]
+    for one in found:
+        widths = np.diff(one.axis.values)
+        assert one.curve.mean() == pytest.approx(one.whole, abs=1e-4)
+        assert (one.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(one.whole, abs=1e-4)
+        assert one.samples[0].values.mean(0) == pytest.approx(one.means)
+    first, second = found
+    assert not np.array_equal(first.curve, second.curve)
 
 
 def test_held_out_rows_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):
@@ -132,21 +125,20 @@ def test_held_out_rows_are_the_same_for_every_arm_and_lie_in_held_out_documents(
     assert long_rows(store, softmax).sha256 == long_rows(store, ssmax).sha256
     held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(store.val.tokens, 129).tolist()}
     assert all(tuple(row) in held_out for row in long_rows(store, softmax).rows.tolist())
-    assert long_rows(store, tiny("name=c", "eval.long_context.length_factor=0")) is None
 
 
 def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     config = tiny("name=evaluated")
     train(config)
     folder = config.run_folder
-    during = json.loads((folder / "evaluations" / "long_context.step-000008.json").read_text())
-    validation, long = (one.result for one in evaluate_runs([folder], "8"))
-    assert long["rows_sha256"] == during["rows_sha256"]
-    assert long["settings"][0]["nll_by_position"] == pytest.approx(during["settings"][0]["nll_by_position"], abs=1e-4)
-    assert validation["loss"] > 0
+    during = series(folder, "long_context", 8)[0]
+    validation, long = (one.evaluation.series[0] for one in evaluate_runs([folder], "8"))
+    assert long.samples[0].sha256 == during.samples[0].sha256
+    assert long.curve == pytest.approx(during.curve, abs=1e-4)
+    assert validation.whole > 0
     changes = ["eval.long_context.length_factor=8", "eval.long_context.settings=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
-    longer = evaluate_runs([folder], "4", overrides=changes)[1].result
-    assert (longer["length"], [s["label"] for s in longer["settings"]]) == (256, ["theta x 2", "yarn"])
+    longer = [one for one in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if one.bins]
+    assert [(len(one.curve), one.setting) for one in longer] == [(256, "theta x 2"), (256, "yarn")]
     assert (folder / "evaluations" / "long_context.step-000004.json").exists()
     before = (folder / "config.yaml").read_text()
     assert "length_factor: 4.0" in before
@@ -162,8 +154,8 @@ def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
         for suite, overrides in ((str(quick), []), ("", []), (str(quick), []), (str(quick), ["trainer.precision=bf16-mixed"]))
     ]
     assert [one.cached for run in runs for one in run] == [False, False, True, True, True, True, False, False]
-    assert runs[0][0].result == runs[2][0].result
-    assert runs[0][0].result["rows"] == 3
+    assert runs[0][0].evaluation.plain() == runs[2][0].evaluation.plain()
+    assert len(runs[0][0].evaluation.series[0].samples[0].values) == 3
     assert json.loads((config.run_folder / "evaluations" / "validation.step-000008.json").read_text())["precision"] == "bf16-mixed"
 
 
@@ -179,7 +171,8 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
         assert "validation" in result.stdout
     lines = list(csv.DictReader((tmp_path / "all.csv").open()))
     again = json.loads((tmp_path / "all.json").read_text())
-    assert [(line["run"], line["metric"]) for line in lines] == [(f, m) for f in folders for m in ("loss", "bits per byte")]
+    metrics = ("validation loss", "validation loss: unigram entropy", "bits per byte")
+    assert [(line["run"], line["metric"]) for line in lines] == [(folder, metric) for folder in folders for metric in metrics]
     assert [float(line["value"]) for line in lines] == [line["value"] for line in again]
     assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr
     assert "no run folder given" in lm("eval", "eval.rows=3").stderr
@@ -229,9 +222,8 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
     (tmp_path / "texts" / "00.txt").write_text("something else")
     first = evaluate_runs([config.run_folder], overrides=["eval.rows=5"])
     shutil.rmtree(tmp_path / "texts")
-    assert [one.result["data_fingerprint"] for one in evaluate_runs([config.run_folder], overrides=["eval.rows=6"])] == [
-        one.result["data_fingerprint"] for one in first
-    ]
+    again = evaluate_runs([config.run_folder], overrides=["eval.rows=6"])
+    assert [one.evaluation.data_fingerprint for one in again] == [one.evaluation.data_fingerprint for one in first]
     shutil.rmtree(tmp_path / "stores")
     shutil.copytree(corpus, tmp_path / "texts")
     (tmp_path / "texts" / "00.txt").write_text("something else")

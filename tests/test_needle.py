@@ -19,6 +19,7 @@ from lm.evaluation.answers import score
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import generate
 from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, trials
+from lm.evaluation.numbers import rows_of
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.training.train import train
@@ -127,22 +128,28 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     result = needle.measure(decoder, CPU, done.append)
     assert decoder.training
     assert sum(done) == needle.work == 18
-    assert [(cell["length"], cell["depth"], cell["absent"]) for cell in result["cells"]] == [
-        (192, 0.0, False), (192, 1.0, False), (256, 0.0, False), (256, 1.0, False), (192, None, True), (256, None, True),
-    ]  # fmt: skip
-    assert all(cell["exact"][0] == np.mean(cell["by_trial"]) for cell in result["cells"])
-    assert {cell["chance"] for cell in result["cells"]} == {None}, "one needle is no choice"
-    assert len(result["heads"][0]["number"]) == 2
-    assert len(result["heads"][0]["outcome_by_trial"]) == 3
-    assert json.loads(json.dumps(result)) == result
+    exact = [one for one in result if one.metric == "exact"]
+    assert [(one.what, one.axis.values) for one in exact] == [(name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")]
+    assert all(one.references == {} for one in exact), "one needle is no choice"
+    right = [one for one in result if one.metric == "answers right"]
+    assert [(one.what, one.control) for one in right] == [("needle", False), ("needle, control without it", True)]
+    by_depth = np.stack([one.samples[0].values[:, 0] for one in exact[:2]])
+    assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), "a trial asks the same at each depth: it counts once"
+    assert [name for one in result for name in one.logged] == [
+        f"needle/{kind} {n} as trained" for kind in ("exact", "control") for n in (192, 256)
+    ]
+    heads = [one for one in result if one.metric == "attention to the number"]
+    assert [(one.what, one.samples[0].values.shape) for one in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
+    assert json.loads(json.dumps([one.plain() for one in result])) == [one.plain() for one in result]
 
 
 def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
-    assert [cell["chance"] for cell in result["cells"]] == [1 / 4, 1 / 4, None], "the control shows none that is right"
-    assert [row.value for row in needle.rows(needle.settings | result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
+    exact = [one.references for one in result if one.metric in ("answers right", "exact")]
+    assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], "the control shows none that is right"
+    assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 
 def test_lm_eval_asks_for_needles_and_draws_them(tiny):
@@ -151,8 +158,10 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
     assert (folder / "needle.step-000004.json").exists()
-    found = {one.kind: one for one in evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])}
-    assert found["needle"].result["finetune"]["steps"] == 2
+    found = evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])
+    (needle,) = [one.evaluation for one in found if one.evaluation.kind == "needle"]
+    assert needle.settings["finetune"]["steps"] == 2
+    assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
     assert (folder / "needle.step-000008.png").stat().st_size > 5000
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2

@@ -21,6 +21,7 @@ from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import ConfigError, DataError
+from lm.evaluation.held_out import long_rows
 
 # ---------------------------------------------------------------- the prepared store
 
@@ -379,6 +380,8 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
         whole.eval.long_context.length_factor = factor
         try:
             check_rows(store, whole)
+            if whole.eval.long_context.wanted(whole.data):
+                long_rows(store, whole)
         except ConfigError as error:
             return str(error)
         return ""

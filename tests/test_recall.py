@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import ROOT, lm
-from folders import curve, same, weights
+from folders import curve, same, series, weights
 
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import ModelConfig
@@ -24,7 +24,9 @@ from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
 from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_rows
+from lm.evaluation.numbers import rows_of
 from lm.evaluation.recall import Recall
+from lm.evaluation.statistics import interval_of
 from lm.evaluation.text_loss import Validation
 from lm.model.blocks import Cache
 from lm.model.decoder import Decoder
@@ -194,12 +196,20 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     config = tiny("data.tasks=[{task: {name: copy, symbols: 8, filler: 8, span: 4}}]", SYMBOLS[1], options)
     decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
     recall = Recall(config, prepare(config.data))
-    (cell,) = recall.measure(decoder, CPU, lambda units: None)["cells"]
-    assert (cell["answer"][0], cell["token"][0], cell["rollout"][0]) == (0.8, 37 / 40, 0.8)
-    assert cell["rollout_by_row"] == cell["by_row"]
-    assert cell["by_row"] == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-    assert cell["answer"] == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
-    assert (cell["questions"], cell["length"], cell["task"]["name"]) == (10, 32, "copy")
+    whole, tokens, _ = recall.measure(decoder, CPU, lambda units: None)
+    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("answers right", [0.8], [37 / 40])
+    (sample,) = whole.samples
+    assert sample.values[:, 0].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    assert sample.weights.tolist() == [1] * 10
+    assert interval_of(whole, 0).listed() == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
+    assert (whole.axis.values, whole.what) == ((32,), "copy")
+
+
+def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
+    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], rows: 4}"), prepare(config.data))
+    found = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
+    assert [(one.metric, one.setting) for one in found[:2]] == [("answers right", "as trained"), ("answers right", "as trained, roll-out")]
+    assert found[0].samples[0].weights.tolist() == [4] * 4
 
 
 def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
@@ -209,25 +219,25 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    result, again = ({**recall.settings, **recall.measure(decoder, CPU, lambda units: None)} for _ in range(2))
-    assert json.loads(json.dumps(result)) == again
-    assert [cell["length"] for cell in result["cells"]] == [32, 80, 32, 80]
-    assert [cell["candidates"] for cell in result["cells"]] == [4, 4, 2, 2]
+    found, again = (recall.measure(decoder, CPU, lambda units: None) for _ in range(2))
+    assert json.loads(json.dumps([one.plain() for one in found])) == [one.plain() for one in again]
+    assert [one.axis.values for one in found] == 8 * [(32, 80)]
     told = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
-    assert list(recall.scores(result)) == [f"recall/mqar ({options}) {length}" for options in told for length in (32, 80)]
-    assert [cell["chance"] for cell in result["cells"]] == pytest.approx([(1 / 4 + 1 / 3) / 2] * 2 + [(1 / 2 + 1) / 2] * 2)
-    assert [cell["rollout_chance"] for cell in result["cells"]] == [1 / 4, 1 / 4, 1 / 2, 1 / 2]
-    metrics = ["answers right", "answers right: chance", "right in a roll-out", "right in a roll-out: chance", "loss of answers"]
-    assert [row.metric for row in recall.rows(result)] == 4 * metrics
+    logged = [name for one in found for name in one.scores]
+    assert logged == [f"recall/mqar ({options}) {length}" for options in told for length in (32, 80)]
+    chances = [level for one in found for level in one.references.values()]
+    assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
+    metrics = ["answers right", "answers right: chance", "answers right: chance, roll-out", "tokens right", "loss of answers"]
+    assert list(dict.fromkeys(row.metric for row in rows_of(found))) == metrics
     assert recall.work == 12
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
     tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], rows: 2}"
     assert train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0")) == 0
-    result = json.loads((tmp_path / "runs" / "a" / "evaluations" / "recall.step-000008.json").read_text())
+    found = [one for one in series(tmp_path / "runs" / "a", "recall", 8) if one.metric == "answers right"]
     cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
-    assert [(cell["task"]["name"], cell["length"]) for cell in result["cells"]] == cells
+    assert [(one.what, length) for one in found for length in one.axis.values] == cells
     last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [name for name in last if "recall" in name] == [f"recall/{name} {length}" for name, length in cells]
 
@@ -326,9 +336,10 @@ def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
 def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path):
     config = tiny(*SYMBOLS, "name=a", "eval.recall={length_factors: [1], rows: 8}")
     assert train(config) == 0
-    (cell,) = json.loads((tmp_path / "runs" / "a" / "evaluations" / "recall.step-000008.json").read_text())["cells"]
-    assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(cell["nll"], abs=1e-5)
-    assert validation_rows(prepare(config.data), config).sha256 == cell["rows_sha256"]
+    loss = series(tmp_path / "runs" / "a", "recall", 8)[-1]
+    assert loss.metric == "loss of answers"
+    assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(loss.means[0], abs=1e-5)
+    assert validation_rows(prepare(config.data), config).sha256 == loss.samples[0].sha256
 
 
 def test_a_task_without_a_validation_row_is_refused(tiny):
@@ -344,18 +355,17 @@ def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
     config = tiny(shares, SYMBOLS[1], "eval.rows=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    result = validation.measure(decoder, CPU, lambda rows: None)
-    assert [(one["source"], one["rows"]) for one in result["sources"]] == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)]
-    assert result["bits_per_byte"] is None
+    whole, *sources = validation.measure(decoder, CPU, lambda rows: None)
+    units = [(one.what, len(one.samples[0].values)) for one in sources]
+    assert units == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)], "and no bits per byte"
     made = example(Copy(span=5), 0, 7, 32, "test")
     held_out = validation.held_out
     assert (held_out.rows[37] == made.tokens).all()
     assert (held_out.counts[37] == made.answers).all()
     counts = held_out.counts.sum(1)
-    assert np.average(result["nll_by_row"], weights=counts) == pytest.approx(result["loss"], abs=1e-5)
-    assert np.average([one["loss"] for one in result["sources"]], weights=[counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]) == (
-        pytest.approx(result["loss"], abs=1e-5)
-    )
+    assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.whole, abs=1e-5)
+    weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
+    assert np.average([one.whole for one in sources], weights=weights) == pytest.approx(whole.whole, abs=1e-5)
 
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
@@ -380,9 +390,9 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     assert lm("train", *arguments, *SYMBOLS, "name=a").returncode == 0
     result = lm("eval", str(tmp_path / "runs" / "a"))
     assert result.returncode == 0, result.stderr
-    assert "mqar 64" in result.stdout
+    assert "64 tokens" in result.stdout
     words = " ".join(re.sub("[│┃]", " ", result.stdout).split())
-    assert "right in a roll-out: chance" in words
+    assert "as trained, roll-out" in words
     assert "questions, 1 seed]" in words
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reported import SEQ_LEN, build_run, compared, edit, plain, write_evaluation
+from reported import SEQ_LEN, build_run, compared, edit, first_sample, plain, write_evaluation
 from rich.console import Console
 
 from lm.attention.catalogue import label as normalizer_label
@@ -44,7 +44,7 @@ def test_a_run_is_read_whole(pair):
 
 def test_the_last_evaluation_counts(pair):
     old = json.loads((pair[0] / "evaluations/validation.step-000200.json").read_text())
-    write_evaluation(pair[0], "validation", 90, old | {"step": 90, "loss": 9.0})
+    write_evaluation(pair[0], "validation", 90, old | {"step": 90})
     assert read_run(pair[0]).evaluations[0].step == 200
 
 
@@ -113,9 +113,8 @@ def test_an_evaluation_of_an_older_version_is_said_to_be_missing(pair, kind):
 
 
 def test_numbers_of_the_wrong_shape_are_refused(pair):
-    path = pair[0] / "evaluations/validation.step-000200.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": 5}))
-    with pytest.raises(RunError, match=r"validation.step-000200.json: nll_by_row has shape \(128,\), not \(5,\)"):
+    edit(pair[0], "validation", lambda result: result["series"][0]["samples"][0].update(weights=[1] * 5))
+    with pytest.raises(RunError, match=r"validation.step-000200.json: samples.weights has shape \(5,\), not \(128,\)"):
         read_run(pair[0])
 
 
@@ -262,7 +261,7 @@ def test_few_documents_are_said_and_not_resampled(tmp_path):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
     assert "paired bootstrap over 16 documents (128 rows)" in compared(*folders)[1][()].note
     for folder in folders:
-        edit(folder, "validation", lambda result: result.update(document_by_row=[row // 64 for row in range(128)]))
+        edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))
     assert "over 128 rows of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
 
 
@@ -376,13 +375,16 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
     for kind in ("validation", "long_context"):
         path = folder / f"evaluations/{kind}.step-000200.json"
         content = json.loads(path.read_text())
+        loss = content["series"][0]
         if kind == "validation":
-            content |= {"loss": value, "bits_per_byte": value, "nll_by_row": [value] * 128}
+            for one in content["series"]:
+                one["means"] = [value]
+            first_sample(content)["values"] = [[value]] * 128
         else:
-            half = len(content["settings"][0]["nll_by_row"][0]) // 2
-            for row in content["settings"][0]["nll_by_row"]:
+            half = len(loss["means"]) // 2
+            for row in (loss["means"], *first_sample(content)["values"]):
                 row[half:] = [value] * (len(row) - half)
-            content["settings"][0]["nll_by_position"][100:] = [value] * (content["length"] - 100)
+            loss["curve"][100:] = [value] * (len(loss["curve"]) - 100)
         path.write_text(json.dumps(plain(content)))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]

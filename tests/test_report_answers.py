@@ -3,13 +3,16 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from reported import asked, build_run, compared, edit, fraction_right, write_answers, write_evaluation
+from reported import asked, build_run, compared, edit, first_sample, fraction_right, write_answers, write_evaluation, write_series
 
 from lm.evaluation.statistics import Interval, wilson
 from lm.report.html import write_report
 from lm.report.plots import overview
 from lm.runs.record import read_run
+from lm.runs.series import Sample
+from lm.runs.validation import validation_series
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
@@ -23,7 +26,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_p
     assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
     assert found[RECALL].interval is None, "all rows differ by the same"
-    edit(folders[1], "recall", lambda result: result["cells"][1]["by_row"].reverse())
+    edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     found = compared(*folders)[1]
     assert found[RECALL].interval.mean == pytest.approx(0.5)
     assert found[RECALL].interval.low < 0.49
@@ -36,6 +39,12 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_p
     assert b"Answers right" in files.html.read_bytes()
 
 
+def weighed(result: dict, values: list[float], weights: list[int]) -> None:
+    """Give the first sample other values and weights, and its series their mean."""
+    first_sample(result).update(values=[[value] for value in values], weights=weights)
+    result["series"][0]["means"] = [float(np.average(values, weights=weights))]
+
+
 def levels(folder: Path) -> list[dict[str, float]]:
     return [one.references for one in read_run(folder).series if one.unit == "fraction"]
 
@@ -44,16 +53,16 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
     assert levels(folder) == [{"chance": 0.3397}, {"chance, roll-out": 0.125}, {}, {}], "one needle is no choice"
     assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
-    edit(folder, "needle", lambda result: [cell.update(chance=0.25) for cell in result["cells"] if not cell["absent"]])
+    edit(folder, "needle", lambda result: result["series"][0].update(references={"chance": 0.25}))
     assert levels(folder)[2:] == [{"chance": 0.25}, {}]
 
 
 def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
-    edit(folder, "recall", lambda result: result["cells"][0].pop("chance"))
+    edit(folder, "recall", lambda result: result["series"][0].pop("references"))
     (lack,) = read_run(folder).missing
     assert "no recall evaluation that can be read" in lack
-    assert "no chance; if it was measured by an older version, measure it again with `lm eval`" in lack
+    assert "no references; if it was measured by an older version, measure it again with `lm eval`" in lack
 
 
 def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
@@ -61,8 +70,6 @@ def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
     comparison, _ = compared(folder)
     assert fraction_right(comparison, 0, RECALL, 64).mean == pytest.approx(0.8)
     assert fraction_right(comparison, 0, ROLLED_OUT, 64).mean == pytest.approx(0.4)
-    edit(folder, "recall", lambda result: result["cells"][0].update(questions_by_row=[1] * 16))
-    assert ROLLED_OUT not in asked(compared(folder)[0])
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
@@ -79,10 +86,8 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
 def test_rows_with_more_answers_weigh_more(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
-        edit(folder, "recall", lambda result, first=first: result["cells"][0].update(
-            by_row=[first] * 8 + [0.5] * 8, questions_by_row=[15] * 8 + [1] * 8))  # fmt: skip
-        edit(folder, "validation", lambda result, first=first: result.update(
-            nll_by_row=[first] * 64 + [0.5] * 64, targets_by_row=[3] * 64 + [1] * 64))  # fmt: skip
+        edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))
+        edit(folder, "validation", lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64))
     comparison, found = compared(*folders)
     assert fraction_right(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
     assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
@@ -92,7 +97,7 @@ def test_rows_with_more_answers_weigh_more(tmp_path):
 
 def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
-    edit(folders[1], "recall", lambda result: result["cells"][0].update(rows_sha256="others"))
+    edit(folders[1], "recall", lambda result: first_sample(result).update(sha256="others"))
     comparison, found = compared(*folders)
     assert found[RECALL].interval is None
     assert "not measured on the same tokens" in found[RECALL].note
@@ -102,7 +107,7 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
 
 def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
-    edit(folders[1], "recall", lambda result: result["cells"][0]["by_row"].reverse())
+    edit(folders[1], "recall", lambda result: first_sample(result)["values"].reverse())
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
     assert "in rows of 64" in difference.what
@@ -113,7 +118,7 @@ def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
 
 def test_tasks_are_named_over_all_runs(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    write_answers(folders[1], {"step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "data-a", "seq_len": 64}, {64: 0.9}, pairs=16)
+    write_answers(folders[1], {64: 0.9}, pairs=16)
     comparison, found = compared(*folders)
     assert asked(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
     assert found["mqar (pairs 16)", "as trained"].interval is None
@@ -135,7 +140,7 @@ def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
         "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
     }
     folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    edit(folder, "validation", lambda result: result.update(bits_per_byte=None))
+    write_series(folder, "validation", validation_series(3.0, None, 6.31, 64, Sample("a", np.full((9, 1), 3.0), np.ones(9), np.arange(9))))
     assert read_run(folder).missing == ()
     files = write_report([folder], tmp_path / "out")
     assert "bits per byte" not in files.markdown.read_text()

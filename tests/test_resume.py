@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from folders import alive, curve, differences, kill_after, losses, metrics, poison, same, weights
+from folders import alive, curve, differences, kill_after, losses, metrics, poison, same, series, weights
 
 from lm.attention import catalogue
 from lm.data.batches import TrainRows
@@ -298,11 +298,11 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     train(config)
     before = (config.run_folder / "metrics.jsonl").read_bytes()
     evaluation = config.run_folder / "evaluations" / "validation.step-000008.json"
-    loss = json.loads(evaluation.read_text())["loss"]
+    loss = series(config.run_folder, "validation", 8)[0].whole
     evaluation.unlink()
     assert train(tiny("name=done", "resume=auto")) == 0
     assert (config.run_folder / "metrics.jsonl").read_bytes() == before
-    assert json.loads(evaluation.read_text())["loss"] == pytest.approx(loss, abs=1e-6)
+    assert series(config.run_folder, "validation", 8)[0].whole == pytest.approx(loss, abs=1e-6)
 
 
 def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lm as command
-from folders import curve, same, weights
+from folders import curve, same, series, weights
 
 import lm
 from lm.attention import catalogue
@@ -208,11 +208,11 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert {name for name in kept["parameters"]} == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
     loaded = load(out)
     assert (loaded.config.name, loaded.config.model.normalizer, loaded.facts["step"]) == ("out", opt.SSMax(), 40)
-    validation = json.loads((trained / "evaluations" / "validation.step-000040.json").read_text())["loss"]
+    validation = series(trained, "validation", 40)[0].whole
     assert kept["lengths"][0]["loss_before"] == pytest.approx(validation, abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
-    after = json.loads((out / "evaluations" / "validation.step-000040.json").read_text())["loss"]
+    after = series(out, "validation", 40)[0].whole
     assert after == pytest.approx(kept["lengths"][0]["loss_after"], abs=1e-5)
     assert command("report", str(trained), str(out)).returncode == 0
     refused = command("swap", str(trained), "--to", "ssmax", "-o", str(out))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import lm
-from folders import curve, losses, metrics, poison, same, weights
+from folders import curve, losses, metrics, poison, same, series, weights
 
 from lm.config.load import parse
 from lm.config.training_config import LogConfig
@@ -38,13 +38,13 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert [line["step"] for line in lines if "val/loss" in line] == [10, 20, 30, 40]
     assert [path.name for path in steps_saved(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
-    validation = json.loads((folder / "evaluations" / "validation.step-000040.json").read_text())
-    assert validation["loss"] == pytest.approx(sum(validation["nll_by_row"]) / validation["rows"], abs=1e-5)
-    assert validation["loss"] < validation["unigram_entropy"] + 0.5
-    long = json.loads((folder / "evaluations" / "long_context.step-000040.json").read_text())
-    assert long["length"] == 4 * 32
-    assert [s["label"] for s in long["settings"]] == ["as trained", "theta x 50"]
-    assert all(len(s["nll_by_position"]) == 128 for s in long["settings"])
+    loss, bits = series(folder, "validation", 40)
+    assert bits.metric == "bits per byte"
+    assert loss.whole == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
+    assert loss.whole < loss.references["unigram entropy"] + 0.5
+    long = [one for one in series(folder, "long_context", 40) if one.bins]
+    assert [one.setting for one in long] == ["as trained", "theta x 50"]
+    assert all(len(one.curve) == 4 * 32 for one in long)
     assert not list(folder.rglob(".*"))
     out = capsys.readouterr().out
     for word in ("parameters", "normalizer", "kernel", "fingerprint", "FLOP", "precision", "seed"):

@@ -282,7 +282,7 @@ def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypat
     own = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
     assert (own.eval.rows, own.eval.needle.trials, own.name, own.runs) == (3, 3, "3", "3")
     (measured,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
-    assert measured.result["rows"] == 3
+    assert len(measured.evaluation.series[0].samples[0].values) == 3
     (measured,) = evaluate_runs([run], overrides=["eval.rows=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
     assert measured.cached
     with pytest.raises(ConfigError, match="nowhere"):
@@ -429,7 +429,7 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
     train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
     for checkpoint in ("2", "4"):
         (found,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
-        assert found.result["rows"] == 6
+        assert len(found.evaluation.series[0].samples[0].values) == 6
 
 
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
@@ -437,11 +437,11 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
     (again,) = evaluate_runs([run], overrides=["eval.rows=5"])
     assert (first.cached, again.cached) == (False, True)
     capsys.readouterr()
-    for damage in (lambda text: text.replace('"loss": ', '"loss": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
+    for damage in (lambda text: text.replace('"step": ', '"step": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
         caches = list((run / "evaluations" / "cache").glob("*.json"))
         for file in caches:
             file.write_text(damage(file.read_text()))
         (found,) = evaluate_runs([run], overrides=["eval.rows=5"])
         assert not found.cached
-        assert found.result == first.result
+        assert found.evaluation.plain() == first.evaluation.plain()
         assert re.search(r"note: .*cache/validation-\w+\.json: .*: measured again", capsys.readouterr().err)

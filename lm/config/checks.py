@@ -1,9 +1,8 @@
 """What a configuration's single keys can't say: missing values, contradictory pairs."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from lm.config.inference_config import InferenceSetting
-from lm.config.task_config import Task
 from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.errors import Problem
@@ -19,7 +18,6 @@ def check(config: Config) -> list[Problem]:
             problems.append(Problem(path, value, reason, remedy))
 
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
-    long = config.eval.long_context
     problem(
         not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
         "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
@@ -58,69 +56,10 @@ def check(config: Config) -> list[Problem]:
             "optim.schedule.decay_fraction", optim.schedule.decay_fraction,
             f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {trainer.max_steps} steps for the warm-up",
         )  # fmt: skip
-    problem(
-        0 < long.length_factor < 1,
-        "eval.long_context.length_factor", long.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off",
-    )  # fmt: skip
-    problem(
-        model.position.ends and long.length_factor > 1,
-        "eval.long_context.length_factor", long.length_factor,
-        "learned positions end at the training length", "set it to 1 or 0, or model.position=rope",
-    )  # fmt: skip
-    if long.length_factor:
-        problems += check_settings(config, "eval.long_context.settings", long.settings)
-    return problems + check_needle(config) + check_recall(config)
-
-
-def check_needle(config: Config) -> list[Problem]:
-    """What is wrong with `eval.needle`."""
-    needle, where = config.eval.needle, "eval.needle.length_factors"
-    if not needle.length_factors:
-        return [Problem("eval.needle.heads_at", needle.heads_at, f"{where} is []", f"set {where}")] if needle.heads_at else []
-    problems = check_settings(config, "eval.needle.settings", needle.settings)
-    if config.data.symbolic:
-        problems.append(Problem(where, needle.length_factors, "needs a model of text", "set it to []"))
-    if config.model.position.ends and max(*needle.length_factors, needle.heads_at or 0) > 1:
-        problems.append(Problem(where, needle.length_factors, "learned positions end at the training length", "set it to [1]"))
-    return problems
-
-
-def check_recall(config: Config) -> list[Problem]:
-    """What is wrong with `eval.recall`."""
-    recall, data = config.eval.recall, config.data
-    if not recall.length_factors or not (data.tasks or recall.tasks):
-        return []
-    problems = check_settings(config, "eval.recall.settings", recall.settings)
-    for index, task in enumerate(recall.tasks):
-        if not isinstance(task, Task):
-            continue  # it has its problem already
-        where = f"eval.recall.tasks[{index}]"
-        if task.vocab_size and not data.symbolic:
-            reason = "is over symbols that this model was not trained on"
-            problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
-        elif data.symbolic and not task.vocab_size:
-            problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
-        elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
-            problems.append(
-                Problem(where, task.name, f"has {task.vocab_size} symbols, the model {known}", "set its options as in data.tasks")
-            )
-    longest = max(recall.length_factors)
-    if config.model.position.ends and longest > 1:
-        reason = "learned positions end at the training length"
-        problems.append(Problem("eval.recall.length_factors", longest, reason, "leave longer rows out, or set model.position=rope"))
-    return problems
-
-
-def check_settings(config: Config, where: str, settings: list[InferenceSetting]) -> list[Problem]:
-    """What is wrong with the inference settings at `where`."""
-    position, problems = config.model.position, []
-    if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
-        problems.append(Problem(where, [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
-    for index, setting in enumerate(settings):
-        if setting.rope.name != "as_trained" and not position.rotates:
-            reason = f"model.position = {position.name} has no RoPE to scale"
-            problems.append(Problem(f"{where}[{index}].rope", setting.rope.name, reason, f"set {where}=[{{}}]"))
-        problems += setting.normalizers([phase.normalizer for phase in config.plan], f"{where}[{index}].normalizer")[1]
+    normalizers = [phase.normalizer for phase in config.plan]
+    for kind, options in config.eval.kinds.items():
+        found = options.conflicts(data, model, normalizers) if options.wanted(data) else []
+        problems += [replace(one, path=f"eval.{kind}.{one.path}") for one in found]
     return problems
 
 
@@ -223,8 +162,4 @@ def check_tasks(config: Config) -> list[Problem]:
         problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
     if data.lengths == "documents":
         problems.append(Problem("data.lengths", data.lengths, "tasks have no documents", "give lengths, or drop data.tasks"))
-    long = config.eval.long_context.length_factor
-    if data.symbolic and long:
-        reason = "there is no text to read beyond the training length"
-        problems.append(Problem("eval.long_context.length_factor", long, reason, "set it to 0; eval.recall has longer rows of the tasks"))
     return problems

@@ -1,11 +1,19 @@
-"""The keys of `eval`: what is measured, when and how."""
+"""The keys of `eval`: what is measured, when and how. `EvalConfig` is the table of evaluations."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
-from lm.config.inference_config import InferenceSetting, ThetaFactor
+from lm.attention.options import Options
+from lm.config.data_config import DataConfig
+from lm.config.inference_config import InferenceSetting, ThetaFactor, check_settings
+from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
-from lm.schema import key, section, sections, variants
+from lm.errors import Problem
+from lm.schema import Plain, key, section, sections, variants
+
+Suite = Literal["quick", "full"]
+SUITES: tuple[Suite, ...] = ("quick", "full")
+SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk", "yarn"]
 
 
 @dataclass
@@ -22,20 +30,98 @@ class Schedule:
 
 
 @dataclass
-class LongContextConfig(Schedule):
+class EvaluationConfig(Schedule):
+    """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
+
+    measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.measurement.Measurement`
+
+    def wanted(self, data: DataConfig) -> bool:
+        """Whether it is asked for, of a model that was trained on `data`."""
+        raise NotImplementedError
+
+    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+        """What contradicts the rest of the configuration where it is wanted, by paths relative to its block.
+
+        Args:
+            normalizers: those of all phases of training.
+        """
+        return []
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        """Changes to its block that a named suite of `lm eval` makes, as far as the model can do what it asks for."""
+        return {}
+
+
+def beyond_positions(model: ModelConfig, path: str, value: Plain, longest: float) -> list[Problem]:
+    """A problem at `path` if learned positions end before `longest`, in training lengths."""
+    reason, remedy = "learned positions end at the training length", "leave longer sequences out, or set model.position=rope"
+    return [Problem(path, value, reason, remedy)] if model.position.ends and longest > 1 else []
+
+
+@dataclass
+class LongContextConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.text_loss:LongContext"
     length_factor: float = key(8.0, "length of the rows, in training lengths; 0: off", ge=0)
     rows: int = key(32, "rows, spread over the held-out documents that are long enough", ge=1)
     settings: list[InferenceSetting] = sections(
         InferenceSetting, "how the model is used there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
 
+    def length(self, seq_len: int) -> int:
+        """Predicted tokens in a sequence; 0: off."""
+        return int(self.length_factor * seq_len)
+
+    def problems(self) -> list[Problem]:
+        """Contradictory options."""
+        short = 0 < self.length_factor < 1
+        return [Problem("length_factor", self.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off")] * short
+
+    def wanted(self, data: DataConfig) -> bool:
+        return self.length(data.seq_len) > 0
+
+    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+        problems = check_settings(self.settings, model.position, normalizers)
+        if data.symbolic:
+            reason = "there is no text to read beyond the training length"
+            remedy = "set it to 0; eval.recall has longer rows of the tasks"
+            problems.append(Problem("length_factor", self.length_factor, reason, remedy))
+        return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        if name == "quick":
+            return {"rows": min(4, self.rows)}
+        return {"settings": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
+
 
 @dataclass
-class RecallConfig(Schedule):
+class RecallConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.recall:Recall"
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
     length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "lengths of the rows, in training lengths; []: off", gt=0)
     rows: int = key(128, "rows of each task and length", ge=1)
     settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.length_factors and (data.tasks or self.tasks))
+
+    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+        problems = check_settings(self.settings, model.position, normalizers)
+        for index, task in enumerate(self.tasks):
+            if not isinstance(task, Task):
+                continue  # it has its problem already
+            where = f"tasks[{index}]"
+            if task.vocab_size and not data.symbolic:
+                reason = "is over symbols that this model was not trained on"
+                problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
+            elif data.symbolic and not task.vocab_size:
+                problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+            elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
+                reason = f"has {task.vocab_size} symbols, the model {known}"
+                problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
+        return problems + beyond_positions(model, "length_factors", self.length_factors, max(self.length_factors))
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        return {"rows": min(16, self.rows)} if name == "quick" else {}
 
 
 @dataclass
@@ -48,7 +134,8 @@ class FinetuneConfig:
 
 
 @dataclass
-class NeedleConfig(Schedule):
+class NeedleConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
     length_factors: list[float] = key([], "lengths of the context, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "share of the text before the needle", ge=0, le=1)
     trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1)
@@ -60,9 +147,32 @@ class NeedleConfig(Schedule):
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
     settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
 
+    def problems(self) -> list[Problem]:
+        """Contradictory options."""
+        lost = self.heads_at and not self.length_factors
+        reason, remedy = "eval.needle.length_factors is []", "set eval.needle.length_factors"
+        return [Problem("heads_at", self.heads_at, reason, remedy)] if lost else []
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.length_factors)
+
+    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+        problems = check_settings(self.settings, model.position, normalizers)
+        if data.symbolic:
+            problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
+        return problems + beyond_positions(model, "length_factors", self.length_factors, max(*self.length_factors, self.heads_at or 0))
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        if name == "quick":
+            return {"trials": min(10, self.trials)}
+        able = not data.symbolic and not model.position.ends
+        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
+
 
 @dataclass
 class EvalConfig:
+    """What is measured: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
+
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
@@ -70,3 +180,19 @@ class EvalConfig:
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
     recall: RecallConfig = section(RecallConfig, "answers of synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
+
+    @property
+    def kinds(self) -> dict[str, EvaluationConfig]:
+        """The options of each kind of evaluation beside the validation."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {kind: options for kind, options in found.items() if isinstance(options, EvaluationConfig)}
+
+    def wanted(self, data: DataConfig | None = None) -> dict[str, str]:
+        """Who measures each kind that is asked for of a model trained on `data` (None: of all there are), the validation first."""
+        further = {kind: options.measurement for kind, options in self.kinds.items() if data is None or options.wanted(data)}
+        return {"validation": "lm.evaluation.text_loss:Validation"} | further
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        """Changes that a named suite makes."""
+        own = {"rows": min(32, self.rows)} if name == "quick" else {}
+        return own | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}

@@ -78,8 +78,3 @@ class Config:
     def model_in(self, phase: int) -> ModelConfig:
         """The model as it is in a phase of the plan."""
         return replace(self.model, normalizer=self.plan[phase].normalizer)
-
-    @property
-    def long_length(self) -> int:
-        """Tokens in a row of the long-context evaluation; 0: off."""
-        return int(self.eval.long_context.length_factor * self.data.seq_len)

@@ -100,12 +100,12 @@ def summary(store: Store) -> str:
 
 
 def check_rows(store: Store, config: Config) -> None:
-    """Check that the store's documents are long enough for the rows that `config` asks for.
+    """Check that the store's text is long enough for the rows that `config` asks for.
 
     Raises:
-        ConfigError: a training, validation or long row does not fit.
+        ConfigError: a training or validation row does not fit.
     """
-    seq_len, factor = config.data.seq_len, config.eval.long_context.length_factor
+    seq_len = config.data.seq_len
     name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
     if shortest <= seq_len:
         reason = f"a row needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
@@ -114,15 +114,6 @@ def check_rows(store: Store, config: Config) -> None:
         if len(config.data.parts) > 1 and asked.weight and part.n_tokens <= seq_len:
             reason = f"its weight is {asked.weight:g}, but its training text has {part.n_tokens:,} tokens, and a row needs {seq_len + 1:,}"
             raise ConfigError([Problem(f"data.source.of[{index}]", part.label, reason, "add text, leave it out, or lower data.seq_len")])
-    if config.long_length >= store.val.longest:
-        fitting = (store.val.longest - 1) / seq_len
-        smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
-        reason = (
-            f"with data.seq_len = {seq_len} a long row needs a held-out document of {config.long_length + 1:,} tokens, "
-            f"the longest has {store.val.longest:,}"
-        )
-        remedy = f"set it to {smaller}0 to train without this evaluation"
-        raise ConfigError([Problem("eval.long_context.length_factor", factor, reason, remedy)])
 
 
 # ---------------------------------------------------------------- which store

@@ -13,9 +13,10 @@ from lm.config.load import merge, overrides_in, parse
 from lm.errors import ConfigError, LMError, Problem, RunError
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
-from lm.evaluation.results import evaluation_path, finite, write_evaluation
+from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, read_json, write_json
 from lm.runs.loading import load
+from lm.runs.series import listed
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
@@ -104,10 +105,10 @@ def measure(
     print_tasks(result, source)
     together = {**result, **{part: {**before.get(part, {}), **result[part]} for part in ("tasks", "groups")}}
     if out is not None:
-        write_json(out, finite(result))
+        write_json(out, listed(result))
         print(out)
     elif (folder / CONFIG).is_file():
-        print(write_evaluation(folder, together))
+        print(write_json(kept, listed(together)))
     return result
 
 

@@ -1,53 +1,27 @@
 """`lm eval`: measure checkpoints of finished or running runs."""
 
-import csv
-import io
-import math
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from lm.config.eval_config import SUITES
 from lm.config.load import interpolated, merge, overrides_in, parse, read_yaml
 from lm.config.tree import Config
 from lm.data.prepare import check_rows, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, RunError
-from lm.evaluation.measurement import Row, weights_sha256
-from lm.evaluation.results import finite, write_evaluation
-from lm.evaluation.suite import SUITES, keep, kept, measured, measurements
-from lm.evaluation.suite import suite as suite_of
-from lm.files import write_text
+from lm.evaluation.measurement import measurements, weights_sha256
+from lm.evaluation.numbers import Evaluated, print_results, write_table
+from lm.evaluation.results import keep, kept, measured, write_evaluation
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
-from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, write_json
+from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """One measurement of one checkpoint.
-
-    Attributes:
-        result: what its file in evaluations/ holds.
-        rows: the same as a table.
-        cached: it had been measured before, with these weights and settings.
-    """
-
-    folder: Path
-    kind: str
-    step: int
-    result: dict[str, Plain]
-    rows: list[Row]
-    cached: bool
 
 
 def evaluate_runs(
@@ -87,7 +61,7 @@ def evaluate_runs(
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     """What a suite changes in a configuration. Raises ConfigError if there is none of this name."""
     if not name or name in SUITES:
-        return {"eval": suite_of(name, config)} if name else {}
+        return {"eval": config.eval.suite(name, config.data, config.model)} if name else {}
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
@@ -109,82 +83,21 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     store = open_store(config, loaded)
     check_rows(store, config)
     where = open_device(config, environment)
-    asked = [one for one in measurements(config, store) if kinds is None or one.kind in kinds]
+    asked = measurements(config, store, kinds)
     weights = weights_sha256(decoder)
     decoder.to(where.device)
-    stamp = {"step": facts["step"], "tokens_seen": facts["tokens"], "data_fingerprint": store.fingerprint, "checkpoint": path.name}
-    found = []
+    at, found = (facts["step"], facts["tokens"]), []
     for measurement in asked:
-        result = kept(folder, measurement, weights, where)
-        cached = result is not None
-        if not cached:
+        before = kept(folder, measurement, weights, where, *at)
+        if before is None:
             with Progress().bar(f"{folder.name}: {measurement.kind}", measurement.work) as advance:
-                result = measured(measurement, decoder, where, advance)
-            keep(folder, measurement, result, where)
-        result |= stamp
-        write_evaluation(folder, result)
-        found.append(Evaluated(folder, measurement.kind, facts["step"], result, measurement.rows(result), cached))
+                evaluation = measured(measurement, decoder, where, *at, advance)
+            keep(folder, measurement, evaluation, where)
+        else:
+            evaluation = before
+        write_evaluation(folder, evaluation)
+        found.append(Evaluated(folder, evaluation, before is not None))
     return found
-
-
-def print_results(found: list[Evaluated]) -> None:
-    """Tables of all numbers, by kind of evaluation; runs measured on other data are not comparable, which their fingerprints say."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    several = len({one.folder for one in found}) > 1
-    for kind in dict.fromkeys(one.kind for one in found):
-        same = [one for one in found if one.kind == kind]
-        title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].step}"
-        title += " (cached)" if all(one.cached for one in same) else ""
-        for metrics in together(row for one in same for row in one.rows):
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-            for name in ("run, step", "used", "where")[not several :]:
-                table.add_column(name)
-            over = {row.metric: row.over for one in same for row in one.rows if row.over}
-            for metric in metrics:
-                table.add_column(f"{metric} [95% over {over[metric]}]" if metric in over else metric, justify="right")
-            for one in same:
-                lines: dict[tuple[str, str], dict[str, str]] = {}
-                for row in one.rows:
-                    if row.metric in metrics:
-                        interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
-                        lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
-                for number, (of, values) in enumerate(lines.items()):
-                    name = [f"{one.folder.name}, {one.step}" if number == 0 else ""] if several else []
-                    table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
-            console.print(table)
-
-
-def together(rows: Iterable[Row]) -> list[list[str]]:
-    """The metrics that belong in one table: those that are given of the same place."""
-    by_place: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        by_place.setdefault((row.setting, row.where), []).append(row.metric)
-    groups: list[list[str]] = []
-    for metrics in by_place.values():
-        group = next((group for group in groups if set(group) & set(metrics)), None)
-        if group is None:
-            groups.append(group := [])
-        group += [metric for metric in dict.fromkeys(metrics) if metric not in group]
-    return groups
-
-
-def _digits(value: float | None) -> str:
-    return f"{value:.4f}" if value is not None and math.isfinite(value) else "not finite"
-
-
-def write_table(found: list[Evaluated], path: Path) -> None:
-    """All numbers as CSV or JSON, one row or object a number, whole or not at all."""
-    lines = [{"run": str(one.folder), "step": one.step, "kind": one.kind, **vars(row)} for one in found for row in one.rows]
-    if path.suffix == ".json":
-        write_json(path, finite(lines))
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(lines[0]))
-    writer.writeheader()
-    writer.writerows(lines)
-    write_text(path, text.getvalue())
 
 
 def open_store(config: Config, loaded: Loaded) -> Store:

@@ -13,6 +13,7 @@ from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import STORE_SEED
+from lm.errors import ConfigError, Problem
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence
 from lm.model.cross_entropy import token_nll
@@ -87,12 +88,17 @@ def task_rows(store: Store, config: Config) -> HeldOut:
     return HeldOut(rows, store.token_bytes, digest, None, sources, np.stack([one.answers for one in made]))
 
 
-def long_rows(store: Store, config: Config) -> HeldOut | None:
-    """Up to `eval.long_context.rows` long rows, each within one held-out document; None if it is off."""
-    if not config.long_length:
-        return None
-    starts = long_starts(store.val, config.long_length, config.eval.long_context.rows)
-    return HeldOut.take(store, starts, config.long_length)
+def long_rows(store: Store, config: Config) -> HeldOut:
+    """Up to `eval.long_context.rows` long rows, each within one held-out document. Raises ConfigError: none is long enough."""
+    asked, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
+    length = asked.length(seq_len)
+    if length >= longest:
+        fitting = (longest - 1) / seq_len
+        smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
+        reason = f"with data.seq_len = {seq_len} a long row needs a held-out document of {length + 1:,} tokens, the longest has {longest:,}"
+        remedy = f"set it to {smaller}0 to train without this evaluation"
+        raise ConfigError([Problem("eval.long_context.length_factor", asked.length_factor, reason, remedy)])
+    return HeldOut.take(store, long_starts(store.val, length, asked.rows), length)
 
 
 def by_token(

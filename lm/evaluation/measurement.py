@@ -1,10 +1,10 @@
-"""What every evaluation is: settings that decide it, numbers, and how they are shown. One class a kind."""
+"""What every evaluation is: settings that decide it, and the series it gives. One class a kind, named in `lm.config.eval_config`."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import ClassVar
 
 import torch
@@ -16,22 +16,10 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.runs.series import Series
 from lm.schema import Plain
 
 Progress = Callable[[int], None]  # hears of units of work done
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number of a result, for tables."""
-
-    setting: str  # how the model was used; empty: as trained
-    where: str  # positions, lengths, depths ...
-    metric: str
-    value: float
-    low: float | None = None  # ends of its 95 % interval, if it has one
-    high: float | None = None
-    over: str = ""  # what the interval covers
 
 
 class Measurement(ABC):
@@ -41,16 +29,16 @@ class Measurement(ABC):
         LMError: the store does not hold what it needs.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # the name of its block of `eval`
     version: ClassVar[int] = 1  # raise it when the numbers of the same settings change
 
     def __init__(self, config: Config, store: Store):
         self.config, self.store = config, store
 
     @property
-    @abstractmethod
     def schedule(self) -> Schedule:
         """When it runs during training."""
+        return self.config.eval.kinds[self.kind]
 
     @property
     @abstractmethod
@@ -63,20 +51,8 @@ class Measurement(ABC):
         """Units that `measure` reports as done."""
 
     @abstractmethod
-    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
         """The numbers. Collective; the decoder and the random state stay as they are."""
-
-    @abstractmethod
-    def rows(self, result: dict[str, Plain]) -> list[Row]:
-        """The result as a table."""
-
-    @abstractmethod
-    def scores(self, result: dict[str, Plain]) -> dict[str, float]:
-        """Those numbers that belong among the run's metrics."""
-
-    @abstractmethod
-    def text(self, result: dict[str, Plain]) -> str:
-        """One line."""
 
     def precision(self, where: Device) -> str:
         """What it computes in, as recorded."""
@@ -87,6 +63,20 @@ class Measurement(ABC):
         model = function_of(self.config.model)
         facts = [self.kind, self.version, self.settings, model, self.store.fingerprint, self.precision(where), weights]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
+    """All that `config.eval` asks for, the validation first; `kinds`: of these alone.
+
+    Raises:
+        LMError: the store does not hold what one of them needs.
+    """
+    found = []
+    for kind, name in config.eval.wanted(config.data).items():
+        if kinds is None or kind in kinds:
+            module, _, attribute = name.partition(":")
+            found.append(getattr(import_module(module), attribute)(config, store))
+    return found
 
 
 def weights_sha256(model: nn.Module) -> str:

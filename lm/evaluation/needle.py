@@ -2,16 +2,17 @@
 
 import copy
 import hashlib
+import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lm.attention.layout import Rows
-from lm.config.eval_config import NeedleConfig, Schedule
-from lm.config.inference_config import InferenceSetting
+from lm.config.eval_config import NeedleConfig
 from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -19,20 +20,29 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
+from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, tokens_sha256
 from lm.evaluation.answers import Trial, scored
-from lm.evaluation.measurement import Measurement, Progress, Row
-from lm.evaluation.recall import OVER, check_room
+from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
-from lm.evaluation.statistics import wilson
 from lm.model.attention_stream import attention_blocks
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
 from lm.model.device import Device, over_ranks, undisturbed
 from lm.model.inference import for_inference
+from lm.runs.series import Axis, Sample, Series
 from lm.schema import Plain, to_plain
 
-SEED = 0  # of the trials, the same for every model
 FINETUNE_SEED = 1  # of the rows of fine-tuning, which are training rows
+EXACT = 3  # column of `lm.evaluation.answers.score`
+SCORED: tuple[tuple[str, str, Callable[[np.ndarray], np.ndarray]], ...] = (  # metric, unit, from the columns of `score`
+    ("exact", "fraction", lambda scores: scores[:, EXACT]),
+    ("first digit", "fraction", lambda scores: scores[:, 2]),
+    ("exact, teacher-forced", "fraction", lambda scores: scores[:, 1]),
+    ("first of candidates", "fraction", lambda scores: scores[:, 4] == 0),
+    ("rank among candidates", "", lambda scores: 1 + scores[:, 4]),
+    ("loss of answers", "nats per token", lambda scores: scores[:, 0]),
+    ("loss over the likeliest other", "nats", lambda scores: -scores[:, 5]),
+)
 OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
 HEADS_DEPTH = 0.5
 
@@ -42,15 +52,10 @@ def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     found: list[Trial] = []
     index = 0
     while len(found) < count:
-        made = example(task, SEED, index, length, "test", text)
+        made = example(task, QUESTION_SEED, index, length, "test", text)
         found += [_trial(made, which, index, text) for which in range(len(made.questions))]
         index += 1
     return found[:count]
-
-
-def _sha256(asked: list[Trial]) -> str:
-    """Of prompts and answers."""
-    return hashlib.sha256(np.concatenate([part for one in asked for part in (one.prompt, one.answer)]).astype("<i8").tobytes()).hexdigest()
 
 
 def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
@@ -58,7 +63,7 @@ def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
     answer = made.tokens[start:stop]
     in_row = {number for number in re.findall(r"\d{7}", text.decode(made.tokens))}
     number = text.decode(answer).strip()
-    draw, drawn = Draw(SEED + 1, "test", index), set()
+    draw, drawn = Draw(QUESTION_SEED + 1, "test", index), set()
     for _ in range(100 * OTHERS):  # of as many tokens: else the shorter would be the likelier
         other = str(1_000_000 + draw.one(9_000_000))
         if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
@@ -113,20 +118,19 @@ def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
     return torch.stack(found, 1).cpu()
 
 
-class NeedleMeasurement(Measurement):
+class NeedleMeasurement(AnswerMeasurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
-    version = 3
+    version = 4
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.asked, self.haystack = config.eval.needle, Text(store)
-        lengths = [round(factor * config.data.seq_len) for factor in self.asked.length_factors]
         base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
-        self.cells = [(length, replace(base, depth=depth)) for length in lengths for depth in self.asked.depths]
-        self.cells += [(length, replace(base, absent=True)) for length in lengths]
-        for length in lengths:
+        self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
+        self.tasks["no needle"] = replace(base, absent=True)
+        for length in self.lengths:
             check_room(base, length, "test", self.haystack, "eval.needle.length_factors", self.asked.length_factors)
         if self.asked.heads_at:
             check_room(base, self._heads_length, "test", self.haystack, "eval.needle.heads_at", self.asked.heads_at)
@@ -138,29 +142,20 @@ class NeedleMeasurement(Measurement):
         return round(self.asked.heads_at * self.config.data.seq_len)
 
     @property
-    def schedule(self) -> Schedule:
-        return self.asked
-
-    def precision(self, where: Device) -> str:
-        return "32"  # answers are judged in fp32 whatever the model was trained in
-
-    @property
     def settings(self) -> dict[str, Plain]:
         decides = {name: value for name, value in to_plain(self.asked).items() if name not in ("every", "at", "max_seconds")}
-        return {"seq_len": self.config.data.seq_len, "seed": SEED, **decides}
+        return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **decides}
 
     @property
     def work(self) -> int:
-        return len(self.cells) * self.asked.trials * len(self.asked.settings)
+        return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.settings)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> dict[str, Plain]:
-        with undisturbed(decoder):
-            model = decoder
-            if self.asked.finetune.steps:
-                model = self._taught(decoder, where)
-            cells = [self._cell(model, length, task, way, where, progress) for way in self.asked.settings for length, task in self.cells]
-            heads = [self._heads(model, way, where) for way in self.asked.settings] if self.asked.heads_at else []
-        return {"cells": cells, "heads": heads}
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
+        model = self._taught(decoder, where) if self.asked.finetune.steps else decoder
+        taught = f", fine-tuned {self.asked.finetune.steps} steps" if self.asked.finetune.steps else ""
+        used = [(setting.label + taught, for_inference(model, setting)) for setting in self.asked.settings]
+        found = [one for label, model in used for one in self._answers(model, label, where, progress)]
+        return found + [one for label, model in used for one in (self._heads(model, label, where) if self.asked.heads_at else ())]
 
     def _taught(self, decoder: Decoder, where: Device) -> Decoder:
         """The copy that fine-tuning gives on rank 0, on all ranks: theirs might drift apart."""
@@ -170,94 +165,98 @@ class NeedleMeasurement(Measurement):
             copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where))
             return torch.zeros(1)
 
-        over_ranks(where, local)
+        with undisturbed(decoder):
+            over_ranks(where, local)
         if where.world > 1:
             for value in copies[0].state_dict().values():
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
-    def _cell(
-        self, decoder: Decoder, length: int, task: Needle, way: InferenceSetting, where: Device, progress: Progress
-    ) -> dict[str, Plain]:
-        asked = trials(task, length, self.asked.trials, self.haystack)
-        nll, hits, digit, whole, better, margin = scored(for_inference(decoder, way), asked, length, where, self.haystack, progress).T
-        return {
-            "label": way.label,
-            "length": length,
-            "depth": task.depth,
-            "absent": task.absent,
-            "trials": len(asked),
-            "trials_sha256": _sha256(asked),
-            "nll": float(nll.mean(dtype=np.float64)),
-            "exact": wilson(int(whole.sum()), len(whole)).listed(),
-            "chance": task.guessing and task.guessing.given,  # earlier questions of a row stand in the prompt with their answers
-            "exact_teacher_forced": wilson(int(hits.sum()), len(hits)).listed(),
-            "first_digit": wilson(int(digit.sum()), len(digit)).listed(),
-            "rank_first": wilson(int((better == 0).sum()), len(better)).listed(),
-            "candidates": float(np.mean([1 + len(one.others) for one in asked])),
-            "rank": float(1 + better.mean(dtype=np.float64)),
-            "margin": float(margin.mean(dtype=np.float64)),
-            "by_trial": [int(x) for x in whole],
+    def _answers(self, decoder: Decoder, setting: str, where: Device, progress: Progress) -> list[Series]:
+        """Exact answers over all depths and of the control, for reports; then all that is scored, by depth."""
+        options = {"needles": self.asked.needles, "distractors": self.asked.distractors}
+        scores = {
+            name: [self._scored(decoder, task, length, where, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
+        found = []
+        for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
+            if not names:
+                continue
+            pooled = [self._pooled([scores[name][number] for name in names]) for number in range(len(self.lengths))]
+            logged = tuple(f"needle/{'control' if control else 'exact'} {length} {setting}" for length in self.lengths)
+            what = "needle, control without it" if control else "needle"
+            chance = self.tasks[names[0]].guessing
+            given = {"what": what, "options": options, "control": control, "logged": logged}
+            found.append(self.answers_right(pooled, chance and chance.given, setting, **given))
+        for name, task in self.tasks.items():
+            chance = task.guessing and task.guessing.given  # earlier questions of a row stand in the prompt with their answers
+            candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
+            references = {"exact": chance, "first of candidates": candidates}
+            for metric, unit, of in SCORED:
+                samples = [
+                    Sample(one.sha256, of(one.values)[:, None], np.ones(len(one.values)), np.arange(len(one.values)))
+                    for one in scores[name]
+                ]
+                level = references.get(metric)
+                given = {"what": name, "options": options, "setting": setting, "interval": "wilson" if unit == "fraction" else "none"}
+                found.append(self.at_lengths(metric, unit, samples, references={} if level is None else {"chance": level}, **given))
+        return found
 
-    def _heads(self, decoder: Decoder, way: InferenceSetting, where: Device) -> dict[str, Plain]:
-        """Attention of every head to needles at `HEADS_DEPTH`, and whether the trial was answered."""
-        length = self._heads_length
+    def _scored(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Progress) -> "_Scores":
+        asked = trials(task, length, self.asked.trials, self.haystack)
+        return _Scores(
+            tokens_sha256([part for one in asked for part in (one.prompt, one.answer)]),
+            scored(decoder, asked, length, where, self.haystack, progress),
+            float(np.mean([1 + len(one.others) for one in asked])),
+        )
+
+    def _pooled(self, depths: list["_Scores"]) -> Sample:
+        """Exact answers by trial. A trial asks the same at each depth: it counts once."""
+        sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(one.sha256 for one in depths)]).encode()).hexdigest()
+        exact = np.mean([one.values[:, EXACT] for one in depths], axis=0)
+        return Sample(sha256, exact[:, None], np.ones(len(exact)), np.arange(len(exact)))
+
+    def _heads(self, decoder: Decoder, setting: str, where: Device) -> list[Series]:
+        """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
+        length, layers = self._heads_length, len(decoder.normalizers())
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
-        asked, decoder = trials(task, length, self.asked.trials, self.haystack), for_inference(decoder, way)
-        shape = 2, len(decoder.normalizers()), decoder.normalizers()[0].shape.n_head
+        asked = trials(task, length, self.asked.trials, self.haystack)
+        shape = 2, layers, decoder.normalizers()[0].shape.n_head
 
         def measure(part: list[int]) -> Tensor:
             with torch.autocast(where.device.type, enabled=False):
                 return torch.stack([head_scores(decoder, asked[index], length) for index in part])
 
-        digit, whole = scored(decoder, asked, length, where, self.haystack).T[[2, 3]]
-        by_trial = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
-        number, sentence = by_trial.mean(0, dtype=np.float64)
-        order = np.argsort(-number, axis=None)[:25]
-        tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0)
-        return {
-            "label": way.label,
-            "length": length,
-            "depth": HEADS_DEPTH,
-            "trials": len(asked),
-            "number": number.round(6).tolist(),  # [layer][head], means over trials
-            "sentence": sentence.round(6).tolist(),
-            "chance": {"number": float(tokens[0] / length), "sentence": float(tokens[1] / length)},
-            "top": [
-                [int(layer), int(head), float(number[layer, head])]
-                for layer, head in zip(*np.unravel_index(order, number.shape), strict=True)
-            ],
-            "highest_by_trial": by_trial[:, 0].max((1, 2)).round(6).tolist(),
-            "outcome_by_trial": ["right" if w else "first digit" if d else "wrong" for d, w in zip(digit, whole, strict=True)],
-        }
+        outcomes = scored(decoder, asked, length, where, self.haystack)
+        weights = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
+        sha256 = tokens_sha256([part for one in asked for part in (one.prompt, one.answer)])
+        tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0) / length
+        common = {"kind": self.kind, "better": "higher", "seq_len": self.config.data.seq_len, "setting": setting}
+        place = {"length": length, "depth": HEADS_DEPTH}
 
-    def rows(self, result: dict[str, Plain]) -> list[Row]:
-        taught = f", fine-tuned {result['finetune']['steps']} steps" if result["finetune"]["steps"] else ""
-        found = []
-        for cell in result["cells"]:
-            place = "no needle" if cell["absent"] else f"depth {cell['depth']:.0%}"
-            where, used = f"{cell['length']:,} tokens, {place}", cell["label"] + taught
-            found.append(Row(used, where, "exact", *cell["exact"], OVER))
-            found += [] if cell["chance"] is None else [Row(used, where, "exact: chance", cell["chance"])]
-            found.append(Row(used, where, "first digit", *cell["first_digit"], OVER))
-            found.append(Row(used, where, f"first of {cell['candidates']:.0f}", *cell["rank_first"], OVER))
-            found.append(Row(used, where, "loss of answers", cell["nll"]))
-        for heads in result["heads"]:
-            layer, head, value = heads["top"][0]
-            where = f"{heads['length']:,} tokens, depth {heads['depth']:.0%}, layer {layer}, head {head}"
-            found.append(Row(heads["label"] + taught, where, "most attention on the number", value))
-        return found
+        def series(metric: str, what: str, values: np.ndarray, axis: Axis | None, references: dict[str, float]) -> Series:
+            sample = Sample(sha256, values, np.ones(len(values)), np.arange(len(values)))
+            return Series(
+                metric=metric, unit="fraction", means=values.mean(0, dtype=np.float64), what=what,
+                options=place, axis=axis, samples=(sample,),
+                references=references, **common,
+            )  # fmt: skip
 
-    def scores(self, result: dict[str, Plain]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for label, length, absent in dict.fromkeys((cell["label"], cell["length"], cell["absent"]) for cell in result["cells"]):
-            some = [c for c in result["cells"] if (c["label"], c["length"], c["absent"]) == (label, length, absent)]
-            name = f"needle/{'control' if absent else 'exact'} {length} {label}"
-            found[name] = float(np.mean([cell["exact"][0] for cell in some]))
-        return found
+        heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
+        found = [
+            series(
+                f"attention to the {span}", f"layer {layer}", weights[:, number, layer], heads, {"uniform attention": float(tokens[number])}
+            )
+            for number, span in enumerate(("number", "sentence"))
+            for layer in range(layers)
+        ]
+        return found + [series(f"{metric}, heads' trials", "", of(outcomes)[:, None], None, {}) for metric, _, of in SCORED[:2]]
 
-    def text(self, result: dict[str, Plain]) -> str:
-        return "needles found: " + ", ".join(
-            f"{value:.0%} ({name.removeprefix('needle/exact ')})" for name, value in self.scores(result).items() if "exact" in name
-        )
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """What `scored` gives of the trials of one length and depth, and of which trials; `candidates`: how many each has on average."""
+
+    sha256: str
+    values: np.ndarray  # (trials, SCORES)
+    candidates: float

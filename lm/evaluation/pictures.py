@@ -1,94 +1,88 @@
-"""Pictures of evaluations, beside their files in evaluations/."""
+"""Pictures of evaluations, beside their files in evaluations/: fractions by length, depth or whatever they are measured over."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.task_config import task_names
-from lm.schema import Plain
+from lm.evaluation.statistics import interval_of
+from lm.runs.series import Series, number, series_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_LINES = 3  # of one setting; more are drawn as a map
+COLUMNS = 3  # of panels
 
 
-def draw(result: dict[str, Plain], path: Path) -> bool:
-    """Draw a result to a PNG file, if there is a picture of its kind; True if there is."""
-    drawing = {"needle": _needle, "recall": _recall}.get(result["kind"])
-    if drawing is None or not result["cells"]:
+def draw(series: Sequence[Series], path: Path) -> bool:
+    """Draw those series that are fractions at points to a PNG file, if there are any; True if there are.
+
+    A panel a metric, of lines with their intervals; where a setting has more than `MOST_LINES` of them a map for each setting.
+    """
+    panels: dict[tuple[str, ...], list[Series]] = {}
+    for one in series:
+        if one.shape == "points" and one.unit == "fraction":
+            panels.setdefault((one.metric, one.axis.name), []).append(one)
+    for key, lines in list(panels.items()):
+        settings = [one.setting for one in lines]
+        if max(map(settings.count, settings)) > MOST_LINES:
+            del panels[key]
+            panels |= {(*key, setting): [one for one in lines if one.setting == setting] for setting in dict.fromkeys(settings)}
+    if not panels:
         return False
     import matplotlib
 
     matplotlib.use("Agg")
-    figure = drawing(result)
+    import matplotlib.pyplot as plt
+
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(6.5 * columns, 4 * rows), squeeze=False, layout="constrained")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (key, lines) in zip(grid.flat, panels.items(), strict=False):
+        (_map if len(key) > 2 else _lines)(axes, lines)
+        x = lines[0].axis
+        axes.set(title=", ".join(key[::2]), xlabel=x.name + (f", {x.unit}" if x.unit else ""))
     figure.savefig(path, dpi=110)
-    matplotlib.pyplot.close(figure)
+    plt.close(figure)
     return True
 
 
-def _needle(result: dict[str, Plain]) -> object:
-    """Share of exact answers by context length and depth, one map a way to use the model; then its heads, highest first."""
-    import matplotlib.pyplot as plt
-
-    labels = list(dict.fromkeys(cell["label"] for cell in result["cells"]))
-    lengths = list(dict.fromkeys(cell["length"] for cell in result["cells"]))
-    depths = [*dict.fromkeys(cell["depth"] for cell in result["cells"] if not cell["absent"]), None]
-    heads = {one["label"]: one for one in result["heads"]}
-    steps, trials = result["finetune"]["steps"], result["trials"]
-    taught = f", after {steps} steps of fine-tuning" if steps else ", without fine-tuning"
-    width = 2.2 + 0.75 * len(lengths)
-    size = ((width + (4.2 if heads else 0)), (1.2 + 0.45 * len(depths)) * len(labels) + 0.4)
-    figure, grid = plt.subplots(
-        len(labels), 2 if heads else 1, figsize=size, squeeze=False, layout="constrained",
-        width_ratios=[width, 4.2] if heads else [1],
-    )  # fmt: skip
-    for row, label in enumerate(labels):
-        shares = {(cell["depth"], cell["length"]): cell["exact"][0] for cell in result["cells"] if cell["label"] == label}
-        values = np.array([[shares.get((depth, length), np.nan) for length in lengths] for depth in depths])
-        axes = grid[row][0]
-        image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        for (y, x), value in np.ndenumerate(values):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black", fontsize=8)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), ["no needle" if depth is None else f"{depth:.0%}" for depth in depths])
-        axes.axhline(len(depths) - 1.5, color="white", linewidth=2)
-        axes.set(xlabel="context, tokens", ylabel="depth", title=f"numbers written exactly, RoPE {label}{taught}\n{trials} trials a cell")
-        figure.colorbar(image, ax=axes)
-        if label in heads:
-            _heads(grid[row][1], heads[label])
-    return figure
-
-
-def _heads(axes: object, one: dict[str, Plain]) -> None:
-    names = [f"{layer}.{head}" for layer, head, _ in one["top"]]
-    axes.bar(range(len(names)), [value for *_, value in one["top"]], color="0.4")
-    axes.axhline(one["chance"]["number"], color="C3", linewidth=1, label="uniform attention")
-    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    axes.set(xlabel="layer.head", ylabel="attention on the number", title=f"heads, {one['length']:,} tokens, depth {one['depth']:.0%}")
+def _lines(axes: "Axes", lines: list[Series]) -> None:
+    for one, name in series_names(lines).items():
+        x, label = one.axis.values, ", ".join(filter(None, (name, one.setting)))
+        intervals = [interval_of(one, column) for column in range(len(x))]
+        reach = np.zeros((2, len(x)))
+        if all(intervals):
+            reach = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in intervals]).T
+        axes.errorbar(x, one.means, yerr=np.clip(reach, 0, None), marker="o", capsize=3, label=label)
+    if lines[0].axis.log:
+        axes.set_xscale("log", base=2)
+    ticks = sorted({value for one in lines for value in one.axis.values})
+    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    if lines[0].axis.unit == "tokens":
+        axes.axvline(lines[0].seq_len, color="0.6", linewidth=1, label="training length")
+    levels = dict.fromkeys((name, level) for one in lines for name, level in one.references.items())
+    for dots, (name, level) in zip(("-.", ":") * len(levels), levels, strict=False):
+        axes.axhline(level, color="0.6", linestyle=dots, label=f"{name}, {level:.1%}")
+    over = dict.fromkeys(interval.over for one in lines if (interval := interval_of(one, 0)))
+    axes.set(ylabel="fraction" + "".join(f" [95% over {what}]" for what in over), ylim=(-0.02, 1.02))
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
 
 
-def _recall(result: dict[str, Plain]) -> object:
-    """Answers right by length, a line a task and way, with Wilson intervals; dashed in a roll-out; dotted what chance gives of each."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    lines: dict[str, list[dict[str, Plain]]] = {}
-    for task, cell in zip(task_names([cell["task"] for cell in result["cells"]]), result["cells"], strict=True):
-        lines.setdefault(f"{task}, {cell['label']}", []).append(cell)
-    for name, cells in lines.items():
-        x, shares = [cell["length"] for cell in cells], np.array([cell["answer"] for cell in cells])
-        line = axes.errorbar(x, shares[:, 0], yerr=np.abs(shares[:, 1:].T - shares[:, 0]), marker="o", capsize=3, label=name)[0]
-        axes.plot(x, [cell["rollout"][0] for cell in cells], color=line.get_color(), linestyle="--", marker=".", label=f"{name}, roll-out")
-    lengths = sorted({cell["length"] for cell in result["cells"]})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set(
-        xlabel="length of the row, tokens",
-        ylabel="answers right [95% over questions, 1 seed]",
-        ylim=(-0.02, 1.02),
-        title="recall by length",
-    )
-    axes.axvline(result["seq_len"], color="0.6", linewidth=1, label="training length")
-    for key, name, dots in (("chance", "chance", ":"), ("rollout_chance", "chance in a roll-out", "-.")):
-        for chance in {cell[key] for cell in result["cells"]} - {None}:
-            axes.axhline(chance, color="0.6", linestyle=dots, label=f"{name}, {chance:.1%}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return figure
+def _map(axes: "Axes", lines: list[Series]) -> None:
+    names, x = series_names(lines), sorted({value for one in lines for value in one.axis.values})
+    values = np.full((len(lines), len(x)), np.nan)
+    for row, one in enumerate(lines):
+        values[row, np.searchsorted(x, one.axis.values)] = one.means
+    top = 1.0 if lines[0].interval == "wilson" else float(np.nanmax(values))
+    image = axes.imshow(values, vmin=0, vmax=top, cmap="viridis", aspect="auto")
+    for (y, place), value in np.ndenumerate(values):
+        axes.text(place, y, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 * top else "black", fontsize=8)
+    axes.set_xticks(range(len(x)), [number(value) for value in x])
+    axes.set_yticks(range(len(lines)), names.values())
+    axes.figure.colorbar(image, ax=axes)

@@ -1,40 +1,60 @@
-"""Evaluation results as files of the run folder."""
+"""Results of evaluations: measured, kept in a run folder with their picture, and taken from there when they are asked for again."""
 
-import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+from lm.errors import RunError
+from lm.evaluation.measurement import Measurement, Progress, weights_sha256
 from lm.evaluation.pictures import draw
-from lm.runs.folder import EVALUATIONS, write_json
-from lm.schema import Plain
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import EVALUATIONS, read_sealed, write_json, write_sealed
 
 
-def evaluation_path(run: Path, kind: str, step: int) -> Path:
-    """evaluations/KIND.step-N.json of a run folder."""
-    return run / EVALUATIONS / f"{kind}.step-{step:06d}.json"
+def measured(
+    measurement: Measurement, decoder: Decoder, where: Device, step: int, tokens_seen: int, progress: Progress = lambda units: None
+) -> Evaluation:
+    """What a measurement gives of a decoder that was trained for so many steps and tokens. Collective."""
+    weights = weights_sha256(decoder)
+    series = measurement.measure(decoder, where, progress)
+    return Evaluation(
+        measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.settings, measurement.precision(where), weights,
+        tuple(series),
+    )  # fmt: skip
 
 
-def evaluations(run: Path) -> list[Path]:
-    """The evaluation files of a run folder, in no order."""
-    return list((run / EVALUATIONS).glob("*.step-*.json"))
-
-
-def step_of(path: Path) -> int:
-    """The step an evaluation file was measured at."""
-    return int(path.stem.rpartition(".step-")[2])
-
-
-def write_evaluation(run: Path, result: dict[str, Plain]) -> Path:
-    """Write `result`, which holds `kind` and `step`, to its file, and draw its picture if there is one; returns the file's path."""
-    path = evaluation_path(run, result["kind"], result["step"])
-    write_json(path, finite(result))
-    draw(result, path.with_suffix(".png"))
+def write_evaluation(run: Path, evaluation: Evaluation) -> Path:
+    """Write a result to its file, and draw its picture if it has one; returns the file's path."""
+    path = evaluation_path(run, evaluation.kind, evaluation.step)
+    write_json(path, evaluation.plain())
+    draw(evaluation.series, path.with_suffix(".png"))
     return path
 
 
-def finite(value: Plain) -> Plain:
-    """`value` with null for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def kept_at(folder: Path, measurement: Measurement, weights: str, where: Device) -> Path:
+    """Where a run folder keeps the result of a measurement of `weights` (their sha256), however often it is measured otherwise."""
+    return folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
+
+
+def kept(folder: Path, measurement: Measurement, weights: str, where: Device, step: int, tokens_seen: int) -> Evaluation | None:
+    """The result that a run folder keeps of a measurement; None if there is none, or one that was altered, which is told."""
+    path = kept_at(folder, measurement, weights, where)
+    if not path.is_file():
+        return None
+    try:
+        return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen)
+    except RunError as error:
+        print(f"note: {error}: measured again", file=sys.stderr)
+    except (KeyError, TypeError, ValueError):
+        print(f"note: {path}: is of another version: measured again", file=sys.stderr)
+    return None
+
+
+def keep(folder: Path, measurement: Measurement, evaluation: Evaluation, where: Device) -> None:
+    """Keep a result, unless some of its numbers are not finite: they may be otherwise another time."""
+    if all(one.is_finite for one in evaluation.series):
+        path = kept_at(folder, measurement, evaluation.weights_sha256, where)
+        path.parent.mkdir(exist_ok=True, parents=True)
+        write_sealed(path, evaluation.plain())

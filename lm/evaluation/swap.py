@@ -13,15 +13,16 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
 from lm.evaluation.evaluate import open_device, open_store
-from lm.evaluation.results import write_evaluation
 from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
+from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
+from lm.runs.series import listed
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # of `--init fit`
@@ -62,7 +63,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
         stamp = {"step": loaded.facts["step"], "tokens_seen": loaded.facts["tokens"], "data_fingerprint": store.fingerprint}
         result = {**evaluate_swap(old, new, rows, where), **stamp, "precision": where.precision, "swap": facts}
-        write_evaluation(made, result)
+        write_json(evaluation_path(made, "swap", result["step"]), listed(result))
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": " ".join(["lm", *sys.argv[1:]]), "swap": facts})
     print_swap(result)
     if init == "fit":

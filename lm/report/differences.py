@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled
-from lm.report.sections import Arm, Line, Section, Units, number, places, units_at
-from lm.runs.series import Series
+from lm.report.sections import Arm, Line, Section, Units, units_at
+from lm.runs.series import Series, number
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def differences(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> list[Diffe
 
 def _of_line(arm: Arm, base: Arm, section: Section, line: Line) -> Difference:
     measured = [[one for one in section.of_arm(each, line) if one.samples] for each in (arm, base)]
-    ours, theirs = ({label for one in some for label in places(one)} for some in measured)
+    ours, theirs = ({label for one in some for label in one.places} for some in measured)
     place = [label for label in section.places if label in (ours & theirs or ours | theirs)][-1]
-    one = next(one for some in measured for one in some if place in places(one))
+    one = next(one for some in measured for one in some if place in one.places)
     interval, note = _difference(arm, base, section, line, place)
     if one.unit == "fraction":
         interval, note = _of_fractions(interval, note)

@@ -16,8 +16,9 @@ from matplotlib.transforms import Transform
 
 from lm.evaluation.statistics import FEWEST, Interval, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Comparison
-from lm.report.sections import Arm, Line, Section, number
+from lm.report.sections import Arm, Line, Section
 from lm.runs.metric_log import Curve
+from lm.runs.series import number
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"

@@ -2,16 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import get_args
 
 import numpy as np
 
-from lm.config.task_config import task_names
 from lm.evaluation.statistics import Interval, interval_of, over_seeds
 from lm.runs.record import RunRecord
-from lm.runs.series import Series, Shape
-from lm.schema import Plain
+from lm.runs.series import Series, Shape, series_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +72,8 @@ class Section:
     @property
     def places(self) -> dict[str, tuple[float, float]]:
         """All places, ascending; those of bins by training lengths."""
-        found = {label: place for one in self.series.values() for label, place in places(one).items()}
-        order = {label: place[1] / (one.seq_len if one.bins else 1) for one in self.series.values() for label, place in places(one).items()}
+        found = {label: place for one in self.series.values() for label, place in one.places.items()}
+        order = {label: place[1] / (one.seq_len if one.bins else 1) for one in self.series.values() for label, place in one.places.items()}
         return {label: found[label] for label in sorted(found, key=order.get)}
 
     @property
@@ -108,19 +105,19 @@ class Section:
 
     def mean(self, arm: Arm, line: Line, place: str) -> float | None:
         """Mean over the arm's runs; None if none has it, or if they were measured on different sequences."""
-        found = [one for one in self.of_arm(arm, line) if place in places(one)]
-        return float(np.mean([mean_at(one, place) for one in found])) if found and len(identities(found, place)) < 2 else None
+        found = [one for one in self.of_arm(arm, line) if place in one.places]
+        return float(np.mean([one.mean_at(place) for one in found])) if found and len(identities(found, place)) < 2 else None
 
     def interval(self, arm: Arm, line: Line, place: str) -> Interval | None:
         """At a point: of one run that of its series; of several Student's t over seeds, but never narrower than Wilson's."""
-        found = [one for one in self.of_arm(arm, line) if place in places(one)]
+        found = [one for one in self.of_arm(arm, line) if place in one.places]
         mean = self.mean(arm, line, place)
         if mean is None or found[0].interval == "none":
             return None
-        alone = interval_of(found[0], _column(found[0], place), mean)
+        alone = interval_of(found[0], found[0].column_at(place), mean)
         if len(found) == 1:
             return alone
-        seeds = over_seeds(np.array([mean_at(one, place) for one in found]))
+        seeds = over_seeds(np.array([one.mean_at(place) for one in found]))
         if found[0].interval != "wilson":
             return seeds
         return Interval(mean, min(alone.low, max(0.0, seeds.low)), max(alone.high, min(1.0, seeds.high)), seeds.over)
@@ -129,56 +126,19 @@ class Section:
 def sections(arms: tuple[Arm, ...]) -> tuple[Section, ...]:
     """Everything that the runs measured, by title: single numbers first, then by bins, then by points."""
     every = [(run, one) for arm in arms for run in arm.runs for one in run.series]
-    tasks = {str(_task(one)): _task(one) for _, one in every}
-    names = dict(zip(tasks, task_names(list(tasks.values())), strict=True))
+    names = series_names(one for _, one in every)
     titles: dict[tuple[str, Shape], dict[tuple[RunRecord, Line], Series]] = {}
     for run, one in every:
-        line = Line(one.metric, names[str(_task(one))], one.setting)
+        line = Line(one.metric, names[one], one.setting)
         titles.setdefault((one.shown.title, one.shape), {})[run, line] = one
     found = [Section(title, series) for (title, _), series in titles.items()]
     return tuple(sorted(found, key=lambda section: get_args(Shape).index(section.shape)))
 
 
-def _task(one: Series) -> dict[str, Plain]:
-    return {"name": one.what} | one.options
-
-
-def places(one: Series) -> dict[str, tuple[float, float]]:
-    """Where a series has means, (start, stop) by label: its points; of bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
-    if one.axis is None:
-        return {"": (0, 0)}
-    if not one.bins:
-        return {number(value): (value, value) for value in one.axis.values}
-    length = one.axis.values[-1]
-    stops = [min(one.seq_len, length)]
-    while stops[-1] < length:
-        stops.append(min(stops[-1] * 2, length))
-    times = [stop / one.seq_len for stop in stops]
-    labels = [f"within {times[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(times))]
-    return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
-
-
-def number(value: float) -> str:
-    """A value of an axis, thousands separated."""
-    return f"{int(value):,}" if value == int(value) else f"{value:g}"
-
-
-def _column(one: Series, place: str) -> int:
-    """Of a point, or of the bin that a range begins with."""
-    start = places(one)[place][0]
-    return 0 if one.axis is None else int(np.searchsorted(one.axis.values[: len(one.means)], start).clip(max=len(one.means) - 1))
-
-
-def mean_at(one: Series, place: str) -> float:
-    """The mean at one of its `places`."""
-    start, stop = places(one)[place]
-    return float(one.curve[int(start) : int(stop)].mean() if one.bins else one.means[_column(one, place)])
-
-
 def identities(found: list[Series], place: str | None = None) -> set[tuple[str, str]]:
     """(data fingerprint, sha256 of the sequences) that series were measured on, at one of their places or at all; none of means alone."""
-    measured = [one for one in found if one.samples and (place is None or place in places(one))]
-    samples = [(one, one.samples if place is None else [one.column(_column(one, place))[0]]) for one in measured]
+    measured = [one for one in found if one.samples and (place is None or place in one.places)]
+    samples = [(one, one.samples if place is None else [one.column(one.column_at(place))[0]]) for one in measured]
     return {(one.data_fingerprint, sample.sha256) for one, some in samples for sample in some}
 
 
@@ -195,13 +155,13 @@ class Units:
 
 def units_at(one: Series, place: str) -> Units | None:
     """Values by unit at a place; of bins over those within it, as the place then says. None if the series has none there."""
-    if not one.samples or place not in places(one):
+    if not one.samples or place not in one.places:
         return None
-    start, stop = places(one)[place]
-    sample, values = one.column(_column(one, place))
+    start, stop = one.places[place]
+    sample, values = one.column(one.column_at(place))
     if one.bins:
         edges = np.array(one.axis.values)
-        start = edges[_column(one, place)]
+        start = edges[one.column_at(place)]
         inside = (edges[:-1] >= start) & (edges[1:] <= stop)
         if not inside.any():
             return None

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 
 from lm.evaluation.statistics import Interval
 from lm.report.comparison import Comparison, compare
-from lm.report.sections import Arm, Line, Section, mean_at
+from lm.report.sections import Arm, Line, Section
 from lm.runs.record import read_run
 
 Cell = str | Interval | None  # None: not measured
@@ -130,7 +130,7 @@ def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> lis
     made = [(Column(name, **how if covered else {"unit": unit}), cells) for name, cells in columns.items()]
     if not (several and section.shape == "number" and one.samples):
         return made
-    values = [[mean_at(found, "") for found in section.of_arm(*of)] if section.mean(*of, "") is not None else [] for of in rows]
+    values = [[found.mean_at("") for found in section.of_arm(*of)] if section.mean(*of, "") is not None else [] for of in rows]
     return [*made, (Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values])]
 
 

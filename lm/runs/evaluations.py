@@ -1,14 +1,15 @@
 """Evaluations of a run folder: one JSON file for each kind and step, and the series in it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from lm.config.data_config import DataConfig
+from lm.config.eval_config import EvalConfig
 from lm.errors import RunError
-from lm.runs.adaptors import ADAPTORS, is_wanted
 from lm.runs.folder import EVALUATIONS, read_json
 from lm.runs.series import Series
-from lm.schema import Plain
+from lm.schema import Plain, build
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +19,26 @@ class Evaluation:
     kind: str
     step: int
     tokens_seen: int
+    data_fingerprint: str
+    settings: dict[str, Plain]  # all that decides the numbers beside the weights, precision and data
+    precision: str
+    weights_sha256: str
     series: tuple[Series, ...]
 
     @property
     def name(self) -> str:
         """Its kind in a sentence, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
+
+    def plain(self) -> dict[str, Plain]:
+        """As its file holds it."""
+        return vars(self) | {"series": [one.plain() for one in self.series]}
+
+    @classmethod
+    def of(cls, content: dict[str, Plain]) -> "Evaluation":
+        """What `plain` gave. Raises ValueError, TypeError or KeyError where it isn't that."""
+        series = tuple(Series.of(one) for one in content["series"])
+        return cls(**{spec.name: content[spec.name] for spec in fields(cls)} | {"series": series})
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
@@ -43,21 +58,27 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
     Raises:
         RunError: a file that can't be read; one that an older version wrote is lacking instead.
     """
-    last = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}
+    last, wanted = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
     found, lacking = [], []
-    for kind in dict.fromkeys((*ADAPTORS, *last)):
+    for kind in dict.fromkeys((*EvalConfig().wanted(), *last)):
         name = f"{kind.replace('_', '-')} evaluation"
         if kind not in last:
-            lacking += [f"no {name}"] if is_wanted(kind, config) else []
+            lacking += [f"no {name}"] if kind in wanted else []
             continue
         content = read_json(last[kind])
         try:
-            if "series" in content or kind in ADAPTORS:
-                series = [Series.of(one) for one in content["series"]] if "series" in content else ADAPTORS[kind](content)
-                found.append(Evaluation(kind, content["step"], content["tokens_seen"], tuple(series)))
+            if "series" in content or kind in wanted:  # downstream tasks keep a record of their own
+                found.append(Evaluation.of(content))
         except KeyError as error:
             again = "if it was measured by an older version, measure it again with `lm eval`"
             lacking.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
         except (TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{last[kind]}: {' '.join(str(error).split())}") from None
     return found, lacking
+
+
+def _wanted(config: dict[str, Plain]) -> set[str]:
+    """The kinds that a run's configuration asks for; none where an older version wrote it so that it can't be told."""
+    problems = []
+    asked, data = (build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig)))
+    return set() if problems else set(asked.wanted(data))

@@ -17,9 +17,10 @@ CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "me
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
 
 
-def write_json(path: Path, content: Plain) -> None:
-    """`content` as indented JSON, whole or not at all."""
+def write_json(path: Path, content: Plain) -> Path:
+    """`content` as indented JSON, whole or not at all; returns the file's path."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return path
 
 
 def read_json(path: Path) -> dict[str, Plain]:

@@ -9,11 +9,11 @@ import yaml
 from lm.config.task_config import TASKS
 from lm.errors import RunError
 from lm.runs import identity
-from lm.runs.adaptors import of_log
 from lm.runs.evaluations import Evaluation, last_evaluations
 from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json
 from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series
+from lm.runs.validation import KIND, validation_series
 from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
@@ -129,10 +129,11 @@ def read_run(folder: Path) -> RunRecord:
     evaluations, lacking = last_evaluations(folder, config)
     missing += lacking
     logged = [line for line in lines if "val/loss" in line]
-    if logged and not any(one.kind == "validation" for one in evaluations):
+    if logged and not any(one.kind == KIND for one in evaluations):
         last, entropy = logged[-1], flatten(environment).get("unigram_entropy.val")
-        series = of_log(last["val/loss"], last.get("val/bits_per_byte"), entropy, flatten(config)["data.seq_len"])
-        evaluations.insert(0, Evaluation("validation", last["step"], last["tokens"], tuple(series)))
+        numbers = (last["val/loss"], last.get("val/bits_per_byte"), entropy, flatten(config)["data.seq_len"])
+        of_log = {"data_fingerprint": "", "settings": {}, "precision": "", "weights_sha256": ""}
+        evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **of_log, series=tuple(validation_series(*numbers))))
         missing.append("its validation loss is the last one logged while training, without an interval")
     for one in evaluations[1:]:
         first = evaluations[0]

@@ -1,10 +1,13 @@
 """Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
+from lm.config.task_config import task_names
 from lm.schema import Plain
 
 Interval = Literal["none", "bootstrap", "wilson"]  # of a mean: resampling groups of units; Wilson's over questions
@@ -115,13 +118,54 @@ class Series:
             number -= sample.values.shape[1]
         raise IndexError(f"{self.metric} has no such column")
 
+    @property
+    def whole(self) -> float | None:
+        """The mean over all bins, or the single number; None of points."""
+        return float(self.curve.mean()) if self.bins else None if self.axis else float(self.means[0])
+
+    @property
+    def places(self) -> dict[str, tuple[float, float]]:
+        """Where it has means, (start, stop) by label: its points; of bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
+        if self.axis is None:
+            return {"": (0, 0)}
+        if not self.bins:
+            return {number(value): (value, value) for value in self.axis.values}
+        length = self.axis.values[-1]
+        stops = [min(self.seq_len, length)]
+        while stops[-1] < length:
+            stops.append(min(stops[-1] * 2, length))
+        times = [stop / self.seq_len for stop in stops]
+        labels = [f"within {times[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(times))]
+        return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
+
+    def column_at(self, place: str) -> int:
+        """The column of one of its `places`: of a point, or of the bin that a range begins with."""
+        start = self.places[place][0]
+        return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
+
+    def mean_at(self, place: str) -> float:
+        """The mean at one of its `places`."""
+        start, stop = self.places[place]
+        return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of its means are."""
+        return bool(np.isfinite(self.means).all() and (self.curve is None or np.isfinite(self.curve).all()))
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Its numbers among a run's metrics, by their names there."""
+        means = self.means.tolist() if self.whole is None else [self.whole]
+        return dict(zip(self.logged, means, strict=False))
+
     def plain(self) -> dict[str, Plain]:
         """As JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         found["axis"], found["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
-        found["samples"] = [vars(sample) | {"values": sample.values.round(6)} for sample in self.samples]
+        found["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
         found["curve"] = None if self.curve is None else self.curve.round(6)
-        return _listed(found)
+        return listed(found)
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Series":
@@ -148,6 +192,19 @@ class Series:
         return cls(**made)
 
 
+def number(value: float) -> str:
+    """A value of an axis, thousands separated."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
+def series_names(series: Iterable[Series]) -> dict[Series, str]:
+    """What each is measured on, with those options that tell it apart from others of its name."""
+    every = {one: {"name": one.what} | one.options for one in series}
+    different = {str(what): what for what in every.values()}
+    names = dict(zip(different, task_names(list(different.values())), strict=True))
+    return {one: names[str(what)] for one, what in every.items()}
+
+
 def numbers(values: Plain) -> np.ndarray:
     """A list of numbers as an array; null (a number that was not finite) becomes NaN."""
     return np.array(values, dtype=float)
@@ -162,10 +219,10 @@ def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     _require(array.shape == shape, f"{name} has shape {array.shape}, not {shape}")
 
 
-def _listed(value: object) -> Plain:
+def listed(value: object) -> Plain:
     """`value` without arrays and tuples, and with null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: _listed(item) for name, item in value.items()}
+        return {name: listed(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
-        return [_listed(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        return [listed(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
     return None if isinstance(value, float) and not np.isfinite(value) else value

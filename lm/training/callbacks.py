@@ -13,19 +13,22 @@ from lm.config.tree import Config
 from lm.errors import RunError
 from lm.evaluation.continuity import evaluate_swap, swap_rows
 from lm.evaluation.measurement import Measurement
-from lm.evaluation.results import evaluation_path, write_evaluation
-from lm.evaluation.suite import keep, measured
+from lm.evaluation.numbers import logged
+from lm.evaluation.results import keep, measured, write_evaluation
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.progress import StepProgress
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import write_json
+from lm.runs.series import listed
 from lm.schema import Plain
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
 from lm.training.optimizers import set_rates
 
-# A result with its `kind`, the numbers among the run's metrics, and a line to show.
-Measured = tuple[dict[str, Plain], dict[str, float], str]
+# A result, the numbers among the run's metrics, and a line to show.
+Measured = tuple[Evaluation | dict[str, Plain], dict[str, float], str]
 
 
 class StepCallback(L.Callback):
@@ -161,7 +164,7 @@ class Evaluations(StepCallback):
         max_seconds: float | None,
         measure: Callable[[Device], Measured],
         measurement: Measurement | None = None,
-    ) -> dict[str, Plain] | None:
+    ) -> Evaluation | dict[str, Plain] | None:
         """Measure now; None if that failed. The result of a `measurement` is kept for `lm eval`, too. Collective."""
         started, step = time.perf_counter(), trainer.global_step
         where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).within(max_seconds)
@@ -169,10 +172,13 @@ class Evaluations(StepCallback):
         try:
             result, scores, text = measure(where)
             if trainer.is_global_zero:
-                stamp = {"precision": where.precision, "step": step, "tokens_seen": tokens, "data_fingerprint": module.store.fingerprint}
-                path = write_evaluation(self.config.run_folder, {**stamp, **result})
                 if measurement:
+                    path = write_evaluation(self.config.run_folder, result)
                     keep(self.config.run_folder, measurement, result, where)
+                else:
+                    facts = {"precision": where.precision, "step": step, "tokens_seen": tokens}
+                    content = facts | {"data_fingerprint": module.store.fingerprint} | result
+                    path = write_json(evaluation_path(self.config.run_folder, kind, step), listed(content))
                 self.record.write({"step": step, "tokens": tokens, **scores})
                 self.record.picture(kind, path.with_suffix(".png"), step)
                 self.progress.say(f"step {step}: {text}")
@@ -189,12 +195,14 @@ class Evaluations(StepCallback):
             self.clock.paused(started)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one
 
-    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> dict[str, Plain] | None:
+    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """One measurement of `decoder`, as `take`."""
 
         def measure(where: Device) -> Measured:
-            result = measured(measurement, decoder.to(where.device), where, lambda units: None)
-            return result, measurement.scores(result), measurement.text(result)
+            step = trainer.global_step
+            result = measured(measurement, decoder.to(where.device), where, step, step * self.config.optim.batch_tokens)
+            scores = logged(result)
+            return result, scores, ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
 
         return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure, measurement)
 
@@ -209,10 +217,10 @@ class Validate(Evaluations):
         result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
             return
-        state = module.start.state
-        fresh = not state.best or state.best["rows_sha256"] != result["rows_sha256"]
-        if math.isfinite(result["loss"]) and (fresh or result["loss"] < state.best["loss"]):
-            state.best = {"step": step, "loss": result["loss"], "rows_sha256": result["rows_sha256"]}
+        state, loss, rows = module.start.state, result.series[0].whole, result.series[0].samples[0].sha256
+        fresh = not state.best or state.best["rows_sha256"] != rows
+        if math.isfinite(loss) and (fresh or loss < state.best["loss"]):
+            state.best = {"step": step, "loss": loss, "rows_sha256": rows}
 
 
 class Evaluate(Evaluations):

@@ -13,16 +13,16 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.evaluation.evaluate import evaluate, print_results
-from lm.evaluation.measurement import Measurement
-from lm.evaluation.results import evaluation_path
-from lm.evaluation.suite import measurements
+from lm.evaluation.evaluate import evaluate
+from lm.evaluation.measurement import Measurement, measurements
+from lm.evaluation.numbers import print_results
 from lm.files import write_text
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
 from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path
 from lm.runs.consistency import check_environment
+from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
 from lm.runs.loading import TOKENIZER_SHA256
 from lm.schema import Plain, to_plain

@@ -11,12 +11,11 @@ from lm.config.effects import function_of
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.results import evaluation_path, evaluations
-from lm.evaluation.results import step_of as evaluated_step
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import BEST, bare_weights, load_facts, step_of, steps_saved
 from lm.runs.consistency import config_problems, trained_config
+from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, EVALUATIONS, METRICS, TOKENIZER, read_json
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, load, misfit
@@ -205,7 +204,7 @@ def cut_back(run: Path, step: int) -> list[str]:
     with contextlib.suppress(RunError):  # none, or damaged
         if load_facts(best)["step"] > step:
             best.unlink()
-    for path in evaluations(run):
-        if evaluated_step(path) > step or path == evaluation_path(run, "swap", step):
+    for (kind, measured_at), path in evaluation_files(run).items():
+        if measured_at > step or (kind, measured_at) == ("swap", step):
             path.unlink()
     return cut_back_metrics(run / METRICS, step)

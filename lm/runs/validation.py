@@ -1,0 +1,43 @@
+"""The series of a validation: what measures it and what reads a log that holds no more of it agree on them."""
+
+import numpy as np
+
+from lm.runs.series import Sample, Series, Shown
+
+KIND = "validation"
+
+
+def validation_series(
+    loss: float,
+    bits_per_byte: float | None,
+    unigram_entropy: float | None,
+    seq_len: int,
+    sample: Sample | None = None,
+    data_fingerprint: str = "",
+) -> list[Series]:
+    """Loss (nats per token) and, of text, bits per byte on held-out sequences of the training length.
+
+    Args:
+        bits_per_byte: None: symbols, which are no bytes.
+        unigram_entropy: nats per token; None: not known.
+        sample: loss by sequence, (sequences, 1); None: means alone are known.
+    """
+    token = "token" if bits_per_byte is not None else "token of the answers"
+    units = 0 if sample is None else len(sample.values)
+    amount, method = f"{units:,} of {seq_len:,} tokens", f"Validation loss is the mean negative log-likelihood in nats per {token}"
+    method += f" over {units:,} held-out rows of the training length"
+    shown = Shown("Validation, rows of the training length", "validation rows", amount if units else "", method=method if units else "")
+    common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
+    found = [
+        Series(
+            metric="validation loss", unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
+            references={} if unigram_entropy is None else {"unigram entropy": unigram_entropy},
+            samples=() if sample is None else (sample,), interval="none" if sample is None else "bootstrap",
+            data_fingerprint=data_fingerprint, **common,
+        )
+    ]  # fmt: skip
+    if bits_per_byte is not None:
+        found.append(
+            Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common)
+        )
+    return found

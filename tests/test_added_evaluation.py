@@ -1,0 +1,124 @@
+"""A kind of evaluation is added in two files: a module that measures it, and its options in the table of `eval`. Nothing else knows it."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+MODULE = '''
+"""How far logits spread: the standard deviation of next-token logits by position."""
+
+import numpy as np
+import torch
+
+from lm.data.batches import Batch
+from lm.evaluation.held_out import validation_rows
+from lm.evaluation.measurement import Measurement
+from lm.evaluation.sequences import by_sequence
+from lm.runs.series import Axis, Sample, Series, Shown
+
+
+class Spread(Measurement):
+    kind = "spread"
+
+    @property
+    def settings(self):
+        return {"positions": self.schedule.positions}
+
+    @property
+    def work(self):
+        return self.config.eval.rows
+
+    def measure(self, decoder, where, progress):
+        held_out, positions = validation_rows(self.store, self.config), self.schedule.positions
+
+        def measure(part):
+            batch = Batch.of(held_out.rows[part]).to(where.device)
+            return decoder.head(decoder.hidden(batch)[:, positions]).std(-1)
+
+        lengths = [held_out.length] * len(held_out.rows)
+        values = by_sequence([decoder], lengths, (len(positions),), where, measure, progress)
+        shown = Shown("Spread of logits", "validation rows", f"{len(values)} of {held_out.length} tokens", "spread of logits by position")
+        return [
+            Series(
+                self.kind, "spread", "nats", "higher", held_out.length, values.mean(0), axis=Axis("position", "tokens", "at position",
+                tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.document_by_row),),
+                interval="bootstrap", logged=tuple(f"spread/{position}" for position in positions), shown=shown,
+                data_fingerprint=self.store.fingerprint,
+            )
+        ]
+'''
+OPTIONS = """
+@dataclass
+class SpreadConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.spread:Spread"
+    positions: list[int] = key([], "positions at which logits are looked at; []: off", ge=0)
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.positions)
+
+    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+        late = max(self.positions) >= data.seq_len
+        return [Problem("positions", self.positions, f"go beyond data.seq_len = {data.seq_len}", "leave those out")] if late else []
+
+
+@dataclass
+class EvalConfig:"""
+ROW = """    spread: SpreadConfig = section(SpreadConfig, "how far logits spread, by position")
+"""
+
+
+@pytest.fixture
+def lm(tmp_path: Path):
+    """A function: `lm ARGUMENTS` of a copy of the package to which the evaluation was added."""
+    shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "code" / "lm" / "evaluation" / "spread.py").write_text(MODULE)
+    table = tmp_path / "code" / "lm" / "config" / "eval_config.py"
+    head, _, body = table.read_text().partition("\n@dataclass\nclass EvalConfig:")
+    last = body.index("    needle: NeedleConfig")
+    table.write_text(head + OPTIONS + body[:last] + ROW + body[last:])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "code")}
+        command = [sys.executable, "-m", "lm", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=False)
+
+    return run
+
+
+def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(lm, arguments: list[str], tmp_path: Path):
+    runs = tmp_path / "runs"
+    options = [*arguments, "eval.long_context.length_factor=0"]
+    for name in ("softmax", "ssmax"):
+        result = lm("train", *options, f"name={name}", f"model.normalizer={name}", "eval.spread={positions: [4, 16], at: [0.5, 1]}")
+        assert result.returncode == 0, result.stderr
+    assert {path.name for path in (runs / "ssmax" / "evaluations").glob("spread.*")} == {f"spread.step-{step:06d}.json" for step in (4, 8)}
+    logged = [line for line in map(json.loads, (runs / "ssmax" / "metrics.jsonl").open()) if "spread/16" in line]
+    assert [line["step"] for line in logged] == [4, 8]
+
+    again = lm("eval", str(runs / "ssmax"), "-o", str(tmp_path / "all.csv"))
+    assert "spread, ssmax, step 8 (cached)" in again.stdout, again.stderr
+    rows = [row for row in csv.DictReader((tmp_path / "all.csv").open()) if row["kind"] == "spread"]
+    assert [(row["where"], row["metric"]) for row in rows] == [("4 tokens", "spread"), ("16 tokens", "spread")]
+    assert [float(row["value"]) for row in rows] == pytest.approx([logged[1]["spread/4"], logged[1]["spread/16"]])
+    refused = lm("eval", str(runs / "ssmax"), "eval.spread.positions=[32]")
+    assert refused.stderr == "error: eval.spread.positions = [32]: go beyond data.seq_len = 32; leave those out\n"
+
+    reported = lm("report", str(runs / "softmax"), str(runs / "ssmax"), "-o", str(tmp_path / "report"))
+    assert reported.returncode == 0, reported.stderr
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Spread of logits" in page
+    assert "spread of logits by position" in page
+    found = list(csv.DictReader((tmp_path / "report" / "table.csv").open()))
+    assert any(row["table"] == "Spread of logits" and row["quantity"] == "difference to softmax, 16" for row in found)
+
+    (runs / "ssmax" / "evaluations" / "spread.step-000008.json").unlink()
+    (runs / "ssmax" / "evaluations" / "spread.step-000004.json").unlink()
+    lacking = lm("report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking"))
+    assert "ssmax: no spread evaluation" in lacking.stdout
