@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reported import build_run, compared, write_evaluation
+from reported import build_run, compared, edit, write_evaluation
 
 from lm.errors import RunError
 from lm.report.html import write_report
@@ -87,3 +87,12 @@ def test_series_that_are_none_are_refused_in_one_line(folders):
     path.write_text(path.read_text().replace('"higher"', '"more"'))
     with pytest.raises(RunError, match=r"probe.step-000200.json: better must be lower or higher$"):
         read_run(folders[0])
+
+
+def test_a_point_that_is_not_finite_is_said_and_has_no_interval(folders, tmp_path):
+    edit(folders[1], "probe", lambda result: result["series"][2]["means"].__setitem__(0, None))
+    edit(folders[1], "probe", lambda result: result["series"][2]["samples"][0]["values"][0].__setitem__(0, None))
+    files = write_report(folders, tmp_path / "out")
+    rows = {(row["table"], row["arm"], row["quantity"]): row for row in csv.DictReader(files.csv.open())}
+    assert rows["Reach by depth", "ssmax", "0"]["value"] == "not finite"
+    assert b"nan" not in files.csv.read_bytes()

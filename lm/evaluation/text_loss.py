@@ -69,7 +69,7 @@ class Validation(Measurement):
     def _of_source(self, nll: np.ndarray, label: str, mine: np.ndarray) -> Series:
         loss, by_row = self._loss(nll, mine)
         return Series(
-            self.kind, "validation loss", "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(by_row,),
+            self.kind, "val loss", "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(by_row,),
             data_fingerprint=self.store.fingerprint, logged=(f"val/loss {label}",),
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ class Section:
         """At a point: of one run that of its series; of several Student's t over seeds, but never narrower than Wilson's."""
         found = [one for one in self.of_arm(arm, line) if place in one.places]
         mean = self.mean(arm, line, place)
-        if mean is None or found[0].interval == "none":
+        if mean is None or not np.isfinite(mean) or found[0].interval == "none":
             return None
         alone = interval_of(found[0], found[0].column_at(place), mean)
         if len(found) == 1:
