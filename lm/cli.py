@@ -117,7 +117,7 @@ def inspect_data(
 
 
 @app.command()
-def train(arguments: Configuration) -> None:
+def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """Train a model; the run is kept in a folder of its own (runs/NAME)."""
     _require_file(arguments)
     from lm.config.load import load

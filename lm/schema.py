@@ -200,7 +200,7 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     except Unavailable as error:
         problems.append(Problem(_join(path, "name"), name, error.reason, error.remedy))
         return MISSING
-    except KeyError:
+    except (KeyError, TypeError):
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
     return build(schema, value, path, problems)

@@ -105,6 +105,9 @@ def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers
     forget()
     other = lm("train", *arguments, "name=other", f"init_from={folder}")
     assert "--allow-plugin powers" in other.stderr
+    allowed = lm("train", *arguments, "name=other", f"init_from={folder}", "--allow-plugin", "powers")
+    assert f"has {NAME} (power=3.0)" in allowed.stderr
+    assert f"lm swap {folder}" in allowed.stderr
 
 
 def test_phases_lists_and_swaps_take_it(powers: Path, arguments: list[str], tmp_path: Path):
@@ -165,6 +168,11 @@ def test_what_is_no_normalizer_is_said_in_one_line(powers: Path, arguments: list
     with pytest.raises(ConfigError, match=said) as error:
         load([*arguments, f"model.normalizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_name_that_is_no_text_is_unknown(arguments: list[str]):
+    with pytest.raises(ConfigError, match=r"model.normalizer.name = \['softmax'\]: unknown name"):
+        load([*arguments, "model.normalizer={name: [softmax]}"])
 
 
 def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from lm.attention.options import Options
 from lm.schema import Unavailable
@@ -20,13 +21,21 @@ from lm.schema import Unavailable
 GROUP = "lm.normalizers"  # of entry points
 
 
+class Plugin(NamedTuple):
+    """A normalizer from outside, as it was imported."""
+
+    options: type[Options]
+    implementation: type
+    version: str  # of its distribution, or the sha256 of its source
+
+
 class Plugins:
-    """What this process may import, and what it has imported: `module:Class` -> (options, class)."""
+    """What this process may import, and what it has imported, by its `module:Class`."""
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
         self._trusting = False
-        self._loaded: dict[str, tuple[type[Options], type]] = {}
+        self._loaded: dict[str, Plugin] = {}
 
     def allow(self, packages: Iterable[str]) -> None:
         """Let files that name normalizers of these packages have them imported."""
@@ -54,11 +63,15 @@ class Plugins:
             if not self._trusting and package not in self._allowed:
                 raise Unavailable("is code from outside, which a file names", f"if you trust it: --allow-plugin {package}")
             self._loaded[reference] = _imported(reference)
-        return self._loaded[reference][0]
+        return self._loaded[reference].options
 
     def implementation(self, name: str) -> type:
         """The class of options that `options` has given, by their `name`."""
-        return self._loaded[name][1]
+        return self._loaded[name].implementation
+
+    def versions(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of the normalizers from outside among `names`, which have been imported."""
+        return {name: self._loaded[name].version for name in names if name in self._loaded}
 
 
 PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
@@ -73,7 +86,7 @@ def _package(reference: str) -> str:
     return reference.partition(":")[0].partition(".")[0]
 
 
-def _imported(reference: str) -> tuple[type[Options], type]:
+def _imported(reference: str) -> Plugin:
     module, _, name = reference.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -85,16 +98,13 @@ def _imported(reference: str) -> tuple[type[Options], type]:
         raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
     if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
-    return type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__}), found
+    named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
+    return Plugin(named, found, _version(reference, found))
 
 
-def provenance(names: Iterable[str]) -> dict[str, str]:
-    """Version of each normalizer from outside among `names`, imported before: of its distribution, or the sha256 of its source."""
-    found = {}
-    for name in names:
-        if ":" in name:
-            distributions = metadata.packages_distributions().get(_package(name))
-            source = inspect.getsourcefile(PLUGINS.implementation(name))
-            digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12] if source else "unknown"
-            found[name] = f"{distributions[0]} {metadata.version(distributions[0])}" if distributions else f"source sha256 {digest}"
-    return found
+def _version(reference: str, found: type) -> str:
+    distributions = metadata.packages_distributions().get(_package(reference))
+    if distributions:
+        return f"{distributions[0]} {metadata.version(distributions[0])}"
+    source = inspect.getsourcefile(found)
+    return f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}" if source else "unknown"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
-from lm.attention.plugins import PLUGINS, provenance
+from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
@@ -114,7 +114,7 @@ def _fit_batches(store: Store, config: Config) -> list[Batch]:
 
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """A run folder with one checkpoint of weights."""
-    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": provenance(config.normalizer_names)}
+    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
     path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
     weights = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
     save_checkpoint({"state_dict": weights, "lm": {**loaded.facts, **own}}, path)

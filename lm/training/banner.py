@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import lm
-from lm.attention.plugins import provenance
+from lm.attention.plugins import PLUGINS
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import Groups
 from lm.config.tree import Config
@@ -144,7 +144,7 @@ def environment(
         "git_dirty": dirty,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
-        | provenance(config.normalizer_names),
+        | PLUGINS.versions(config.normalizer_names),
         "device": device,
         "precision": precision.value,
         "compile": compiled.value == "true",

@@ -4,7 +4,7 @@ import time
 
 import lightning as L
 
-from lm.attention.plugins import provenance
+from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.runs.checkpoints import BEST, FORMAT, LAST, point, save_checkpoint, step_of, step_path, steps_saved
@@ -68,7 +68,7 @@ class Checkpoints(StepCallback):
             "step": step,
             "tokens": step * self.config.optim.batch_tokens,
             "phase": start.phase,
-            "plugins": provenance(self.config.normalizer_names),
+            "plugins": PLUGINS.versions(self.config.normalizer_names),
             "wandb_id": self.wandb_id,
             **vars(start.state),
         }
