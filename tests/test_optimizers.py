@@ -68,9 +68,9 @@ def test_a_group_without_a_learning_rate_stays_as_it_was(tiny, capsys: pytest.Ca
     config = tiny("name=frozen", "optim.groups.head={lr_factor: 0}")
     train(config)
     weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
-    start = Decoder(config.model, weights["decoder.head.weight"].size(0), 32, config.seed)
-    assert torch.equal(weights["decoder.head.weight"], start.head.weight)
-    assert not torch.equal(weights["decoder.embedding.weight"], start.embedding.weight)
+    start = Decoder(config.model, weights["head.weight"].size(0), 32, config.seed)
+    assert torch.equal(weights["head.weight"], start.head.weight)
+    assert not torch.equal(weights["embedding.weight"], start.embedding.weight)
     out = capsys.readouterr().out
     assert f"head {start.head.weight.numel():,} parameters, lr x 0, weight decay 0.1" in out
     assert "adamw, beta1 = 0.9, beta2 = 0.95" in out

@@ -337,7 +337,7 @@ def test_only_the_normalizer_is_trained_if_asked(trained: Path, tiny, tmp_path: 
     train(config)
     before, after = weights(tmp_path / "out"), weights(config.run_folder)
     moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert moved == {f"decoder.blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
+    assert moved == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
     with pytest.raises(ConfigError, match=r"train_only = 'normalizer': softmax has no parameters to train"):
         train(tiny("name=none", "train_only=normalizer"))
 

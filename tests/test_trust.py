@@ -128,11 +128,11 @@ def test_a_flipped_byte_of_a_checkpoint_is_found_before_it_is_used(run: Path, us
 
 def test_every_tensor_of_a_checkpoint_is_known_by_its_name(run: Path, tmp_path: Path):
     path = run / "checkpoints" / "last.ckpt"
-    names = [f"decoder.{name}" for name in lm.load(run).decoder.state_dict()]
+    names = list(lm.load(run).decoder.state_dict())
     for number, name in enumerate(names):
         damaged = Path(shutil.copy(path, tmp_path / "damaged.ckpt"))
         flip_member(damaged, f"data/{number}")
-        with pytest.raises(RunError, match=rf"damaged\.ckpt: {re.escape(name.removeprefix('decoder.'))} was altered \(its CRC differs\)$"):
+        with pytest.raises(RunError, match=rf"damaged\.ckpt: {re.escape(name)} was altered \(its CRC differs\)$"):
             verify(damaged)
         assert load_facts(damaged)["step"] == 4
 
@@ -213,7 +213,7 @@ def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: o
         lm.load(run)
 
 
-@pytest.mark.parametrize("entry", [{"decoder.norm.weight": 3}, {3: torch.zeros(3)}])
+@pytest.mark.parametrize("entry", [{"norm.weight": 3}, {3: torch.zeros(3)}])
 def test_weights_are_tensors_with_names(run: Path, entry: dict[object, object]):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].update(entry))
     with pytest.raises(RunError, match=r"last\.ckpt: its `state_dict` must hold tensors by their names"):
@@ -296,7 +296,7 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 
 def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: int = 32, **changes: int) -> Path:
     """A checkpoint of a small decoder that says that it is something else."""
-    weights = {f"decoder.{name}": value for name, value in Decoder(model, 300, 32).state_dict().items()}
+    weights = Decoder(model, 300, 32).state_dict()
     config = to_plain(Config(name="claimed", model=model, data=DataConfig(seq_len=seq_len)))
     config["optim"]["batch_tokens"] = seq_len
     config["model"] |= changes
@@ -336,7 +336,7 @@ def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path
 def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
     path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
     vast = torch.zeros(1).expand(10**6, 32)
-    rewritten(path, lambda content: content["state_dict"].update({f"decoder.{name}.weight": vast for name in ("embedding", "head")}))
+    rewritten(path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")}))
     with pytest.raises(RunError, match=r"embedding\.weight is not stored as a whole"):
         lm.load(path)
 
@@ -356,7 +356,7 @@ def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, us
 
 
 def test_a_run_whose_checkpoint_holds_another_model_is_not_resumed(run: Path, use):
-    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].pop("decoder.norm.weight"))
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["state_dict"].pop("norm.weight"))
     refuses(use, "resume", run, r"last\.ckpt: weights and configuration don't fit: norm\.weight is missing")
 
 

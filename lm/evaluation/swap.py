@@ -116,8 +116,7 @@ def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, e
     """A run folder with one checkpoint of weights."""
     own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
     path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
-    weights = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
-    save_checkpoint({"state_dict": weights, "lm": {**loaded.facts, **own}}, path)
+    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.facts, **own}}, path)
     point(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

@@ -131,7 +131,7 @@ def _content(path: Path, member: str) -> str:
                 walk(item, f"{name}.{key}" if name else str(key))
 
     walk(_read(path), "")
-    return list(names.values())[int(number)].removeprefix("state_dict.decoder.") if int(number) < len(names) else member
+    return list(names.values())[int(number)].removeprefix("state_dict.") if int(number) < len(names) else member
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -157,8 +157,3 @@ def _others(path: Path) -> str:
     """Which checkpoint to take instead."""
     others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
     return f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""
-
-
-def bare_weights(checkpoint: dict[str, object]) -> dict[str, torch.Tensor]:
-    """The decoder's state dict in a checkpoint."""
-    return {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}

@@ -19,7 +19,7 @@ from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
-from lm.runs.checkpoints import BEST, LAST, bare_weights, check_facts, load_checkpoint, step_of, step_path, steps_saved
+from lm.runs.checkpoints import BEST, LAST, check_facts, load_checkpoint, step_of, step_path, steps_saved
 from lm.runs.consistency import check_environment, trained_config
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
 from lm.schema import Plain
@@ -77,7 +77,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     content = load_checkpoint(path)
     file = _folder(path) / ENVIRONMENT
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
-    return _build(content["lm"], bare_weights(content), path, environment, environment.get(TOKENIZER_SHA256))
+    return _build(content["lm"], content["state_dict"], path, environment, environment.get(TOKENIZER_SHA256))
 
 
 def _load_export(path: Path) -> Loaded:

@@ -72,8 +72,8 @@ class Checkpoints(StepCallback):
             "wandb_id": self.wandb_id,
             **vars(start.state),
         }
-        weights = {f"decoder.{name}": value for name, value in module.decoder.state_dict().items()}
-        return {"state_dict": weights, "optimizer": named_state(module.optimizers(use_pl_optimizer=False)), "lm": facts}
+        optimizer = named_state(module.optimizers(use_pl_optimizer=False))
+        return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": facts}
 
     def prune(self) -> None:
         """Drop what isn't the newest, one of the last regular ones or a phase's end; `best.ckpt` stays by itself."""

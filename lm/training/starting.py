@@ -13,7 +13,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import BEST, bare_weights, load_facts, step_of, steps_saved
+from lm.runs.checkpoints import BEST, load_facts, step_of, steps_saved
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, EVALUATIONS, METRICS, TOKENIZER, read_json
@@ -144,7 +144,7 @@ def going_on(config: Config, checkpoint: dict[str, object]) -> Start:
     facts = checkpoint["lm"]
     phase = config.phase_at(facts["step"])
     decoder = Decoder(config.model_in(facts["phase"]), facts["vocab_size"], config.data.seq_len, seed=None)
-    decoder.load_state_dict(bare_weights(checkpoint))
+    decoder.load_state_dict(checkpoint["state_dict"])
     start = Start(facts["step"], phase, decoder, RunState.of(facts, config.run_folder / CHECKPOINTS), checkpoint["optimizer"])
     if phase != facts["phase"]:
         start.decoder, start.before = swapped(decoder, config.model_in(phase).normalizer), decoder
@@ -172,7 +172,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if problems:
         raise ConfigError(problems)
     shape = trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len
-    if reason := misfit(*shape, bare_weights(checkpoint)):
+    if reason := misfit(*shape, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     with torch.device("meta"):
         decoder = Decoder(*shape, seed=None)
