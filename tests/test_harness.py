@@ -29,6 +29,7 @@ from lm.evaluation.generation import generate  # noqa: E402
 from lm.evaluation.harness import HarnessLM  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
+from lm.model.spec import ModelSpec  # noqa: E402
 from lm.runs.loading import Loaded, export  # noqa: E402
 from lm.runs.record import read_run  # noqa: E402
 from lm.training.train import train  # noqa: E402
@@ -56,7 +57,7 @@ def made(tiny, normalizer: object = None, max_length: int | None = None) -> Harn
         for block in decoder.blocks:
             block.attention.qkv.weight.mul_(8)
         decoder.embedding.weight.mul_(20)
-    return HarnessLM(Loaded(decoder, store.tokenizer(), config, {"step": 0}, store.path), max_length, CPU)
+    return HarnessLM(Loaded(decoder, ModelSpec.of(decoder), store.tokenizer(), store.path), max_length, CPU)
 
 
 def ask(kind: str, *arguments: tuple) -> list[Instance]:
@@ -200,11 +201,11 @@ def test_a_length_the_model_cannot_take_is_refused(tiny):
         made(tiny, max_length=1)
     loaded = made(tiny)
     loaded.decoder.config.position = Learned()
-    again = Loaded(loaded.decoder, loaded.tokenizer, tiny(), {}, Path())
+    again = Loaded(loaded.decoder, ModelSpec.of(loaded.decoder), loaded.tokenizer, Path())
     with pytest.raises(ConfigError, match="learned positions end at 32"):
         HarnessLM(again, max_length=33)
     with pytest.raises(RunError, match="no tokenizer"):
-        HarnessLM(Loaded(loaded.decoder, None, tiny(), {}, Path()))
+        HarnessLM(Loaded(loaded.decoder, ModelSpec.of(loaded.decoder), None, Path()))
 
 
 # ---------------------------------------------------------------- the harness's tasks

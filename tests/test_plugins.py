@@ -138,7 +138,11 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
     checkpoint["lm"]["config"] = altered
     save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
-    write_sealed(export / DESCRIPTION, read_sealed(export / DESCRIPTION) | {"config": altered})
+    described = read_sealed(export / DESCRIPTION)
+    described["training"]["config"] = altered
+    if where != "phases":
+        described["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
+    write_sealed(export / DESCRIPTION, described)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse(plain)

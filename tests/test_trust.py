@@ -27,6 +27,7 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
 from lm.model.decoder import Decoder
+from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkpoint, verify
 from lm.runs.folder import read_config, read_json, read_sealed, write_sealed
 from lm.runs.loading import export, misfit
@@ -153,6 +154,15 @@ def test_no_byte_of_a_checkpoint_that_matters_can_be_flipped(run: Path, tmp_path
             continue
         assert found["lm"] == whole["lm"]
         assert all(torch.equal(found["state_dict"][name], value) for name, value in whole["state_dict"].items())
+
+
+def test_a_checkpoint_that_says_it_is_encrypted_is_refused(run: Path, tmp_path: Path):
+    damaged = Path(shutil.copy(run / "checkpoints" / "last.ckpt", tmp_path / "damaged.ckpt"))
+    content = bytearray(damaged.read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 8] |= 1  # flags of the archive's last member
+    damaged.write_bytes(content)
+    with pytest.raises(RunError, match="not a readable checkpoint"):
+        load_checkpoint(damaged)
 
 
 def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: pytest.MonkeyPatch):
@@ -345,7 +355,7 @@ def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
 def test_every_model_fits_its_own_weights(name: str):
     for kind in ({}, {"tied": True, "bias": True, "norm": "layer", "qk_norm": True}):
         model = ModelConfig(**TINY, normalizer=catalogue.OPTIONS[name](), **kind)
-        assert misfit(model, 300, 32, Decoder(model, 300, 32).state_dict()) == ""
+        assert misfit(ModelSpec(model, 300, 32), Decoder(model, 300, 32).state_dict()) == ""
 
 
 @pytest.mark.parametrize("config", ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []"])

@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.config.load import merge, overrides_in, parse
+from lm.config.load import merge, overrides_in
+from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, Problem, RunError
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
@@ -17,7 +18,7 @@ from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, read_json, write_json
 from lm.runs.loading import load
 from lm.runs.series import listed
-from lm.schema import Plain, to_plain
+from lm.schema import Plain, build, to_plain
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -63,11 +64,13 @@ def measure(
         raise ConfigError(problems)
     limit = int(limit) if limit is not None and limit >= 1 else limit
     loaded = load(source, checkpoint)
-    facts, folder = loaded.facts, loaded.folder
-    config = parse(merge(to_plain(loaded.config), overrides_in("harness", overrides or [])))
+    folder, problems = loaded.folder, []
+    config = build(Config, merge(to_plain(loaded.config or Config()), overrides_in("harness", overrides or [])), "", problems)
+    if problems:
+        raise ConfigError(problems)
     where = open_device(config, loaded.environment)
     model = HarnessLM(loaded, max_length, where)
-    kept = evaluation_path(folder, KIND, facts["step"])
+    kept = evaluation_path(folder, KIND, loaded.stamp["step"])
     before = read_json(kept) if out is None and kept.is_file() else {}
 
     names, manager = _find(tasks, include_path)
@@ -80,9 +83,7 @@ def measure(
     }
     result = {
         "kind": KIND,
-        "step": facts["step"],
-        "tokens_seen": facts["tokens"],
-        "data_fingerprint": facts["data_fingerprint"],
+        **loaded.stamp,
         "checkpoint": loaded.path.name,
         "tasks": {
             name: {

@@ -20,7 +20,7 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
-from lm.runs.loading import Loaded, find_checkpoint, load
+from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 
@@ -44,6 +44,9 @@ def evaluate_runs(
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
     own = overrides_in("eval", overrides or [])
+    if bare := [folder for folder in folders if (folder / DESCRIPTION).is_file()]:
+        remedy = "give the run folder, whose held-out text is measured; lm harness and lm generate take the model as it is"
+        raise RunError(f"{bare[0]}: a model folder, which names no text to measure it on: {remedy}")
     trained = [read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [find_checkpoint(folder, checkpoint) for folder in folders]

@@ -77,9 +77,9 @@ def generate_text(
     loaded = load(source, checkpoint)
     if loaded.tokenizer is None:
         raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
-    start = loaded.tokenizer.token_to_id(loaded.end_of_text)
+    start = loaded.tokenizer.token_to_id(loaded.spec.end_of_text)
     ids = [start, *loaded.tokenizer.encode(prompt, add_special_tokens=False).ids]
-    if loaded.config.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
+    if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
     return pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))

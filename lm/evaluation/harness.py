@@ -64,7 +64,7 @@ class HarnessLM(LM):
         self.where = where or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.where.device
         self.decoder, self.tokenizer = decoder.to(self._device).eval(), loaded.tokenizer
-        self.eot_token_id = self.prefix_token_id = loaded.tokenizer.token_to_id(loaded.end_of_text)
+        self.eot_token_id = self.prefix_token_id = loaded.tokenizer.token_to_id(loaded.spec.end_of_text)
         self.cut: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
 
@@ -83,7 +83,7 @@ class HarnessLM(LM):
         """
         given = dict(arg_dict)
         if "path" not in given:
-            raise ConfigError([Problem("model_args", arg_dict, "no `path` of a run folder, checkpoint or export")])
+            raise ConfigError([Problem("model_args", arg_dict, "no `path` of a run folder, checkpoint or model folder")])
         loaded = load(str(given.pop("path")), given.pop("checkpoint", "last"))
         max_length = given.pop("max_length", None)
         device = given.pop("device", None) or (additional_config or {}).get("device")

@@ -10,7 +10,7 @@ from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_rows
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
 from lm.evaluation.evaluate import open_device, open_store
 from lm.files import new_folder, write_text
@@ -45,6 +45,9 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
     """
     with new_folder(out) as made:
         loaded = load(source, checkpoint)
+        if loaded.config is None:
+            remedy = "in Python: save_model(swapped(lm.load(...).decoder, options), folder) (docs/running.md)"
+            raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
             config = _swapped_config(loaded, to, init, out, overrides)
         old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
@@ -61,8 +64,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
-        stamp = {"step": loaded.facts["step"], "tokens_seen": loaded.facts["tokens"], "data_fingerprint": store.fingerprint}
-        result = {**evaluate_swap(old, new, rows, where), **stamp, "precision": where.precision, "swap": facts}
+        result = {**evaluate_swap(old, new, rows, where), **loaded.stamp, "precision": where.precision, "swap": facts}
         write_json(evaluation_path(made, "swap", result["step"]), listed(result))
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": " ".join(["lm", *sys.argv[1:]]), "swap": facts})
     print_swap(result)

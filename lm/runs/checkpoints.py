@@ -79,7 +79,7 @@ def verify(path: Path, tensors: bool = True) -> None:
                     _check_member(archive, member, path)
     except FileNotFoundError:
         raise RunError(f"{path}: no such checkpoint") from None
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+    except (OSError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: compressed in an unknown way, or encrypted
         raise _unreadable(path, error) from None
 
 

@@ -1,4 +1,4 @@
-"""Trained models read back: from a run folder, a checkpoint, or an export (safetensors, JSON and the tokenizer)."""
+"""Trained models read back: from a run folder, a checkpoint, or a model folder (safetensors, JSON and the tokenizer)."""
 
 import hashlib
 import os
@@ -12,57 +12,64 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lm.config.data_config import END_OF_TEXT
+from lm.config.effects import function_of
 from lm.config.load import to_yaml
-from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.data.tokenizer import END_OF_TEXT, load_tokenizer
-from lm.errors import RunError
+from lm.data.tokenizer import load_tokenizer
+from lm.errors import ConfigError, RunError
 from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
+from lm.model.rope import AS_TRAINED
+from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import BEST, LAST, check_facts, load_checkpoint, step_of, step_path, steps_saved
 from lm.runs.consistency import check_environment, trained_config
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of an export
+WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of a model folder
+MODEL_FORMAT = 2  # of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained model and what belongs to it.
+    """A model read back, and what belongs to it.
 
     Attributes:
-        decoder: in evaluation mode, on the CPU; `decoder.config` is the model as it is, in its phase of training.
+        decoder: in evaluation mode, on the CPU.
+        spec: what it is: `spec.model` is its configuration as it is, in its phase of training.
         tokenizer: None if no tokenizer.json lies beside the weights.
-        config: what it was trained with.
-        facts: plain data: `step`, `tokens`, `data_fingerprint`, `vocab_size`, `phase`.
-        path: the checkpoint or export it was read from.
+        path: the checkpoint or model folder it was read from.
+        config: what it was trained with; None if no training run is behind it.
+        facts: what training knows of it, plain data: `step`, `tokens`, `data_fingerprint`, `phase`; {} without one.
         environment: the run's environment.json; {} if none lies there.
     """
 
     decoder: Decoder
+    spec: ModelSpec
     tokenizer: Tokenizer | None
-    config: Config
-    facts: dict[str, Plain]
     path: Path
+    config: Config | None = None
+    facts: dict[str, Plain] = field(default_factory=dict)
     environment: dict[str, Plain] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
-        """The run folder of a checkpoint, or the export itself: where tokenizer.json and others lie."""
+        """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and others lie."""
         return _folder(self.path)
 
     @property
-    def end_of_text(self) -> str:
-        """The token that starts every document."""
-        return end_of_text(self.config)
+    def stamp(self) -> dict[str, Plain]:
+        """What results say of when in a training they were measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without one."""
+        step, tokens = self.facts.get("step", 0), self.facts.get("tokens", 0)
+        return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.facts.get("data_fingerprint")}
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
-    """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or an export of `lm export`.
+    """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or a model folder.
 
-    Every byte is verified before it is used.
+    A model folder is what `lm export` and `save_model` write. Every byte is verified before it is used.
 
     Raises:
         RunError: nothing of the kind, damaged, weights that don't fit their configuration, or files of different runs.
@@ -71,46 +78,64 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
-        return _load_export(path)
+        return _load_model(path)
     if path.is_dir():
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
     file = _folder(path) / ENVIRONMENT
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
-    return _build(content["lm"], content["state_dict"], path, environment, environment.get(TOKENIZER_SHA256))
+    config, facts = _training(content["lm"], path)
+    spec = ModelSpec.trained(config, facts)
+    decoder, tokenizer = _build(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
+    return Loaded(decoder, spec, tokenizer, path, config, facts, environment)
 
 
-def _load_export(path: Path) -> Loaded:
+def _load_model(path: Path) -> Loaded:
     description = read_sealed(path / DESCRIPTION)
-    check_facts(description, path / DESCRIPTION)
+    if description.get("format") != MODEL_FORMAT:
+        found = description.get("format")
+        raise RunError(f"{path / DESCRIPTION}: of format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
+    try:
+        expected, tokenizer_sha256, training = (description[name] for name in (TENSOR_SHA256, TOKENIZER_SHA256, "training"))
+        spec = ModelSpec.read(description["spec"])
+    except (ConfigError, LookupError) as error:
+        raise RunError(f"{path / DESCRIPTION}: not the description of a model: {' '.join(str(error).split())[:300]}") from None
     try:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path / WEIGHTS}: not readable: {' '.join(str(error).split())[:160]}") from None
-    expected, tokenizer = description.pop(TENSOR_SHA256), description.pop(TOKENIZER_SHA256)
     altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
-    return _build(description, weights, path, {}, tokenizer)
+    decoder, tokenizer = _build(spec, weights, path, tokenizer_sha256)
+    if training is None:
+        return Loaded(decoder, spec, tokenizer, path)
+    check_facts(training, path / DESCRIPTION)
+    config, facts = _training(training, path)
+    if function_of(config.model_in(facts["phase"])) != function_of(spec.model):
+        raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
+    return Loaded(decoder, spec, tokenizer, path, config, facts)
 
 
-def _build(
-    description: dict[str, Plain], weights: dict[str, Tensor], path: Path, environment: dict[str, Plain], tokenizer_sha256: str | None
-) -> Loaded:
-    config = trained_config(description, path)
-    facts = {name: value for name, value in description.items() if name != "config"}
+def _training(facts: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
+    """The configuration that facts hold, and the others."""
+    config = trained_config(facts, path)
+    if facts["phase"] >= len(config.plan):
+        raise RunError(f"{path}: is of phase {facts['phase']} of a training that has {len(config.plan)}")
+    return config, {name: value for name, value in facts.items() if name != "config"}
+
+
+def _build(spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None) -> tuple[Decoder, Tokenizer | None]:
     try:
-        model = config.model_in(facts["phase"])
-        if model.tied:
+        if spec.model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
-        if reason := misfit(model, facts["vocab_size"], config.data.seq_len, weights):
+        if reason := misfit(spec, weights):
             raise ValueError(reason)
-        decoder = Decoder(model, facts["vocab_size"], config.data.seq_len, seed=None)
+        decoder = spec.decoder()
         decoder.load_state_dict(weights)
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
-    tokenizer = _tokenizer(_folder(path) / TOKENIZER, end_of_text(config), tokenizer_sha256)
-    return Loaded(decoder.eval(), tokenizer, config, facts, path, environment)
+    return decoder.eval(), _tokenizer(_folder(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
 
 
 def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
@@ -122,18 +147,19 @@ def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | 
     return load_tokenizer(file, end_of_text)
 
 
-def misfit(model: ModelConfig, vocab_size: int, seq_len: int, weights: dict[str, Tensor]) -> str:
-    """The first tensor that a decoder of this configuration does not have, and why; empty if all fit.
+def misfit(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
+    """The first tensor that a decoder of this kind does not have, and why; empty if all fit.
 
     Nothing of the size that the configuration claims is made: shapes are compared on torch's meta device, which holds no numbers.
     """
-    embedding, layers = weights.get("embedding.weight"), {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    if embedding is not None and embedding.shape != (vocab_size, model.n_embd):  # before a width that torch can't even multiply
-        return _other_shape("embedding.weight", embedding, (vocab_size, model.n_embd))
+    model, embedding = spec.model, weights.get("embedding.weight")
+    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    if embedding is not None and embedding.shape != (spec.vocab_size, model.n_embd):  # before a width that torch can't even multiply
+        return _other_shape("embedding.weight", embedding, (spec.vocab_size, model.n_embd))
     if len(layers) != model.n_layer:
         return f"there are weights of {len(layers)} layers, model.n_layer is {model.n_layer}"
     with torch.device("meta"):
-        implied = Decoder(model, vocab_size, seq_len, seed=None).state_dict()
+        implied = spec.decoder().state_dict()
     for name in {**implied, **weights}:
         if name not in weights or name not in implied:
             return f"{name} is {'missing' if name in implied else 'none of the model'}"
@@ -153,11 +179,6 @@ def _sha256(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def end_of_text(config: Config) -> str:
-    """The token that starts every document."""
-    return getattr(config.data.tokenizer, "end_of_text", END_OF_TEXT)
 
 
 def _folder(path: Path) -> Path:
@@ -181,22 +202,48 @@ def find_checkpoint(folder: Path, which: str) -> Path:
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Write the model at `source` to the folder `out` without pickle: model.safetensors, lm.json, tokenizer.json. Returns `out`.
-
-    A tied head is stored once, as the embedding.
+    """Write the model at `source` to the folder `out` without pickle, with what its training knows of it. Returns `out`.
 
     Raises:
         RunError: nothing to load there, `out` holds something, or it can't be written; nothing half-written is left.
     """
     loaded = load(source, checkpoint)
+    training = {**loaded.facts, "config": to_yaml(loaded.config)} if loaded.config else None
+    return _write(loaded.decoder, loaded.spec, out, loaded.folder / TOKENIZER if loaded.tokenizer else None, training)
+
+
+def save_model(
+    decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
+) -> Path:
+    """Write a decoder, trained by whomever, to the folder `out` as `lm export` does: for `load`, generation, harness and others.
+
+    Args:
+        decoder: with its weights; on any device.
+        tokenizer: a tokenizer.json of the `tokenizers` library; None: of a model without text.
+        end_of_text: its token that starts a document.
+
+    Raises:
+        RunError: RoPE is rescaled (`for_inference`), the tokenizer has more tokens than the model, or as `export`.
+        DataError: the tokenizer can't be used, or has no such token.
+    """
+    out, tokenizer = Path(out), Path(tokenizer) if tokenizer else None
+    if decoder.rope_scaling != AS_TRAINED:
+        raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
+    if tokenizer and (found := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
+        raise RunError(f"{tokenizer}: has {found} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
+    return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None)
+
+
+def _write(decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None) -> Path:
+    """model.safetensors, lm.json and tokenizer.json. A tied head is stored once, as the embedding."""
     with new_folder(out) as folder:
-        tied = {"head.weight"} if loaded.config.model.tied else set()
-        weights = {name: value.clone() for name, value in loaded.decoder.state_dict().items() if name not in tied}
+        tied = {"head.weight"} if spec.model.tied else set()
+        weights = {name: value.cpu().clone() for name, value in decoder.state_dict().items() if name not in tied}
         with replacing(folder / WEIGHTS, "the weights") as file:
             file.write(safetensors.torch.save(weights, {"format": "pt"}))
-        description = {**loaded.facts, "config": to_yaml(loaded.config), TOKENIZER_SHA256: None}
-        if loaded.tokenizer:
-            shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)
+        description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, TOKENIZER_SHA256: None}
+        if tokenizer:
+            shutil.copyfile(tokenizer, folder / TOKENIZER)
             description[TOKENIZER_SHA256] = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
         write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: {name: _sha256(value) for name, value in weights.items()}})
     return out

@@ -11,12 +11,14 @@ from lm.config.effects import function_of
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
+from lm.evaluation.measurement import weights_sha256
 from lm.model.decoder import Decoder
+from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import BEST, load_facts, step_of, steps_saved
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, EVALUATIONS, METRICS, TOKENIZER, read_json
+from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, load, misfit
 from lm.runs.metric_log import cut_back_metrics
@@ -83,20 +85,20 @@ def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str
     if problems:
         raise ConfigError(problems)
     decoder.load_state_dict(loaded.decoder.state_dict())
-    environment = read_json(loaded.folder / ENVIRONMENT) if (loaded.folder / ENVIRONMENT).is_file() else {}
-    source = to_plain(loaded.config), environment
     start = {
         "path": str(loaded.path),
-        "step": loaded.facts["step"],
-        "tokens": loaded.facts["tokens"],
+        "step": loaded.stamp["step"],
+        "tokens": loaded.stamp["tokens_seen"],
         "normalizer": loaded.decoder.config.normalizer.label(),
-        "arm": arm(*source),
-        "seeds": list(seeds(*source)),
     }
+    if loaded.config is None:
+        note = "note: what those weights were trained on is not known: what is held out here they may have seen"
+        return {**start, "arm": weights_sha256(loaded.decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", note]
+    source = to_plain(loaded.config), loaded.environment
     notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
-    if store.fingerprint != loaded.facts["data_fingerprint"]:
+    if store.fingerprint != loaded.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
-    return start, notes
+    return {**start, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
@@ -171,11 +173,11 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         problems.append(Problem("data", store.fingerprint[:16], reason))
     if problems:
         raise ConfigError(problems)
-    shape = trained.model_in(saved["phase"]), saved["vocab_size"], trained.data.seq_len
-    if reason := misfit(*shape, checkpoint["state_dict"]):
+    spec = ModelSpec.trained(trained, saved)
+    if reason := misfit(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     with torch.device("meta"):
-        decoder = Decoder(*shape, seed=None)
+        decoder = spec.decoder()
     if reason := state_misfit(decoder, trained, checkpoint["optimizer"]):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []

@@ -1,0 +1,155 @@
+"""A model by itself: saved without a training run behind it, read back and used."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lm as command
+
+import lm
+from lm.attention import options as opt
+from lm.config.inference_config import InferenceSetting, ThetaFactor
+from lm.config.model_config import ModelConfig
+from lm.data.prepare import prepare
+from lm.errors import ConfigError, RunError
+from lm.model.decoder import Decoder
+from lm.model.inference import for_inference
+from lm.model.spec import ModelSpec
+from lm.model.swapped import swapped
+from lm.runs.folder import read_json, read_sealed, write_sealed
+from lm.runs.loading import DESCRIPTION, export, save_model
+from lm.schema import to_plain
+from lm.training.train import train
+
+MODEL = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, head_size=6, n_embd=32, qkv_bias=True, tied=True, normalizer=opt.SSMax(bias=True))
+TOKENS = torch.arange(40)[None]
+
+
+@pytest.fixture
+def tokenizer(tiny, tmp_path: Path) -> Path:
+    """A tokenizer.json of 400 tokens."""
+    prepare(tiny().data).tokenizer().save(str(tmp_path / "own.json"))
+    return tmp_path / "own.json"
+
+
+@pytest.fixture
+def saved(tokenizer: Path, tmp_path: Path) -> Path:
+    return save_model(Decoder(MODEL, 400, 32, seed=5), tmp_path / "model", tokenizer)
+
+
+def test_it_is_read_back_as_it_was(saved: Path):
+    loaded, decoder = lm.load(saved), Decoder(MODEL, 400, 32, seed=5)
+    assert torch.equal(loaded.decoder.logits(TOKENS), decoder.logits(TOKENS))
+    assert loaded.spec == ModelSpec(MODEL, 400, 32)
+    assert ModelSpec.read(to_plain(loaded.spec)) == loaded.spec
+    assert (loaded.config, loaded.facts, loaded.environment) == (None, {}, {})
+    assert loaded.tokenizer.get_vocab_size() == 400
+    assert sorted(path.name for path in saved.iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_it_is_exported_as_it_is(saved: Path, tmp_path: Path):
+    again = export(saved, "last", tmp_path / "again")
+    assert all((again / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
+
+
+def test_a_model_without_text_needs_no_tokenizer(tmp_path: Path):
+    loaded = lm.load(save_model(Decoder(MODEL, 70, 32), tmp_path / "model"))
+    assert loaded.tokenizer is None
+    assert command("generate", str(tmp_path / "model")).stderr.count("no tokenizer.json") == 1
+
+
+def test_it_generates_text(saved: Path):
+    given = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
+    assert given.returncode == 0, given.stderr
+    assert given.stdout.startswith("a few")
+
+
+def test_the_harness_measures_it(saved: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval")
+    from lm.evaluation.downstream import measure
+
+    (tmp_path / "rows.jsonl").write_text('{"question": "it is", "choices": [" a", " b"], "answer": 0}\n')
+    (tmp_path / "chambers.yaml").write_text(
+        "task: chambers\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: answer\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    result = measure(saved, ["chambers"], include_path=tmp_path, out=tmp_path / "out.json", overrides=["trainer.accelerator=cpu"])
+    assert result["tasks"]["chambers"]["documents"] == 1
+    assert (result["step"], result["data_fingerprint"]) == (0, None)
+    with pytest.raises(ConfigError, match=r"trainer\.threads"):
+        measure(saved, ["chambers"], include_path=tmp_path, overrides=["trainer.threads=many"])
+
+
+def test_its_normalizer_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
+    old = lm.load(saved).decoder
+    new = lm.load(save_model(swapped(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
+    assert isinstance(new.config.normalizer, opt.Softmax)
+    kept = dict(new.named_parameters())
+    assert all(torch.equal(kept[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)
+
+
+def test_a_run_starts_from_it(saved: Path, tiny):
+    shape = ["n_head=4", "n_kv_head=2", "head_size=6", "qkv_bias=true", "tied=true", "normalizer={name: ssmax, bias: true}"]
+    config = tiny("name=tuned", f"init_from={saved}", *(f"model.{key}" for key in shape))
+    train(config)
+    start = read_json(config.run_folder / "environment.json")["started_from"]
+    assert (start["step"], start["tokens"], start["seeds"], len(start["arm"])) == (0, 0, [], 12)
+
+
+def test_what_needs_the_text_of_a_training_run_says_so(saved: Path, tmp_path: Path):
+    for words, said in {
+        ("eval", str(saved)): "model: a model folder, which names no text to measure it on: give the run folder",
+        ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",
+    }.items():
+        refused = command(*words)
+        assert refused.returncode == 1
+        assert said in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "swapped").exists()
+
+
+def test_what_a_model_folder_can_not_hold_is_refused(tokenizer: Path, tmp_path: Path):
+    decoder = Decoder(MODEL, 300, 32)
+    with pytest.raises(RunError, match="has 400 tokens, the model 300"):
+        save_model(decoder, tmp_path / "model", tokenizer)
+    with pytest.raises(RunError, match="holds no inference setting"):
+        save_model(for_inference(decoder, InferenceSetting(ThetaFactor())), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+ALTERED = {
+    "another size": (lambda one: one["spec"]["model"].update(head_size=8), r"qkv\.weight has shape \(48, 32\), .* \(64, 32\)"),
+    "another normalizer": (lambda one: one["spec"]["model"].update(normalizer={"name": "softmax"}), r"normalizer\.b is none of the model"),
+    "a wrong key": (lambda one: one["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
+    "a contradiction": (lambda one: one["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
+    "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = None: is missing"),
+    "no spec": (lambda one: one.update(spec=[]), r"must be a block of keys"),
+    "no digests": (lambda one: one.pop("tensor_sha256"), r"not the description of a model: 'tensor_sha256'"),
+    "another version": (lambda one: one.update(format=1), r"of format 1, this version of lm reads 2"),
+}
+
+
+@pytest.mark.parametrize("change", ALTERED)
+def test_a_description_that_does_not_fit_is_refused(saved: Path, change: str):
+    alter, words = ALTERED[change]
+    described = read_sealed(saved / DESCRIPTION)
+    alter(described)
+    write_sealed(saved / DESCRIPTION, described)
+    with pytest.raises(RunError, match=words):
+        lm.load(saved)
+
+
+def test_training_and_spec_of_an_export_are_of_one_model(tiny, tmp_path: Path):
+    config = tiny("name=trained")
+    train(config)
+    folder = export(config.run_folder, "last", tmp_path / "model")
+    loaded = lm.load(folder)
+    assert loaded.spec == lm.load(config.run_folder).spec
+    assert (loaded.config, loaded.stamp["step"]) == (lm.load(config.run_folder).config, 8)
+    described = read_sealed(folder / DESCRIPTION)
+    described["spec"]["model"]["position"] = {"name": "none"}
+    write_sealed(folder / DESCRIPTION, described)
+    with pytest.raises(RunError, match="its `training` is of another model than its `spec`"):
+        lm.load(folder)
