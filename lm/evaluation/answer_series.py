@@ -60,6 +60,12 @@ def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
+def each(sha256: str, values: np.ndarray) -> Sample:
+    """Units that count alike, such as trials, with their values: (units,) or (units, columns)."""
+    units = len(values)
+    return Sample(sha256, values.reshape(units, -1), np.ones(units), np.arange(units))
+
+
 def tokens_sha256(sequences: list[np.ndarray]) -> str:
     """Of token ids, one sequence after the other."""
     return hashlib.sha256(np.concatenate(sequences).astype("<i8").tobytes()).hexdigest()

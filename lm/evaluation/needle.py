@@ -20,7 +20,7 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, tokens_sha256
+from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, each, tokens_sha256
 from lm.evaluation.answers import Trial, scored
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
@@ -152,10 +152,14 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
         model = self._taught(decoder, where) if self.asked.finetune.steps else decoder
-        taught = f", fine-tuned {self.asked.finetune.steps} steps" if self.asked.finetune.steps else ""
-        used = [(setting.label + taught, for_inference(model, setting)) for setting in self.asked.settings]
+        used = [(setting.label, for_inference(model, setting)) for setting in self.asked.settings]
         found = [one for label, model in used for one in self._answers(model, label, where, progress)]
         return found + [one for label, model in used for one in (self._heads(model, label, where) if self.asked.heads_at else ())]
+
+    def _used(self, label: str) -> str:
+        """How the model was used, in words, from the inference setting's label."""
+        steps = self.asked.finetune.steps
+        return f"{label}, fine-tuned {steps} steps" if steps else label
 
     def _taught(self, decoder: Decoder, where: Device) -> Decoder:
         """The copy that fine-tuning gives on rank 0, on all ranks: theirs might drift apart."""
@@ -172,18 +176,18 @@ class NeedleMeasurement(AnswerMeasurement):
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
-    def _answers(self, decoder: Decoder, setting: str, where: Device, progress: Progress) -> list[Series]:
+    def _answers(self, decoder: Decoder, label: str, where: Device, progress: Progress) -> list[Series]:
         """Exact answers over all depths and of the control, for reports; then all that is scored, by depth."""
-        options = {"needles": self.asked.needles, "distractors": self.asked.distractors}
         scores = {
             name: [self._scored(decoder, task, length, where, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
-        found = []
+        options = {"needles": self.asked.needles, "distractors": self.asked.distractors}
+        found, setting = [], self._used(label)
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
             pooled = [self._pooled([scores[name][number] for name in names]) for number in range(len(self.lengths))]
-            logged = tuple(f"needle/{'control' if control else 'exact'} {length} {setting}" for length in self.lengths)
+            logged = tuple(f"needle/{'control' if control else 'exact'} {length} {label}" for length in self.lengths)
             what = "needle, control without it" if control else "needle"
             chance = self.tasks[names[0]].guessing
             given = {"what": what, "options": options, "control": control, "logged": logged}
@@ -193,10 +197,7 @@ class NeedleMeasurement(AnswerMeasurement):
             candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
             references = {"exact": chance, "first of candidates": candidates}
             for metric, unit, of in SCORED:
-                samples = [
-                    Sample(one.sha256, of(one.values)[:, None], np.ones(len(one.values)), np.arange(len(one.values)))
-                    for one in scores[name]
-                ]
+                samples = [each(one.sha256, of(one.values)) for one in scores[name]]
                 level = references.get(metric)
                 given = {"what": name, "options": options, "setting": setting, "interval": "wilson" if unit == "fraction" else "none"}
                 found.append(self.at_lengths(metric, unit, samples, references={} if level is None else {"chance": level}, **given))
@@ -214,9 +215,9 @@ class NeedleMeasurement(AnswerMeasurement):
         """Exact answers by trial. A trial asks the same at each depth: it counts once."""
         sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(one.sha256 for one in depths)]).encode()).hexdigest()
         exact = np.mean([one.values[:, EXACT] for one in depths], axis=0)
-        return Sample(sha256, exact[:, None], np.ones(len(exact)), np.arange(len(exact)))
+        return each(sha256, exact)
 
-    def _heads(self, decoder: Decoder, setting: str, where: Device) -> list[Series]:
+    def _heads(self, decoder: Decoder, label: str, where: Device) -> list[Series]:
         """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
         length, layers = self._heads_length, len(decoder.normalizers())
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
@@ -231,14 +232,13 @@ class NeedleMeasurement(AnswerMeasurement):
         weights = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
         sha256 = tokens_sha256([part for one in asked for part in (one.prompt, one.answer)])
         tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0) / length
-        common = {"kind": self.kind, "better": "higher", "seq_len": self.config.data.seq_len, "setting": setting}
+        common = {"kind": self.kind, "better": "higher", "seq_len": self.config.data.seq_len, "setting": self._used(label)}
         place = {"length": length, "depth": HEADS_DEPTH}
 
         def series(metric: str, what: str, values: np.ndarray, axis: Axis | None, references: dict[str, float]) -> Series:
-            sample = Sample(sha256, values, np.ones(len(values)), np.arange(len(values)))
             return Series(
                 metric=metric, unit="fraction", means=values.mean(0, dtype=np.float64), what=what,
-                options=place, axis=axis, samples=(sample,),
+                options=place, axis=axis, samples=(each(sha256, values),),
                 references=references, **common,
             )  # fmt: skip
 
