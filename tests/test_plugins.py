@@ -174,6 +174,31 @@ def test_what_is_no_normalizer_is_said_in_one_line(powers: Path, arguments: list
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("full_formula = 'z'\n    p: float = 2.0", "not made by lm.schema.key: p"),
+        ("p: float = key(2.0, 'p')", "no dataclass of options with a full_formula"),
+    ],
+)
+def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[str], written: str, said: str):
+    head = "from dataclasses import dataclass\nfrom lm.attention.options import Options\nfrom lm.schema import key\n"
+    (powers / "odd.py").write_text(f"{head}@dataclass\nclass Odd(Options):\n    {written}\nclass Normal:\n    schema = Odd\n")
+    with pytest.raises(ConfigError, match=said):
+        load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
+
+
+@pytest.mark.parametrize(("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)])
+def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowed: str, taken: bool):
+    PLUGINS.allow([allowed])
+    plain = {"name": "x", "model": {"normalizer": NAME}, "data": {"source": {"name": "files", "paths": ["x"]}}}
+    if taken:
+        assert parse(plain).model.normalizer.name == NAME
+    else:
+        with pytest.raises(ConfigError, match="--allow-plugin powers"):
+            parse(plain)
+
+
 def test_a_name_that_is_no_text_is_unknown(arguments: list[str]):
     with pytest.raises(ConfigError, match=r"model.normalizer.name = \['softmax'\]: unknown name"):
         load([*arguments, "model.normalizer={name: [softmax]}"])

@@ -38,7 +38,7 @@ class Plugins:
         self._loaded: dict[str, Plugin] = {}
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Let files that name normalizers of these packages have them imported."""
+        """Let files that name normalizers of these packages (or modules) have them imported."""
         self._allowed.update(packages)
 
     @contextmanager
@@ -59,9 +59,10 @@ class Plugins:
         """
         reference = name if ":" in name else _entry_points()[name]
         if reference not in self._loaded:
-            package = _package(reference)
-            if not self._trusting and package not in self._allowed:
-                raise Unavailable("is code from outside, which a file names", f"if you trust it: --allow-plugin {package}")
+            module = reference.partition(":")[0]
+            if not self._trusting and not any(f"{module}.".startswith(f"{one}.") for one in self._allowed):
+                remedy = f"if you trust it: --allow-plugin {module.partition('.')[0]}"
+                raise Unavailable("is code from outside, which a file names", remedy)
             self._loaded[reference] = _imported(reference)
         return self._loaded[reference].options
 
@@ -82,10 +83,6 @@ def _entry_points() -> dict[str, str]:
     return {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
 
 
-def _package(reference: str) -> str:
-    return reference.partition(":")[0].partition(".")[0]
-
-
 def _imported(reference: str) -> Plugin:
     module, _, name = reference.partition(":")
     try:
@@ -103,7 +100,7 @@ def _imported(reference: str) -> Plugin:
 
 
 def _version(reference: str, found: type) -> str:
-    distributions = metadata.packages_distributions().get(_package(reference))
+    distributions = metadata.packages_distributions().get(reference.partition(":")[0].partition(".")[0])
     if distributions:
         return f"{distributions[0]} {metadata.version(distributions[0])}"
     source = inspect.getsourcefile(found)

@@ -51,8 +51,7 @@ def attention_blocks(
     """The decoder's attention on a batch, layer by layer, and in a layer some queries after the others.
 
     The model runs as the caller has set it: training mode, gradients and autocast are theirs; for another inference setting give
-    `lm.model.inference.for_inference` of it. Of queries and keys one layer's are held
-    at a time, of scores and weights `BLOCK_WEIGHTS` each.
+    `lm.model.inference.for_inference` of it. Queries and keys are held of one layer at a time, and `BLOCK_WEIGHTS` scores and weights.
 
     Args:
         queries: places of the queries asked for, negative ones from the end; None: all.
