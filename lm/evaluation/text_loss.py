@@ -11,7 +11,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.inference import for_inference
 from lm.runs.series import Axis, Sample, Series, Shown
-from lm.runs.validation import KIND, validation_series
+from lm.runs.validation import KIND, LOSS, validation_series
 from lm.schema import Plain, to_plain
 
 
@@ -69,7 +69,7 @@ class Validation(Measurement):
     def _of_source(self, nll: np.ndarray, label: str, mine: np.ndarray) -> Series:
         loss, by_row = self._loss(nll, mine)
         return Series(
-            self.kind, "val loss", "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(by_row,),
+            self.kind, LOSS, "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(by_row,),
             data_fingerprint=self.store.fingerprint, logged=(f"val/loss {label}",),
         )  # fmt: skip
 

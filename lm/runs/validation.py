@@ -4,7 +4,7 @@ import numpy as np
 
 from lm.runs.series import Sample, Series, Shown
 
-KIND = "validation"
+KIND, LOSS = "validation", "val loss"
 
 
 def validation_series(
@@ -30,7 +30,7 @@ def validation_series(
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
     found = [
         Series(
-            metric="val loss", unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
+            metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
             references={} if unigram_entropy is None else {"unigram entropy": unigram_entropy},
             samples=() if sample is None else (sample,), interval="none" if sample is None else "bootstrap",
             data_fingerprint=data_fingerprint, **common,
