@@ -242,6 +242,7 @@ MISFITS = {
     ),
     "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
     "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not stored as a whole"),
+    "no state": (lambda content: content["optimizer"].update({"norm.weight": 3}), r"norm\.weight has 3 in place of"),
     "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
     "other moment": (lambda content: first(content).update(momentum=torch.zeros(96, 32)), "momentum is nothing the optimizer keeps"),
     "parameter": (lambda content: content["optimizer"].pop("norm.weight"), r"norm\.weight is missing"),

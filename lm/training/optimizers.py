@@ -118,6 +118,8 @@ def state_misfit(decoder: Decoder, config: Config, state: State) -> str:
         if name not in implied or name not in state:
             return f"{name} is {'missing' if name in implied else 'not trained'}"
         ours, theirs = implied[name], state[name]
+        if not isinstance(theirs, dict):
+            return f"{name} has {theirs!r:.40} in place of what the optimizer keeps"
         for key in {**ours, **theirs} if theirs else ():
             if key not in ours or key not in theirs:
                 return f"{name}: {key} is {'missing' if key in ours else 'nothing the optimizer keeps'}"
