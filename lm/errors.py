@@ -17,6 +17,11 @@ class RunError(LMError):
     """A run folder, checkpoint or training run that can't go on."""
 
 
+def one_line(error: BaseException, longest: int | None = 300) -> str:
+    """An exception's text on one line of at most `longest` characters (None: all of it); its kind if it has no text."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration: where, what, why, and what to do."""

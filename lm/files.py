@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
-        reason = getattr(cause, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = getattr(cause, "strerror", None) or one_line(error, 200)
         raise RunError(f"{path}: can't save {what}: {reason}; what was there before is intact") from None
     finally:
         if temporary:

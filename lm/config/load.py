@@ -16,7 +16,7 @@ from lm.attention.plugins import PLUGINS
 from lm.config.checks import check
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, one_line
 from lm.schema import Effect, Plain, build, effect, own_problems, reference, said, suggest, to_plain
 
 
@@ -67,7 +67,7 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
     try:
         return OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error, None)) from None
 
 
 def parse(plain: dict[str, Plain]) -> Config:
@@ -106,7 +106,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {one_line(error, None)}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
     bases = plain.pop("base", [])
@@ -127,7 +127,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         try:
             merged = merge(merged, OmegaConf.to_container(OmegaConf.from_dotlist([override])))
         except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-            raise ConfigError(f"{override}: not a valid override: {_one_line(error)}") from None
+            raise ConfigError(f"{override}: not a valid override: {one_line(error, None)}") from None
     return merged
 
 
@@ -210,7 +210,3 @@ def _affects(path: str) -> str:
     found = effect(Config, path)
     strict = found.affects in ("model", "training", "seed")
     return f"{found.affects}, *{found.on_resume}*" if strict and found.on_resume != "same" else found.affects
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -146,14 +146,14 @@ def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
     for name, part in (("train", "train"), ("val", "test")):
-        rows = list(symbol_rows(tasks, part, data.seq_len))
-        n_bytes = [sum(map(len, rows[begin : begin + SHOWN])) for begin in range(0, len(rows), SHOWN)]
+        rows = symbol_rows(tasks, part, data.seq_len)
+        n_bytes = SHOWN * (data.seq_len + 1)  # one a symbol; of each task
         with closing(SplitWriter(partial, name, size, size - 1)) as writer:
             for row in rows:
-                writer.add(np.array([size - 1, *row], writer.dtype))
-            parts = [Part(task.name, terms, 0, SHOWN, each) for task, each in zip(tasks, n_bytes, strict=True)]
-            splits[name], written = writer.finish(sum(n_bytes), parts)
-        splits[name]["unigram_entropy"] = answer_entropy(tasks, part, data.seq_len)
+                writer.add(np.array([size - 1, *row.tokens], writer.dtype))
+            parts = [Part(task.name, terms, 0, SHOWN, n_bytes) for task in tasks]
+            splits[name], written = writer.finish(n_bytes * len(tasks), parts)
+        splits[name]["unigram_entropy"] = answer_entropy(rows)
         files |= written
     return {
         "licence": terms,

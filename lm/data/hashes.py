@@ -1,15 +1,28 @@
-"""sha256 of source files, remembered: opening a store must not read its corpus again."""
+"""sha256 of plain data and of files; those of source files are remembered: opening a store must not read its corpus again."""
 
+import contextlib
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 
-from lm.errors import DataError
+from lm.errors import DataError, RunError
+from lm.files import write_text
+from lm.schema import Plain
 
 FILE = ".hashes.json"
 _SETTLED_NS = 2_000_000_000  # a file changed this recently may change again within one tick of its clock
+
+
+def file_sha256(path: Path) -> str:
+    """A file's sha256. Raises OSError if it can't be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def plain_sha256(plain: Plain) -> str:
+    """sha256 of plain data; the order of keys doesn't matter."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 class FileHashes:
@@ -32,8 +45,7 @@ class FileHashes:
             known = self.known.get(name)
             if known and known[:-1] == state:
                 return known[-1]
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
         if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _SETTLED_NS:
@@ -44,9 +56,5 @@ class FileHashes:
     def save(self) -> None:
         """Keep them, if the folder is there and can be written; they are a convenience only."""
         if self.changed and self.path.parent.is_dir():
-            temporary = self.path.with_name(f"{FILE}.{os.getpid()}")
-            try:
-                temporary.write_text(json.dumps(self.known))
-                os.replace(temporary, self.path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
+            with contextlib.suppress(RunError):
+                write_text(self.path, json.dumps(self.known))

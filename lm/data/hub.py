@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lm.config.data_config import Hub
 from lm.data.hashes import FileHashes
-from lm.data.reading import ROWS, OnError, column_texts, no_column, one_line
+from lm.data.reading import ROWS, OnError, column_texts, no_column
 from lm.data.text_files import hidden
-from lm.errors import DataError
+from lm.errors import DataError, one_line
 from lm.schema import Plain
 
 

@@ -7,7 +7,6 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lm.data.hashes import plain_sha256
 from lm.errors import DataError
 
 Members = dict[str, bytes]  # of an archive, by name
@@ -80,8 +80,7 @@ def package_texts(name: str, root: Path) -> list[Path]:
 
 def texts_sha256(texts: Members) -> str:
     """sha256 over the names and contents of documents."""
-    lines = [[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+    return plain_sha256([[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())])
 
 
 def read_archive(path: Path, wanted: str) -> Members:

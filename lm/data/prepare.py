@@ -1,7 +1,6 @@
 """From sources to a token store in a folder named by its content: prepared once, opened ever after."""
 
 import fcntl
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -12,11 +11,11 @@ from lm.config.data_config import DataConfig
 from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
-from lm.data.reading import one_line
+from lm.data.hashes import plain_sha256
 from lm.data.sources import identity
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.symbol_store import symbol_label, symbol_spec
-from lm.errors import ConfigError, DataError, Problem
+from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -137,7 +136,7 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
 def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     """Where the store is, or would be."""
     name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
-    return Path(data.root) / f"{name[:60]}-{_sha256(spec)[:12]}"
+    return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
 def _announce(target: Path, spec: dict[str, Plain], shown: Progress) -> None:
@@ -150,10 +149,6 @@ def _announce(target: Path, spec: dict[str, Plain], shown: Progress) -> None:
     for path in sorted(root.glob(".*.partial")):
         if path != own:
             shown.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
-
-
-def _sha256(plain: Plain) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _why(root: Path, target: Path, spec: dict[str, Plain]) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from lm.errors import DataError
+from lm.errors import DataError, one_line
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text on one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def column_texts(

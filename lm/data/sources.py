@@ -4,8 +4,6 @@
 changes exactly when they do. Memory is bounded by the longest document (of parquet and the hub: by `reading.ROWS` of them).
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from typing import NoReturn
 
 from lm.config.data_config import Files, Hub, Package, Source
 from lm.data import hub, text_files
-from lm.data.hashes import FileHashes
+from lm.data.hashes import FileHashes, plain_sha256
 from lm.data.packages import PACKAGES, package_texts
 from lm.data.reading import OnError, Unreadable
 from lm.schema import Plain
@@ -42,7 +40,7 @@ def _package_documents(source: Package, root: Path, on_error: OnError) -> Iterat
 
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     paths = package_texts(source.package, root)
-    digest = hashlib.sha256(json.dumps([[path.name, hashes.sha256(path)] for path in paths]).encode()).hexdigest()
+    digest = plain_sha256([[path.name, hashes.sha256(path)] for path in paths])
     return {"package": source.package, "version": PACKAGES[source.package].found_version(), "sha256": digest}
 
 

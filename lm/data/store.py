@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.data.hashes import file_sha256, plain_sha256
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import DataError
 from lm.schema import Plain
@@ -181,8 +182,7 @@ def token_dtype(vocab_size: int) -> str:
 
 def content_sha256(manifest: Mapping[str, Plain]) -> str:
     """sha256 of a manifest, but for the sha256 it holds of itself."""
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
 
 
 # ---------------------------------------------------------------- checking
@@ -216,11 +216,8 @@ def _check_file(path: Path, expected: Mapping[str, Plain], full: bool) -> None:
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise _damaged(path, f"has {size:,} bytes, not {expected['bytes']:,}")
-        if full:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != expected["sha256"]:
-                raise _damaged(path, "was altered (its sha256 differs)")
+        if full and file_sha256(path) != expected["sha256"]:
+            raise _damaged(path, "was altered (its sha256 differs)")
     except OSError as error:
         raise _damaged(path, f"can't be read: {error.strerror}") from None
 

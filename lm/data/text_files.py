@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lm.config.data_config import Files
 from lm.data.hashes import FileHashes
-from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, column_texts, damaged, no_column, one_line, value_of
-from lm.errors import DataError
+from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, column_texts, damaged, no_column, value_of
+from lm.errors import DataError, one_line
 from lm.schema import Plain
 
 SUPPORTED = ".txt[.gz|.zst], .jsonl[.gz|.zst], .parquet"

@@ -9,8 +9,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, InFiles, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
-from lm.data.reading import one_line
-from lm.errors import DataError
+from lm.errors import DataError, one_line
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:

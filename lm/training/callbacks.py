@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from lm.config.tree import Config
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 from lm.evaluation.continuity import evaluate_swap, swap_rows
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.numbers import logged
@@ -187,7 +187,7 @@ class Evaluations(StepCallback):
                 if isinstance(error, OutOfTime):
                     raise RunError(f"eval.{kind}.max_seconds = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
                 raise
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error)
             if trainer.is_global_zero:
                 self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
                 self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")

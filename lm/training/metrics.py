@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config.training_config import LogConfig
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def start_wandb(mode: str, project: str, folder: Path, name: str, run_id: str, c
             project=project, name=name, id=run_id, dir=str(folder), mode=mode, resume="allow", config=config, settings=settings
         )
     except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error, 120)
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
         print(f"wandb: online failed ({reason}); logging offline", flush=True)

@@ -1,12 +1,12 @@
 """The token store of a run without text: the symbols of its tasks, and the first rows of each as its documents."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lm.config.task_config import Task
 from lm.data.store import entropy
+from lm.data.tasks.examples import Example, Part
 from lm.data.tasks.generators import example
 from lm.schema import Plain, to_plain
 
@@ -28,17 +28,14 @@ def symbol_tokenizer(tasks: list[Task], end_of_text: str) -> "Tokenizer":
     return tokenizer
 
 
-def symbol_rows(tasks: list[Task], part: str, seq_len: int) -> Iterator[list[int]]:
-    """The rows a store holds of each task."""
-    for task in tasks:
-        for index in range(SHOWN):
-            yield example(task, STORE_SEED, index, seq_len, part).tokens.tolist()
+def symbol_rows(tasks: list[Task], part: Part, seq_len: int) -> list[Example]:
+    """The rows a store holds, `SHOWN` of each task."""
+    return [example(task, STORE_SEED, index, seq_len, part) for task in tasks for index in range(SHOWN)]
 
 
-def answer_entropy(tasks: list[Task], part: str, seq_len: int) -> float:
-    """Entropy of the answers' tokens in the rows that a store holds, nats per token."""
-    made = [example(task, STORE_SEED, index, seq_len, part) for task in tasks for index in range(SHOWN)]
-    return entropy(np.bincount(np.concatenate([one.tokens[1:][one.answers] for one in made])))
+def answer_entropy(rows: list[Example]) -> float:
+    """Entropy of the answers' tokens, nats per token."""
+    return entropy(np.bincount(np.concatenate([row.tokens[1:][row.answers] for row in rows])))
 
 
 def symbol_spec(tasks: list[Task], seq_len: int) -> dict[str, Plain]:
