@@ -33,7 +33,7 @@ def pair(tmp_path) -> list[Path]:
 
 def test_a_run_is_read_whole(pair):
     run = read_run(pair[1])
-    assert (run.name, run.seed, run.seq_len, run.missing) == ("scalable", 1, SEQ_LEN, ())
+    assert (run.name, run.seeds, run.flat["data.seq_len"], run.missing) == ("scalable", (1,), SEQ_LEN, ())
     validation, bits, *long = run.series
     assert validation.samples[0].values.shape == (128, 1)
     assert bits.samples == ()
@@ -189,7 +189,10 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
         for seed in (3, 1, 2)
     ]
     comparison = compare([read_run(folder) for folder in folders])
-    assert [(arm.label, [run.seed for run in arm.runs]) for arm in comparison.arms] == [("softmax", [1, 2, 3]), ("ssmax", [1, 2, 3])]
+    assert [(arm.label, [run.seeds for run in arm.runs]) for arm in comparison.arms] == [
+        ("softmax", [(1,), (2,), (3,)]),
+        ("ssmax", [(1,), (2,), (3,)]),
+    ]
     difference = comparison.differences[0]
     assert "3 paired seeds" in difference.note
     assert "Student t" in difference.note

@@ -46,12 +46,15 @@ class Comparison:
             return " vs ".join(arm.label for arm in self.arms)
         return f"{self.arms[0].label}: {', '.join(printable(run.name) for run in self.arms[0].runs)}"
 
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Of all arms."""
+        return [run for arm in self.arms for run in arm.runs]
+
     def level(self, unit: str) -> tuple[str, float] | None:
         """Name and value of a level that numbers of a unit are to be compared with, such as the entropy of single tokens."""
-        found = [
-            level for section in self.sections for one in section.series.values() if one.unit == unit for level in one.references.items()
-        ]
-        return next((level for level in found if level[1] is not None and np.isfinite(level[1])), None)
+        same = [one for section in self.sections for one in section.series.values() if one.unit == unit]
+        return next(((name, level) for one in same for name, level in one.references.items() if np.isfinite(level)), None)
 
 
 def across(arms: tuple[Arm, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
@@ -177,10 +180,10 @@ def _config_diff(arms: tuple[Arm, ...] | list[Arm]) -> tuple[tuple[str, tuple[st
 
 
 def _value(run: RunRecord, key: str) -> str:
-    value = run.flat.get(key)
-    return (
-        ("null" if value is None else printable(str(value).lower() if isinstance(value, bool) else str(value))) if key in run.flat else "-"
-    )
+    value = run.flat.get(key, "-")
+    if value is None:
+        return "null"
+    return printable(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 # ---------------------------------------------------------------- fairness

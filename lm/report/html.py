@@ -15,9 +15,9 @@ from lm.attention import catalogue
 from lm.files import replacing
 from lm.report.comparison import Comparison, across, compare, printable, show
 from lm.report.differences import seeds_shown
-from lm.report.plots import INTERVALS, Overview, overview
+from lm.report.plots import Overview, overview
 from lm.report.sections import Section
-from lm.report.tables import DIFFERENCE, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
+from lm.report.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord, read_run
 from lm.schema import Plain, flatten
 
@@ -46,16 +46,15 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
     """
     comparison = compare([read_run(folder) for folder in folders], baseline)
     picture, tables = overview(comparison), comparison_tables(comparison)
-    remarks = ([comparison.warning] if comparison.warning else []) + notes(comparison)
     out = Path(out)
     paths = ReportFiles(*(out / name for name in ("report.html", "overview.png", "overview.svg", "table.md", "table.csv", "table.tex")))
     contents = {
         paths.png: picture.png,
         paths.svg: picture.svg.encode(),
-        paths.markdown: to_markdown(tables, tuple(remarks)).encode(),
+        paths.markdown: to_markdown(tables, notes(comparison)).encode(),
         paths.csv: to_csv(tables).encode(),
         paths.latex: to_latex(tables).encode(),
-        paths.html: render(comparison, picture).encode(),
+        paths.html: render(comparison, picture, tables).encode(),
     }
     for path, content in contents.items():
         with replacing(path, "the report") as file:
@@ -63,7 +62,7 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
     return paths
 
 
-def render(comparison: Comparison, picture: Overview) -> str:
+def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...]) -> str:
     """The page as text: no scripts, nothing loaded from outside."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("lm.report").joinpath("report.html").read_text(encoding="utf-8"))
@@ -76,7 +75,7 @@ def render(comparison: Comparison, picture: Overview) -> str:
         comparison=comparison,
         picture=Markup(re.sub(r"^.*?(?=<svg )", "", picture.svg, flags=re.DOTALL)),  # without the XML head
         caption=picture.caption,
-        tables=comparison_tables(comparison),
+        tables=tables,
         signed=DIFFERENCE,
         differing=[
             f"{metric} {in_unit(unit)} ({'below' if better == 'lower' else 'above'} zero: better)"
@@ -94,17 +93,16 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
     def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
         return what, across(comparison.arms, value)[1]
 
-    runs = [run for arm in comparison.arms for run in arm.runs]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     on = {section.first.shown.measured_on: section for section in comparison.sections}
     return [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
-        line("training length (tokens)", lambda run: run.seq_len),
+        line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
         *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name}, sha256", one.sha256))),
         ("inference settings", ", ".join(settings) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
-        *([line("tasks", _tasks)] if any(map(_tasks, runs)) else []),
+        *([line("tasks", _tasks)] if any(map(_tasks, comparison.runs)) else []),
         line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
         line("tokens seen", lambda run: run.tokens_seen),
         line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
@@ -181,8 +179,7 @@ def methods(comparison: Comparison) -> str:
     usual = {"lr_factor": 1.0, "weight_decay": None}  # of a group of parameters
     options = dict.fromkeys(
         path
-        for arm in comparison.arms
-        for run in arm.runs
+        for run in comparison.runs
         for path, value in run.flat.items()
         if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
         or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
@@ -219,9 +216,5 @@ def _method(comparison: Comparison, section: Section) -> str:
     axis, places = section.first.axis, list(section.places)
     over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
     settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
-    how = [
-        f", with 95% intervals: {INTERVALS[kind]}"
-        for kind in dict.fromkeys(one.interval for one in section.series.values())
-        if kind in INTERVALS
-    ]
-    return f"{said}{over}{settings}{''.join(how)}. "
+    how = f", with 95% intervals: {section.how}" if section.how else ""
+    return f"{said}{over}{settings}{how}. "

@@ -25,9 +25,6 @@ _MARKERS = "osD^vP*"
 _STYLES = ("-", "--", ":", "-.")
 _GREY = "#555555"
 _FIRST_POSITION = 16  # where a picture by position begins
-INTERVALS = {
-    "wilson": "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out"
-}
 _SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -102,9 +99,10 @@ def _bands(what: list[str]) -> str:
 
 
 def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
-    points = [len(run.training.tokens) for arm in comparison.arms for run in arm.runs if len(run.training.tokens)]
+    points = [len(run.training.tokens) for run in comparison.runs if len(run.training.tokens)]
     window = max(1, min(points, default=1) // 50) // 2 * 2 + 1
-    last = max((c.tokens[-1] for arm in comparison.arms for r in arm.runs for c in (r.training, r.validations) if len(c.tokens)), default=1)
+    curves = [curve for run in comparison.runs for curve in (run.training, run.validations)]
+    last = max((curve.tokens[-1] for curve in curves if len(curve.tokens)), default=1)
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
     lows, highs, bands, swaps = [], [], [], ""
     for index, arm in enumerate(comparison.arms):
@@ -222,20 +220,22 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
     bands = _bands([one.band for one in lines])
     words += f" ({'; '.join(section.of)})" if any(line.what for line in section.lines) else ""
     words += f", from position {_FIRST_POSITION}" if first.bins else ""
-    how = [f"They are {INTERVALS[kind]}." for kind in dict.fromkeys(one.interval for one in section.series.values()) if kind in INTERVALS]
+    how = f"They are {section.how}." if section.how else ""
     lost = [f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)}" for one in lines if not np.isfinite(one.mean).all()]
     ends = [f"Not finite at some places: {'; '.join(lost)}."] if lost else []
     ends += [f"Dotted, if any: {first.shown.levels}."] if first.shown.levels else []
-    return " ".join(filter(None, [f"{words}.", bands, *how, *ends])), f"{bands} {cut}".strip()
+    return " ".join(filter(None, [f"{words}.", bands, how, *ends])), f"{bands} {cut}".strip()
 
 
 def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
     """An arm's line, with the intervals of its points; of bins the middles, and for several seeds from the lowest to the highest."""
     found = section.of_arm(arm, line)
-    if section.shape == "points" or not found:
+    if not found:
+        return None
+    if section.shape == "points":
         means = {place: mean for place in section.places if (mean := section.mean(arm, line, place)) is not None}
         intervals = [section.interval(arm, line, place) or Interval(mean, mean, mean) for place, mean in means.items()]
-        bands = [] if not found or found[0].control else dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over)
+        bands = [] if found[0].control else dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over)
         x, ends = np.array([section.places[place][0] for place in means]), np.array([one.listed() for one in intervals]).T
         return _Drawn(index, line, x, *ends, "; ".join(bands)) if intervals else None
     edges = np.array(found[0].axis.values)

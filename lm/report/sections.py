@@ -10,6 +10,8 @@ from lm.evaluation.statistics import Interval, interval_of, over_seeds
 from lm.runs.record import RunRecord
 from lm.runs.series import Series, Shape, series_names
 
+WILSON = "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out"
+
 
 @dataclass(frozen=True, eq=False)
 class Arm:
@@ -81,6 +83,11 @@ class Section:
         """Training lengths of the runs, ascending, if the axis is in tokens."""
         return sorted({one.seq_len for one in self.series.values() if one.axis and one.axis.unit == "tokens"})
 
+    @property
+    def how(self) -> str:
+        """How its intervals are made, in words, where `interval` has two ways; else empty."""
+        return WILSON if any(one.interval == "wilson" for one in self.series.values()) else ""
+
     def of_run(self, run: RunRecord) -> list[Series]:
         """All series of a run."""
         return [one for (owner, _), one in self.series.items() if owner is run]
@@ -103,15 +110,19 @@ class Section:
         """Whether runs of the arm were measured on different sequences in some line, so that they have no mean there."""
         return any(len(identities(self.of_arm(arm, line), place)) > 1 for line in self.lines for place in self.places)
 
+    def alike(self, arm: Arm, line: Line, place: str) -> list[Series]:
+        """Those of a line of an arm that have a place; none if they were measured on different sequences there."""
+        found = [one for one in self.of_arm(arm, line) if place in one.places]
+        return found if len(identities(found, place)) < 2 else []
+
     def mean(self, arm: Arm, line: Line, place: str) -> float | None:
         """Mean over the arm's runs; None if none has it, or if they were measured on different sequences."""
-        found = [one for one in self.of_arm(arm, line) if place in one.places]
-        return float(np.mean([one.mean_at(place) for one in found])) if found and len(identities(found, place)) < 2 else None
+        found = self.alike(arm, line, place)
+        return float(np.mean([one.mean_at(place) for one in found])) if found else None
 
     def interval(self, arm: Arm, line: Line, place: str) -> Interval | None:
         """At a point: of one run that of its series; of several Student's t over seeds, but never narrower than Wilson's."""
-        found = [one for one in self.of_arm(arm, line) if place in one.places]
-        mean = self.mean(arm, line, place)
+        found, mean = self.alike(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or found[0].interval == "none":
             return None
         alone = interval_of(found[0], found[0].column_at(place), mean)

@@ -130,7 +130,7 @@ def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> lis
     made = [(Column(name, **how if covered else {"unit": unit}), cells) for name, cells in columns.items()]
     if not (several and section.shape == "number" and one.samples):
         return made
-    values = [[found.mean_at("") for found in section.of_arm(*of)] if section.mean(*of, "") is not None else [] for of in rows]
+    values = [[found.mean_at("") for found in section.alike(*of, "")] for of in rows]
     return [*made, (Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values])]
 
 
@@ -139,9 +139,8 @@ def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
     one = section.example(rows[0][1].metric)
     made: list[_Made] = []
     for name in one.references:
-        levels = [[found.references[name] for found in section.of_arm(*of) if name in found.references] for of in rows]
-        known = [some if section.mean(*of, "") is not None else [] for some, of in zip(levels, rows, strict=True)]
-        made.append((Column(name, _unit(one.unit)), [digits(float(np.mean(some))) if some else None for some in known]))
+        levels = [[found.references[name] for found in section.alike(*of, "") if name in found.references] for of in rows]
+        made.append((Column(name, _unit(one.unit)), [digits(float(np.mean(some))) if some else None for some in levels]))
     return made
 
 
@@ -176,7 +175,7 @@ def _with_interval(unit: str, over: str) -> str:
 # ---------------------------------------------------------------- formats
 
 
-def to_markdown(tables: tuple[Table, ...], notes: tuple[str, ...] = ()) -> str:
+def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     """Pipe tables, one after the other, then the notes as a list."""
     blocks = []
     for table in tables:
@@ -255,7 +254,7 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
         _print(console, replace(table, columns=columns, rows=tuple(rows)))
     if comparison.differences:
         _print(console, _difference_table(comparison))
-    for text in ([comparison.warning] if comparison.warning else []) + notes(comparison):
+    for text in notes(comparison):
         console.print(escape(text), highlight=False)
 
 
@@ -303,8 +302,8 @@ def in_unit(unit: str) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """How the differences were made, or why there are none, and what the runs lack."""
-    lines = []
+    """What differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
+    lines = [comparison.warning] if comparison.warning else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         same = [difference for difference in comparison.differences if difference.note == note]
         whats: dict[tuple[str, ...], list[str]] = {}  # by the arms that have this note

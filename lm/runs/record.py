@@ -57,18 +57,9 @@ class RunRecord:
         ]
 
     @property
-    def seed(self) -> int:
-        return self.flat["seed"]
-
-    @property
     def seeds(self) -> tuple[int, ...]:
         """Its seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
         return identity.seeds(self.config, self.environment)
-
-    @property
-    def seq_len(self) -> int:
-        """Training length, tokens."""
-        return self.flat["data.seq_len"]
 
     @property
     def series(self) -> list[Series]:
