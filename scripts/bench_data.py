@@ -22,6 +22,7 @@ from lm.data.writing import SHARD_TOKENS, npy, write_file, write_manifest
 START = """
 import json, sys, time
 from pathlib import Path
+from lm.config.data_config import DataConfig
 from lm.data.batches import TrainRows
 from lm.data.store import Store
 
@@ -31,14 +32,14 @@ def memory(name):
 imported, begin = memory("RssAnon"), time.perf_counter()
 store = Store.open(Path(sys.argv[1]))
 opened = time.perf_counter()
-rows = TrainRows(store, 1024, 64, seed=1)
-rows.rows(0)
+rows = TrainRows(store, DataConfig(seq_len=1024), 64, seed=1)
+rows.batch(0)
 first, after = time.perf_counter(), memory("RssAnon")
 peak = memory("VmHWM")
 steps = 0
 while time.perf_counter() - first < 5:
     steps += 1
-    rows.rows(steps)
+    rows.batch(steps)
 seconds = time.perf_counter() - first
 print(json.dumps({
     "open, s": opened - begin, "first batch, s": first - opened,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
-from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, around, long_starts, train_loader, validation_starts, windows
+from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, long_starts, train_loader, validation_starts, windows
 from lm.data.deck import DECK, Deck
 from lm.data.prepare import prepare
 from lm.data.sequence_lengths import NaturalRows, NoFullStep
@@ -37,7 +37,7 @@ class Counted:
 
 
 def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
-    return TrainRows(Counted(n_tokens), seq_len, 1, seed).streams[0]
+    return TrainRows(Counted(n_tokens), DataConfig(seq_len=seq_len), 1, seed).streams[0]
 
 
 def counted_split(sizes: list[int]) -> Split:
@@ -62,7 +62,7 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
     """What all ranks read, put together step by step."""
     ranks = []
     for rank in range(world):
-        rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+        rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
         loader = train_loader(rows, rank, world, micro_batch, first_step, STEPS, workers)
         micro_batches = list(loader)
         assert len(loader) == (STEPS - first_step) * BATCH_ROWS // world // micro_batch
@@ -73,9 +73,9 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
 
 @pytest.fixture(scope="module")
 def expected(store: Store) -> list[str]:
-    rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+    rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
     assert rows.streams[0].rows_per_epoch < STEPS * BATCH_ROWS, "the steps must span epochs"
-    return digests(np.stack([rows.rows(step) for step in range(STEPS)]))
+    return digests(np.stack([whole(rows.batch(step)) for step in range(STEPS)]))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
@@ -89,14 +89,14 @@ def test_global_batches_do_not_depend_on_how_they_are_read(
 
 
 def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):
-    rows = TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1)
+    rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
     order = np.random.default_rng(0).permutation(STEPS)
-    assert digests(np.stack([rows.rows(int(step)) for step in order])) == [expected[step] for step in order]
+    assert digests(np.stack([whole(rows.batch(int(step))) for step in order])) == [expected[step] for step in order]
 
 
 def test_the_order_never_changes_between_versions():
     """Runs that were begun with an earlier version must go on with the same tokens."""
-    rows = TrainRows(Counted(1000), 10, 8, seed=3)
+    rows = TrainRows(Counted(1000), DataConfig(seq_len=10), 8, seed=3)
     assert rows.streams[0].starts(np.arange(8)).tolist() == GOLDEN
 
 
@@ -106,12 +106,12 @@ GOLDEN = [832, 892, 262, 172, 582, 632, 202, 792]
 def test_reading_leaves_the_global_random_state_alone(store: Store):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    list(train_loader(TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1), 0, 1, 4, 0, 3, 0))
+    list(train_loader(TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1), 0, 1, 4, 0, 3, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
-    batches = MicroBatches(TrainRows(store, SEQ_LEN, BATCH_ROWS, seed=1), 0, 1, 4)
+    batches = MicroBatches(TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1), 0, 1, 4)
     batches.source.store.train.tokens[:1]
     content = pickle.dumps(batches)
     assert torch.equal(whole(pickle.loads(content)[3]), whole(batches[3]))
@@ -165,7 +165,7 @@ def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int,
 
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
-        return tuple(TrainRows(Counted(5000, fingerprint), 10, 1, seed).streams[0].epoch_starts(epoch))
+        return tuple(TrainRows(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch))
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
@@ -221,18 +221,18 @@ def test_windows_are_what_the_store_holds(store: Store):
 
 
 def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store):
-    plain = TrainRows(store, 64, 4, seed=1)
-    mixed = TrainRows(store, 64, 4, seed=1, lengths={16: 0.25, 32: 0.25, 64: 0.5})
+    plain = TrainRows(store, DataConfig(seq_len=64), 4, seed=1)
+    mixed = TrainRows(store, DataConfig(seq_len=64, lengths={16: 0.25, 32: 0.25, 64: 0.5}), 4, seed=1)
     for step in range(40):
-        length, rows = mixed.length(step), mixed.rows(step)
+        length, rows = mixed.length(step), whole(mixed.batch(step))
         assert rows.shape == (4 * 64 // length, length + 1)
-        assert np.array_equal(rows[:, 1:].ravel(), plain.rows(step)[:, 1:].ravel())
-        assert np.array_equal(rows[:, :-1].ravel(), plain.rows(step)[:, :-1].ravel())
+        assert np.array_equal(rows[:, 1:].ravel(), whole(plain.batch(step))[:, 1:].ravel())
+        assert np.array_equal(rows[:, :-1].ravel(), whole(plain.batch(step))[:, :-1].ravel())
 
 
 def test_lengths_have_their_shares_and_are_a_function_of_seed_and_step(store):
     lengths = {16: 0.2, 32: 0.3, 64: 0.5}
-    rows, again, other = (TrainRows(store, 64, 4, seed, lengths) for seed in (1, 1, 2))
+    rows, again, other = (TrainRows(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
     drawn = [rows.length(step) for step in range(4000)]
     for length, share in lengths.items():
         assert drawn.count(length) == pytest.approx(4000 * share, abs=1 + share * len(lengths))
@@ -241,22 +241,22 @@ def test_lengths_have_their_shares_and_are_a_function_of_seed_and_step(store):
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
 def test_ranks_and_micro_batches_share_out_mixed_rows_too(store, world: int, micro_batch: int):
-    rows = TrainRows(store, 64, 4, 1, {16: 0.5, 64: 0.5})
+    rows = TrainRows(store, DataConfig(seq_len=64, lengths={16: 0.5, 64: 0.5}), 4, 1)
     parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
     for step in range(10):
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-        assert np.array_equal(torch.cat([whole(batch) for batch in taken]).numpy(), rows.rows(step))
+        assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(rows.batch(step)))
 
 
 def test_lengths_that_follow_each_other_begin_at_their_share_of_the_run(store):
-    rows = TrainRows(store, 64, 4, 1, {0.0: 16, 0.25: 32, 0.5: 64}, max_steps=40)
+    rows = TrainRows(store, DataConfig(seq_len=64, lengths={0.0: 16, 0.25: 32, 0.5: 64}), 4, 1, max_steps=40)
     assert [rows.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
     assert rows.shares(40) == {16: 0.25, 32: 0.25, 64: 0.5}
 
 
 def test_one_number_cuts_all_rows(store):
-    rows = TrainRows(store, 64, 4, 1, 16)
-    assert {rows.rows(step).shape for step in range(20)} == {(16, 17)}
+    rows = TrainRows(store, DataConfig(seq_len=64, lengths=16), 4, 1)
+    assert {whole(rows.batch(step)).shape for step in range(20)} == {(16, 17)}
 
 
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))
@@ -274,7 +274,7 @@ def test_natural_rows_cover_documents_without_overlap_and_waste_what_they_say(si
             length, starts = natural(step), natural.row_starts(step)
             assert length in (16, 32, 64)
             assert len(starts) * length == step_tokens
-            rows = around(split, starts, length, 0, split.n_tokens)
+            rows = split.around(starts, length, 0, split.n_tokens)
             assert (document_of[rows[:, 0]] == document_of[rows[:, -2]]).all(), "a row lies within a document"
             seen.append(rows[:, :-1].ravel())
         seen = np.concatenate(seen)
@@ -285,13 +285,13 @@ def test_natural_rows_cover_documents_without_overlap_and_waste_what_they_say(si
 
 
 def test_natural_rows_are_shared_out_like_any_others(store):
-    rows = TrainRows(store, 32, 4, 1, "documents")
+    rows = TrainRows(store, DataConfig(seq_len=32, lengths="documents"), 4, 1)
     assert len({rows.length(step) for step in range(30)}) > 1
     for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
         parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
         for step in range(30):
             taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-            assert np.array_equal(torch.cat([whole(batch) for batch in taken]).numpy(), rows.rows(step))
+            assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(rows.batch(step)))
 
 
 @pytest.mark.parametrize("last", [16, 17, 40, 48])
@@ -299,7 +299,7 @@ def test_natural_rows_reach_every_token_of_long_documents(last: int):
     sizes = [32, 21, 64, last]
     natural = NaturalRows(counted_split(sizes), 16, 16, (1, 2))
     starts = np.concatenate([natural.row_starts(step) for step in range(200 * natural.steps_per_epoch)])
-    batch = around(counted_split(sizes), starts, 16, 0, sum(sizes))
+    batch = counted_split(sizes).around(starts, 16, 0, sum(sizes))
     assert set(batch[:, 1:].ravel().tolist()) == set(range(sum(sizes)))
 
 
@@ -307,7 +307,7 @@ def test_natural_rows_reach_every_token_of_long_documents(last: int):
 
 
 def test_isolated_positions_begin_anew_with_each_document(store):
-    batch = TrainRows(store, 64, 16, 1, isolate=True).batch(0)
+    batch = TrainRows(store, DataConfig(seq_len=64, documents="isolate"), 16, 1).batch(0)
     for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
         since = 0
         for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
@@ -315,7 +315,7 @@ def test_isolated_positions_begin_anew_with_each_document(store):
             assert position == since
             since += 1
     assert (batch.positions == 0).sum() > len(batch.positions)
-    assert TrainRows(store, 64, 4, 1).batch(0).positions is None
+    assert TrainRows(store, DataConfig(seq_len=64), 4, 1).batch(0).positions is None
 
 
 @given(weights=st.lists(st.floats(1e-6, 1), min_size=2, max_size=6), first=st.integers(0, 10**9), seed=st.integers(0, 99))

@@ -244,7 +244,9 @@ def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_pa
     store = prepare(data)
     edges = np.cumsum([0, *(part.n_tokens for part in store.train.parts)])
     for weights in ([0.25, 0.75], [1.0, 0.0]):
-        rows = TrainRows(store, 32, 16, seed=1, weights=weights)
+        parts = [Part(weight, part.source) for weight, part in zip(weights, data.parts, strict=True)]
+        weighted = dataclasses.replace(data, source=Mixture(parts), seq_len=32)
+        rows = TrainRows(store, weighted, 16, seed=1)
         for stream, begin, end in zip(rows.streams, edges[:-1], edges[1:], strict=False):
             part = store.train.tokens[begin:end]
             drawn, _ = stream.rows(np.arange(400), 32)
@@ -253,7 +255,7 @@ def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_pa
         if rows.deck:
             streams, _ = rows.deck.deal(np.arange(2000))
             assert (streams == 0).sum() == pytest.approx(500, abs=2)
-        assert rows.rows(3).shape == (16, 33)
+        assert rows.batch(3).tokens.shape == (16, 32)
 
 
 def test_a_run_reads_a_mixture_and_refuses_natural_lengths(tmp_path: Path):

@@ -4,7 +4,6 @@ It depends on nothing else: not on world size, workers, micro-batch or restarts.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import TaskShare
+from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.deck import Deck
@@ -120,7 +119,7 @@ class TextStream:
     def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """As `Stream.rows`: the tokens of a slot are the same whatever the length."""
         cut = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return around(self.split, cut.ravel(), length, self.first, self.n_tokens), None
+        return self.split.around(cut.ravel(), length, self.first, self.n_tokens), None
 
 
 class TaskStream:
@@ -146,36 +145,25 @@ class TrainRows:
 
     Args:
         batch_rows: slots of `seq_len` tokens in one optimizer step, over all processes.
-        lengths: of rows that share a slot, divisors of `seq_len`. A number, for all steps; {length: share of the steps}, drawn for each
-            step; {share of the run: length}, one after the other from 0.0 on; or `documents`: `NaturalRows`. The tokens of
-            a step are the same whatever the lengths (but for `documents`), and none is padding.
-        isolate: documents in a row don't see each other.
+        data: the sources' weights, tasks, and lengths of the rows that share a slot. The tokens of a step are the same whatever the
+            lengths (but for `documents`), and none is padding.
         max_steps: steps of the run, of which the lengths that follow each other have their shares.
-        tasks: synthetic tasks that have their share of the rows; text has the rest.
-        weights: of the parts of the store's text; one part: 1.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        seq_len: int,
-        batch_rows: int,
-        seed: int,
-        lengths: "AnyLengths" = None,
-        isolate: bool = False,
-        max_steps: int = 1,
-        tasks: list[TaskShare] | None = None,
-        weights: list[float] | None = None,
-    ):
-        self.store, self.seq_len, self.batch_rows, self.isolate = store, seq_len, batch_rows, isolate
+    def __init__(self, store: Store, data: DataConfig, batch_rows: int, seed: int, max_steps: int = 1):
+        self.store, self.data, self.seq_len, self.batch_rows = store, data, data.seq_len, batch_rows
         self.entropy = (int(store.fingerprint, 16), seed)
-        self.natural = NaturalRows(store.train, seq_len, seq_len * batch_rows, self.entropy) if lengths == "documents" else None
-        self.length: Lengths = self.natural or lengths_of(lengths, seq_len, max_steps, self.entropy)
-        shares, self.streams = self._streams(tasks or [], weights or [1.0], seed)
+        natural = data.lengths == "documents"
+        self.natural = NaturalRows(store.train, self.seq_len, self.seq_len * batch_rows, self.entropy) if natural else None
+        self.length: Lengths = self.natural or lengths_of(data.lengths, self.seq_len, max_steps, self.entropy)
+        shares, self.streams = self._streams(seed)
         self.deck = Deck(shares, self.entropy) if len(self.streams) > 1 else None
 
-    def _streams(self, tasks: list[TaskShare], weights: list[float], seed: int) -> tuple[list[float], list[Stream]]:
+    def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
         """What the rows are drawn from, with shares that sum to 1."""
+        if self.natural:
+            return [1.0], [self.natural]
+        tasks = self.data.tasks
         rest = 1 - sum(share.weight for share in tasks)
         shares, streams = [share.weight for share in tasks], []
         text = Text(self.store) if any(share.task.vocab_size is None for share in tasks) else None
@@ -184,10 +172,10 @@ class TrainRows:
         if rest < 1e-6:  # tasks alone, whose store may hold rows of each as its parts
             return shares, streams
         split, first = self.store.train, 0
-        for number, (part, weight) in enumerate(zip(split.parts, weights, strict=True)):
-            if weight:
-                entropy = self.entropy if len(weights) == 1 else (*self.entropy, _PARTS + number)
-                shares.append(rest * weight)
+        for number, (part, asked) in enumerate(zip(split.parts, self.data.parts, strict=True)):
+            if asked.weight:
+                entropy = self.entropy if len(split.parts) == 1 else (*self.entropy, _PARTS + number)
+                shares.append(rest * asked.weight)
                 streams.append(TextStream(split, first, part.n_tokens, self.seq_len, entropy))
             first += part.n_tokens
         return shares, streams
@@ -200,29 +188,20 @@ class TrainRows:
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
         """The global batch of a step, or of it the `count` slots from `first` on; rows of `length(step)` tokens."""
-        rows, answers, is_text = self._rows(step, first, count)
-        batch = Batch.of(rows, answers, self.store.end_of_text if self.isolate else None)
+        last = self.batch_rows if count is None else first + count
+        rows, answers, is_text = self._rows(step * self.batch_rows + np.arange(first, last), self.length(step))
+        batch = Batch.of(rows, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
         if batch.positions is not None:  # a row of a task is one document, whatever its filler
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
         return batch
 
-    def rows(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Likewise, as tokens alone: int64 (slots x seq_len / L, L + 1), L = `length(step)`."""
-        return self._rows(step, first, count)[0]
-
-    def _rows(self, step: int, first: int, count: int | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    def _rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Tokens, which predictions count, and which rows are text."""
-        length = self.length(step)
-        last, per_slot = self.batch_rows if count is None else first + count, self.seq_len // length
-        if self.natural:
-            starts, split = self.natural.row_starts(step)[first * per_slot : last * per_slot], self.store.train
-            rows = around(split, starts, length, 0, split.n_tokens)
-            return rows, None, np.ones(len(rows), bool)
-        slots = step * self.batch_rows + np.arange(first, last)
         if self.deck is None:
             rows, answers = self.streams[0].rows(slots, length)
             return rows, answers, np.full(len(rows), answers is None)
         dealt, own = self.deck.deal(slots)
+        per_slot = self.seq_len // length
         rows = np.empty((len(slots), per_slot, length + 1), np.int64)
         answers = np.ones((len(slots), per_slot, length), bool)
         is_text = np.ones((len(slots), per_slot), bool)
@@ -244,8 +223,7 @@ def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> T
     data = config.data
     rows = batch_rows or config.optim.batch_tokens // data.seq_len
     try:
-        isolate, weights = data.documents == "isolate", [part.weight for part in data.parts]
-        return TrainRows(store, data.seq_len, rows, config.seed, data.lengths, isolate, config.trainer.max_steps, data.tasks, weights)
+        return TrainRows(store, data, rows, config.seed, config.trainer.max_steps)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
     except NoRoom as error:
@@ -253,11 +231,8 @@ def train_rows(store: Store, config: Config, batch_rows: int | None = None) -> T
         raise ConfigError([Problem("data.tasks", names, str(error), "set data.seq_len and data.lengths to more")]) from None
 
 
-AnyLengths = None | int | str | Mapping[int | float, int | float]
-
-
-def lengths_of(lengths: AnyLengths, seq_len: int, max_steps: int, entropy: tuple[int, ...]) -> Lengths:
-    """The lengths of the steps that `data.lengths` describes."""
+def lengths_of(lengths: int | dict[int | float, int | float] | None, seq_len: int, max_steps: int, entropy: tuple[int, ...]) -> Lengths:
+    """The lengths of the steps that `data.lengths` describes, but for `documents`."""
     if not lengths or isinstance(lengths, int):
         return Curriculum({0.0: lengths or seq_len}, max_steps)
     return Curriculum(lengths, max_steps) if 0 in lengths else Mixture(lengths, entropy)
@@ -294,13 +269,6 @@ def train_loader(
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else each pass would draw from the global random state
     )
-
-
-def around(split: Split, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-    """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`: int64 (k, length + 1)."""
-    place = starts[:, None] + np.arange(length + 1)
-    place[place >= n_tokens] -= n_tokens
-    return split.at(first + place).astype(np.int64)
 
 
 # ---------------------------------------------------------------- held-out rows

@@ -73,7 +73,8 @@ class NaturalRows:
     """
 
     def __init__(self, split: Split, longest: int, step_tokens: int, entropy: tuple[int, ...]):
-        self.entropy, self.step_tokens, self.shortest = entropy, step_tokens, SHORTEST
+        self.split, self.longest, self.step_tokens, self.entropy = split, longest, step_tokens, entropy
+        self.shortest = SHORTEST
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST
@@ -112,6 +113,12 @@ class NaturalRows:
         epoch, place = divmod(step, self.steps_per_epoch)
         self._enter(epoch)
         return int(self._order[place])
+
+    def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
+        """As `lm.data.batches.Stream.rows`, of slots of one step, whose rows are of `length`."""
+        slots_per_step = self.step_tokens // self.longest
+        starts = self.row_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
+        return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def row_starts(self, step: int) -> np.ndarray:
         """Where the rows of a step begin: int64 (step_tokens / length,)."""

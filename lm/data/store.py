@@ -98,6 +98,12 @@ class Split:
             taken[here] = np.asarray(self.shards[number])[within[here]]
         return taken
 
+    def around(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
+        """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`, int64."""
+        place = starts[:, None] + np.arange(length + 1)
+        place[place >= n_tokens] -= n_tokens
+        return self.at(first + place).astype(np.int64)
+
     def document(self, index: int) -> np.ndarray:
         """The tokens of a document, its end-of-text token first."""
         begin, end = (int(offset) for offset in self.offsets[index : index + 2])
