@@ -109,11 +109,12 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
         raise ConfigError(f"{path}: not valid YAML: {one_line(error, None)}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
-    bases = plain.pop("base", [])
-    if not all(isinstance(base, str) for base in (bases if isinstance(bases, list) else [bases])):
-        raise ConfigError([Problem("base", bases, f"must be a file or a list of files (in {path})")])
+    given = plain.pop("base", [])
+    bases = given if isinstance(given, list) else [given]
+    if not all(isinstance(base, str) for base in bases):
+        raise ConfigError([Problem("base", given, f"must be a file or a list of files (in {path})")])
     merged: dict[str, Plain] = {}
-    for base in bases if isinstance(bases, list) else [bases]:
+    for base in bases:
         merged = merge(merged, read_yaml(path.parent / base, (*seen, path.resolve())))
     return merge(merged, plain)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
-from lm.data.deck import Deck
+from lm.data.deck import Deck, members
 from lm.data.sequence_lengths import Curriculum, Lengths, Mixture, NaturalRows, NoFullStep
 from lm.data.store import Split, Store
 from lm.data.tasks.examples import NoRoom, fold
@@ -299,8 +299,7 @@ def long_starts(split: Split, length: int, rows: int) -> np.ndarray:
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1
     fitting = spans // length
-    document = np.repeat(np.arange(len(spans)), fitting)
-    within = np.arange(len(document)) - np.repeat(np.cumsum(fitting) - fitting, fitting)
+    document, within = members(fitting)
     starts = offsets[:-1][document] + (spans - fitting * length)[document] // 2 + within * length
     count = min(rows, len(starts))
     return starts[np.arange(count) * len(starts) // max(1, count)]

@@ -6,6 +6,12 @@ DECK = 1024  # slots that are dealt together
 _DEAL = 2**61  # keeps these draws apart from those of epochs and lengths
 
 
+def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of groups of so many members, one after the other: each member's group, and its number in it, from 0: both int64 (members,)."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 class Deck:
     """Deals slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place in them.
 
@@ -43,8 +49,8 @@ class Deck:
         begin, end = first - len(self.weights) - 1, first + DECK + len(self.weights) + 1
         firsts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - firsts
-        streams = np.repeat(np.arange(len(counts)), counts)
-        own = np.concatenate([np.arange(count) for count in counts]) + firsts[streams]
+        streams, place = members(counts)
+        own = place + firsts[streams]
         due = (own + self._places(firsts, counts)) / self.weights[streams]
         order = np.argsort(due, kind="stable")[first - firsts.sum() :][:DECK]
         return streams[order], own[order]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lm.data.deck import DECK, Deck
+from lm.data.deck import DECK, Deck, members
 from lm.data.store import Split
 
 SHORTEST = 16  # tokens of the shortest row of natural lengths
@@ -83,8 +83,7 @@ class NaturalRows:
         length = longest
         while length >= SHORTEST:
             counts = (sizes - begun) // length
-            document = np.repeat(np.arange(len(sizes)), counts)
-            within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+            document, within = members(counts)
             self.pieces[length] = document, begun[document] + within * length
             begun += counts * length
             length //= 2

@@ -20,21 +20,20 @@ from lm.data.batches import train_rows
 from lm.data.store import Store
 from lm.model.counts import count_parameters, estimated_memory, flops_per_token
 from lm.model.decoder import Decoder
-from lm.model.device import Choice
 from lm.schema import Plain
 from lm.training.optimizers import parameter_groups
+from lm.training.starting import Start
+from lm.training.whole_run import Machine
 
 
-def banner(
-    config: Config, phase: int, store: Store, decoder: Decoder, accelerator: str, device: str, precision: Choice, compiled: Choice
-) -> str:
+def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
     """What a run prints first."""
-    model, data, optim = config.model, config.data, config.optim
+    model, data, optim, decoder = config.model, config.data, config.optim, start.decoder
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    memory = estimated_memory(decoder, config.micro_batch * data.seq_len, precision.value != "32")
-    on = "cuda" if accelerator == "gpu" else "cpu"
+    memory = estimated_memory(decoder, config.micro_batch * data.seq_len, machine.bf16)
+    on = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.explain(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_rows // config.micro_batch
     rows = {
@@ -45,7 +44,7 @@ def banner(
         f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
-        **({"phases": _phases(config, phase)} if config.phases else {}),
+        **({"phases": _phases(config, start.phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
@@ -56,7 +55,7 @@ def banner(
         **({"rows of": _lengths(store, config)} if data.lengths else {}),
         **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about {memory / 2**30:.2f} GiB a process",
-        "device": f"{device}, precision {precision}, compile {compiled}",
+        "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
@@ -121,21 +120,11 @@ def _phases(config: Config, phase: int) -> str:
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 
-def environment(
-    config: Config,
-    store: Store,
-    decoder: Decoder,
-    device: str,
-    precision: Choice,
-    compiled: Choice,
-    step: int = 0,
-    before: dict[str, Plain] | None = None,
-) -> dict[str, Plain]:
-    """What the results depend on beside the configuration; a run resumed at `step` keeps what was said `before` of its starts.
+def environment(config: Config, store: Store, start: Start, machine: Machine, before: dict[str, Plain]) -> dict[str, Plain]:
+    """What the results depend on beside the configuration; a resumed run keeps what was said `before` of its starts.
 
     What this start uses is in `starts`, an entry for each, and beside them.
     """
-    before = before or {}
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
     used = {
@@ -145,9 +134,9 @@ def environment(
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
         | PLUGINS.versions(config.normalizer_names),
-        "device": device,
-        "precision": precision.value,
-        "compile": compiled.value == "true",
+        "device": machine.device,
+        "precision": machine.precision.value,
+        "compile": machine.compiles,
         "threads": torch.get_num_threads(),
         "world_size": config.world_size,
         "max_steps": config.trainer.max_steps,
@@ -165,12 +154,12 @@ def environment(
             "val_documents": store.val.n_documents,
         },
         "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
-        "parameters": count_parameters(decoder),
-        "flops_per_token": flops_per_token(decoder),
+        "parameters": count_parameters(start.decoder),
+        "flops_per_token": flops_per_token(start.decoder),
         **({"row_lengths": train_rows(store, config).shares(config.trainer.max_steps)} if config.data.lengths else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
-        "starts": [*before.get("starts", []), {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],
+        "starts": [*before.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],
     }
 
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import lightning as L
-import torch
 
-from lm.config.tree import Config
 from lm.errors import RunError, one_line
 from lm.evaluation.continuity import evaluate_swap, swap_rows
 from lm.evaluation.measurement import Measurement
@@ -17,15 +15,13 @@ from lm.evaluation.numbers import logged
 from lm.evaluation.results import keep, measured, write_evaluation
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
-from lm.progress import StepProgress
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import write_json
 from lm.runs.series import listed
 from lm.schema import Plain
 from lm.training.clock import Clock
-from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
-from lm.training.optimizers import set_rates
+from lm.training.whole_run import WholeRun
 
 # A result, the numbers among the run's metrics, and a line to show.
 Measured = tuple[Evaluation | dict[str, Plain], dict[str, float], str]
@@ -85,23 +81,12 @@ class StopOnSignal(StepCallback):
             trainer.should_stop = True
 
 
-class LearningRates(L.Callback):
-    """Sets each step's learning rates."""
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
-        """Those of the step about to be made."""
-        set_rates(optimizer, self.config, module.start.phase, trainer.global_step)
-
-
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
     rate; speed."""
 
-    def __init__(self, record: MetricLog, config: Config, progress: StepProgress, clock: Clock):
-        self.record, self.config, self.progress, self.clock = record, config, progress, clock
+    def __init__(self, run: WholeRun, clock: Clock):
+        self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
         self.last_step, self.last_time = 0, 0.0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -143,18 +128,10 @@ class Evaluations(StepCallback):
     unless `eval.on_error` says stop.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        measurements: list[Measurement],
-        record: MetricLog,
-        progress: StepProgress,
-        clock: Clock,
-        bf16: bool,
-    ):
-        self.config, self.record, self.progress, self.clock, self.bf16 = config, record, progress, clock, bf16
-        self.validation, *self.others = measurements
-        self.max_steps = config.trainer.max_steps
+    def __init__(self, run: WholeRun, clock: Clock):
+        self.config, self.record, self.progress, self.clock = run.config, run.log, run.progress, clock
+        self.bf16, self.max_steps = run.machine.bf16, run.config.trainer.max_steps
+        self.validation, *self.others = run.asked
 
     def take(
         self,

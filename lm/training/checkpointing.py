@@ -6,13 +6,13 @@ import lightning as L
 
 from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
-from lm.config.tree import Config
 from lm.runs.checkpoints import BEST, FORMAT, LAST, point, save_checkpoint, step_of, step_path, steps_saved
 from lm.runs.folder import CHECKPOINTS
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
 from lm.training.optimizers import named_state
+from lm.training.whole_run import WholeRun
 
 
 class Checkpoints(StepCallback):
@@ -23,10 +23,10 @@ class Checkpoints(StepCallback):
     system and the process dies, and holds counters that would have to be mended when a run goes on.
     """
 
-    def __init__(self, config: Config, wandb_id: str, clock: Clock):
-        self.config, self.wandb_id, self.clock = config, wandb_id, clock
-        self.every = config.trainer.checkpoint_every or max(1, config.trainer.max_steps // 10)
-        self.folder = config.run_folder / CHECKPOINTS
+    def __init__(self, run: WholeRun, clock: Clock):
+        self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
+        self.every = self.config.trainer.checkpoint_every or max(1, self.config.trainer.max_steps // 10)
+        self.folder = self.config.run_folder / CHECKPOINTS
         self.saved = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:

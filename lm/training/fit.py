@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -27,27 +27,13 @@ from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER,
 from lm.runs.loading import TOKENIZER_SHA256
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.callbacks import Evaluate, LearningRates, Metrics, StopOnSignal, Validate
+from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
 from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.starting import Start, check_resume, check_train_only, cut_back, fresh, going_on
-
-
-@dataclass(frozen=True)
-class Run:
-    """What all phases of a run share."""
-
-    config: Config
-    store: Store
-    asked: list[Measurement]
-    accelerator: str
-    precision: str
-    compiled: bool
-    wandb_id: str
-    log: MetricLog
-    progress: StepProgress
+from lm.training.whole_run import Machine, WholeRun
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
@@ -82,18 +68,19 @@ def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> in
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
-    facts = {**environment(config, store, start.decoder, device, precision, compiled, start.step, before), "started_from": origin}
+    machine = Machine(accelerator, device, precision, compiled)
+    facts = {**environment(config, store, start, machine, before), "started_from": origin}
     facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirror = None
     if main:
-        print(banner(config, start.phase, store, start.decoder, accelerator, device, precision, compiled), *notes, sep="\n", flush=True)
+        print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
         _write_down(config, store, start, checkpoint, facts)
         mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, facts["wandb_id"], to_plain(config))
     log = MetricLog(config.run_folder / METRICS, mirror, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
-        run = Run(config, store, asked, accelerator, precision.value, compiled.value == "true", facts["wandb_id"], log, progress)
+        run = WholeRun(config, store, asked, machine, facts["wandb_id"], log, progress)
         return _phases(run, start)
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
@@ -119,12 +106,12 @@ def _write_down(config: Config, store: Store, start: Start, checkpoint: Path | N
         point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
 
 
-def _phases(run: Run, start: Start) -> int:
+def _phases(run: WholeRun, start: Start) -> int:
     """Train each phase that is left; the next one begins with the checkpoint that the one before has ended with."""
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
-            module = TrainModule(config, run.store, start, run.compiled, stop.told)
+            module = TrainModule(run, start, stop.told)
             trainer = make_trainer(run, module, stop)
             trainer.fit(module)
             step = trainer.global_step
@@ -137,27 +124,25 @@ def _phases(run: Run, start: Start) -> int:
             start = going_on(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
 
 
-def make_trainer(run: Run, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
+def make_trainer(run: WholeRun, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
     """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
     config, start, clock = run.config, module.start, Clock()
-    evaluation = config, run.asked, run.log, run.progress, clock, run.precision != "32"
     trainer = L.Trainer(
-        accelerator=run.accelerator,
+        accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
         strategy="ddp" if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if run.precision == "bf16-mixed" else "32-true",
+        precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
         accumulate_grad_batches=module.accumulation,
         use_distributed_sampler=False,
         callbacks=[
             stop,
-            LearningRates(config),
-            Metrics(run.log, config, run.progress, clock),  # starts the clock; what follows pauses it
-            Validate(*evaluation),  # before Checkpoints, which saves the best
-            Checkpoints(config, run.wandb_id, clock),
-            Evaluate(*evaluation),  # takes long: a kill meanwhile loses no step
+            Metrics(run, clock),  # starts the clock; what follows pauses it
+            Validate(run, clock),  # before Checkpoints, which saves the best
+            Checkpoints(run, clock),
+            Evaluate(run, clock),  # takes long: a kill meanwhile loses no step
         ],
         default_root_dir=config.run_folder,
         logger=False,

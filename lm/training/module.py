@@ -8,12 +8,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, train_loader, train_rows
-from lm.data.store import Store
 from lm.training.nonfinite import leave_out
-from lm.training.optimizers import load_named_state, make_optimizer
+from lm.training.optimizers import load_named_state, make_optimizer, set_rates
 from lm.training.starting import Start
+from lm.training.whole_run import WholeRun
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,14 @@ class TrainModule(L.LightningModule):
 
     last: Step
 
-    def __init__(self, config: Config, store: Store, start: Start, compiled: bool, told_to_stop: Callable[[], bool]):
+    def __init__(self, run: WholeRun, start: Start, told_to_stop: Callable[[], bool]):
         super().__init__()
-        self.config, self.store, self.decoder, self.start = config, store, start.decoder, start
+        self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
+        config, compiled = run.config, run.machine.compiles
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
         self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss  # a graph for each row length
         if compiled:
-            lengths = len(train_rows(store, config).shares(config.trainer.max_steps))
+            lengths = len(train_rows(run.store, config).shares(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_rows // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # tokens that are no target
@@ -91,6 +91,10 @@ class TrainModule(L.LightningModule):
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return nll * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the step's learning rates."""
+        set_rates(optimizer, self.config, self.start.phase, self.global_step)
 
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

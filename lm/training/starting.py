@@ -73,12 +73,7 @@ def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str
         if ours.get(key) != theirs.get(key) and not key.startswith("normalizer"):  # which may have been set up otherwise
             problems.append(Problem(f"model.{key}", ours.get(key), f"{loaded.path} has {theirs.get(key)!r}", "set it to that"))
     problems += _normalizer_problems(config, decoder, loaded)
-    if store.vocab_size != loaded.decoder.vocab_size:
-        reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
-        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(loaded.folder / TOKENIZER)))
-    elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
-        reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
-        problems.append(Problem("data.tokenizer", config.data.tokenizer.name, reason, _tokenizer_remedy(loaded.folder / TOKENIZER)))
+    problems += _tokenizer_problems(config, store, loaded)
     if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:
         reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
@@ -114,17 +109,27 @@ def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> li
             remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
         before = theirs.constants()
-        moved = [key for key, value in ours.constants().items() if value != before[key]]
+        moved = [
+            Problem(f"{where}.{key}", value, f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
+            for key, value in ours.constants().items()
+            if value != before[key]
+        ]
         if moved:
-            return [
-                Problem(f"{where}.{key}", ours.constants()[key], f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
-                for key in moved
-            ]
+            return moved
     return []
 
 
-def _tokenizer_remedy(file: Path) -> str:
-    return f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
+def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Problem]:
+    """A tokenizer other than that of the weights."""
+    if store.vocab_size != loaded.decoder.vocab_size:
+        reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
+    elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
+        reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
+    else:
+        return []
+    file = loaded.folder / TOKENIZER
+    remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
+    return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
 
 def check_train_only(config: Config, decoder: Decoder) -> None:

@@ -1,0 +1,43 @@
+"""What all phases of a run share."""
+
+from dataclasses import dataclass
+
+from lm.config.tree import Config
+from lm.data.store import Store
+from lm.evaluation.measurement import Measurement
+from lm.model.device import Choice
+from lm.progress import StepProgress
+from lm.training.metrics import MetricLog
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how a start of a run computes: Lightning's accelerator, the device in words, precision, and whether it compiles."""
+
+    accelerator: str
+    device: str
+    precision: Choice
+    compiled: Choice
+
+    @property
+    def bf16(self) -> bool:
+        """True if precision is bf16-mixed, else it is 32."""
+        return self.precision.value != "32"
+
+    @property
+    def compiles(self) -> bool:
+        """True if the model is compiled."""
+        return self.compiled.value == "true"
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What all phases of a run share; `asked`: what it measures, the validation first."""
+
+    config: Config
+    store: Store
+    asked: list[Measurement]
+    machine: Machine
+    wandb_id: str
+    log: MetricLog
+    progress: StepProgress
