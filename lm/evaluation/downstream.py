@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lm.config.load import merge, overrides_in
 from lm.config.tree import Config
-from lm.errors import ConfigError, LMError, Problem, RunError
+from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.runs.evaluations import evaluation_path
@@ -149,7 +149,7 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fe
     except (LMError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # all that a task's file, code and data can raise
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)
         raise RunError(f"{', '.join(names)}: the harness failed: {type(error).__name__}: {text}") from error
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
 
 FORMAT = 3  # of checkpoints; raised when older files can no longer be read
@@ -150,7 +150,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _unreadable(path: Path, error: Exception) -> RunError:
-    return RunError(f"{path}: not a readable checkpoint: {' '.join(str(error).split())[:160]}{_others(path)}")
+    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{_others(path)}")
 
 
 def _others(path: Path) -> str:

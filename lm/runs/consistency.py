@@ -8,7 +8,7 @@ from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.data.sequence_lengths import Curriculum
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.folder import read_json
 from lm.schema import Plain, flatten, to_plain
 
@@ -18,7 +18,7 @@ def trained_config(facts: dict[str, Plain], path: Path) -> Config:
     try:
         return parse(yaml.safe_load(facts["config"]))
     except (ConfigError, yaml.YAMLError, ValueError) as error:
-        raise RunError(f"{path}: its configuration is not readable: {' '.join(str(error).split())[:300]}") from None
+        raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
 
 def config_problems(config: Config, trained: Config, facts: dict[str, Plain], path: Path) -> list[Problem]:

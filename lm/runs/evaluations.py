@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 from lm.runs.folder import EVALUATIONS, read_json
 from lm.runs.series import Series
 from lm.schema import Plain, build
@@ -73,7 +73,7 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
             again = "if it was measured by an older version, measure it again with `lm eval`"
             lacking.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
         except (TypeError, ValueError, AttributeError) as error:
-            raise RunError(f"{last[kind]}: {' '.join(str(error).split())}") from None
+            raise RunError(f"{last[kind]}: {one_line(error, None)}") from None
     return found, lacking
 
 

@@ -9,7 +9,7 @@ import yaml
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.data.store import content_sha256
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, one_line
 from lm.files import write_text
 from lm.schema import Plain
 
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Plain]:
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: not readable as JSON: {' '.join(str(error).split())[:160]}") from None
+        raise RunError(f"{path}: not readable as JSON: {one_line(error, 160)}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content
@@ -66,4 +66,4 @@ def read_config(folder: Path) -> Config:
             raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
         return parse(plain)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:
-        raise RunError(f"{path}: not readable: {' '.join(str(error).split())[:300]}") from None
+        raise RunError(f"{path}: not readable: {one_line(error)}") from None

@@ -17,7 +17,7 @@ from lm.config.effects import function_of
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, one_line
 from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
@@ -99,11 +99,11 @@ def _load_model(path: Path) -> Loaded:
         expected, tokenizer_sha256, training = (description[name] for name in (TENSOR_SHA256, TOKENIZER_SHA256, "training"))
         spec = ModelSpec.read(description["spec"])
     except (ConfigError, LookupError) as error:
-        raise RunError(f"{path / DESCRIPTION}: not the description of a model: {' '.join(str(error).split())[:300]}") from None
+        raise RunError(f"{path / DESCRIPTION}: not the description of a model: {one_line(error)}") from None
     try:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path / WEIGHTS}: not readable: {' '.join(str(error).split())[:160]}") from None
+        raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
     altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
@@ -134,7 +134,7 @@ def _build(spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sh
         decoder = spec.decoder()
         decoder.load_state_dict(weights)
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise RunError(f"{path}: weights and configuration don't fit: {' '.join(str(error).split())[:300]}") from None
+        raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
     return decoder.eval(), _tokenizer(_folder(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from lm.config.task_config import TASKS
-from lm.errors import RunError
+from lm.errors import RunError, one_line
 from lm.runs import identity
 from lm.runs.evaluations import Evaluation, last_evaluations
 from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json
@@ -139,7 +139,7 @@ def _read_config(path: Path) -> dict[str, Plain]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RunError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise RunError(f"{path}: not readable as YAML: {one_line(error, None)}") from None
     if not isinstance(config, dict):
         raise RunError(f"{path}: holds no configuration")
     if isinstance(config.get("model"), dict) and isinstance(config["model"].get("normalizer"), str):
@@ -156,7 +156,7 @@ def _missing_of(config: dict[str, Plain], environment: dict[str, Plain], path: P
         found, unlike = identity.starts(environment), identity.unlike(environment)
         identity.learned(config, environment), identity.seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RunError(f"{path}: {' '.join(str(error).split())}; if an older version wrote it, train the run again") from None
+        raise RunError(f"{path}: {one_line(error, None)}; if an older version wrote it, train the run again") from None
     lacks = [f"its starts used unlike things: {'; '.join(unlike)}"] if unlike else []
     silent = "environment.json (of an older version, or of an export) does not say"
     lacks += [f"{silent} what each start used: those it is silent on may be unlike"] if any("precision" not in one for one in found) else []

@@ -165,9 +165,8 @@ class Evaluations(StepCallback):
                     raise RunError(f"eval.{kind}.max_seconds = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
                 raise
             reason = one_line(error)
-            if trainer.is_global_zero:
-                self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
-                self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
+            self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
+            self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             self.clock.paused(started)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one

@@ -24,7 +24,9 @@ def process_rank(config: Config) -> int:
     if started is None:
         _check_alone(config, found)
         return 0
-    _check_size(config, started)
+    if started != config.world_size:
+        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
     if "WORLD_SIZE" not in found:
         rank = found.get("SLURM_PROCID", 0)
         if started > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
@@ -46,16 +48,8 @@ def _check_alone(config: Config, found: dict[str, int]) -> None:
         reason = "no launcher of several processes gave this rank: there is no WORLD_SIZE"
         raise ConfigError([Problem(strays[0], found[strays[0]], reason, UNSET)])
     if config.trainer.num_nodes > 1:
-        problem = Problem(
-            "trainer.num_nodes", config.trainer.num_nodes, "needs a launcher on each machine", "use torchrun, see docs/running.md"
-        )
-        raise ConfigError([problem])
-
-
-def _check_size(config: Config, started: int) -> None:
-    if started != config.world_size:
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
+        reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
+        raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
 
 
 def _number(name: str) -> int:

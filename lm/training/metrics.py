@@ -1,6 +1,7 @@
 """metrics.jsonl, the run's record, and its mirror in wandb."""
 
 import json
+import math
 import netrc
 import os
 from pathlib import Path
@@ -27,7 +28,7 @@ class MetricLog:
         """`metrics` holds `step`; numbers that are not finite become null."""
         if not self.main:
             return
-        finite = {name: value if not isinstance(value, float) or value - value == 0 else None for name, value in metrics.items()}
+        finite = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
         if self.mirror:
