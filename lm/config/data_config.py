@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
@@ -159,17 +159,17 @@ class GPT2Tokenizer(InFiles):
     merges: str = key("", "vocab.bpe (also: merges.txt)")
 
 
+Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
+
+
 @dataclass
 class TiktokenTokenizer(InFiles):
     """A byte-level BPE in OpenAI's rank files."""
 
     name: ClassVar[str] = "tiktoken"
     files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
-    encodings: ClassVar[tuple[str, ...]] = ("r50k_base", "cl100k_base", "o200k_base")
     path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
-    encoding: Literal["r50k_base", "cl100k_base", "o200k_base"] | None = key(
-        None, "how text is cut into words, and the id of <|endoftext|>; null: as the file is named"
-    )
+    encoding: Encoding | None = key(None, "how text is cut into words, and the id of <|endoftext|>; null: as the file is named")
 
     @property
     def known_encoding(self) -> str:
@@ -179,8 +179,8 @@ class TiktokenTokenizer(InFiles):
     def problems(self) -> list[Problem]:
         """No file, or one that does not tell its encoding."""
         found = super().problems()
-        if not found and self.known_encoding not in self.encodings:
-            reason = f"is not named after one of {', '.join(self.encodings)}"
+        if not found and self.known_encoding not in get_args(Encoding):
+            reason = f"is not named after one of {', '.join(get_args(Encoding))}"
             found.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
         return found
 

@@ -1,7 +1,7 @@
 """The keys of `eval`: what is measured, when and how. `EvalConfig` is the table of evaluations."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
 from lm.config.data_config import DataConfig
@@ -12,7 +12,7 @@ from lm.errors import Problem
 from lm.schema import Plain, key, section, sections, variants
 
 Suite = Literal["quick", "full"]
-SUITES: tuple[Suite, ...] = ("quick", "full")
+SUITES: tuple[Suite, ...] = get_args(Suite)
 SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk", "yarn"]
 
 

@@ -149,8 +149,7 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fe
     except (LMError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # all that a task's file, code and data can raise
-        text = one_line(error)
-        raise RunError(f"{', '.join(names)}: the harness failed: {type(error).__name__}: {text}") from error
+        raise RunError(f"{', '.join(names)}: the harness failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _metrics(found: dict[str, Plain]) -> dict[str, float]:

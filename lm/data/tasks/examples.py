@@ -3,14 +3,14 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from lm.config.task_config import HELD_OUT
 
 Part = Literal["train", "test"]
-PARTS = ("train", "test")
+PARTS: tuple[Part, ...] = get_args(Part)
 MOST_INDICES = 2**63
 MOST_TRIES = 1000  # contents that are drawn for one of the row's part
 
