@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config.task_config import Needle, Passkey
-from lm.data.tasks.examples import Draw, Example, require
+from lm.data.tasks.examples import Draw, Example, require, span
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,10 +95,9 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
         sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
         asked = [(question, number)]
         row, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
-        begin = [start + len(parts[0]) for start in at] or [0]
-        held = [(begin[0], begin[0] + len(number))] if at else [(0, 0)]
-        whole = [(at[0], at[0] + len(sentence))] if at else [(0, 0)]
-        return Example(row, answer_spans(asked, length), np.array(held), 1, np.array(whole))
+        held = span(at[0] + len(parts[0]), len(number)) if at else span(0, 0)
+        whole = span(at[0], len(sentence)) if at else span(0, 0)
+        return Example(row, answer_spans(asked, length), held, 1, whole)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
