@@ -74,9 +74,17 @@ ROW = """    spread: SpreadConfig = section(SpreadConfig, "how far logits spread
 """
 
 
+IN_ONE_PROCESS = """
+import json, sys
+from conftest import lm
+results = [lm(*arguments) for arguments in json.loads(sys.argv[1])]
+print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in results]))
+"""
+
+
 @pytest.fixture
 def lm(tmp_path: Path):
-    """A function: `lm ARGUMENTS` of a copy of the package to which the evaluation was added."""
+    """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was added."""
     shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "code" / "lm" / "evaluation" / "spread.py").write_text(MODULE)
     table = tmp_path / "code" / "lm" / "config" / "eval_config.py"
@@ -84,10 +92,11 @@ def lm(tmp_path: Path):
     last = body.index("    needle: NeedleConfig")
     table.write_text(head + OPTIONS + body[:last] + ROW + body[last:])
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"PYTHONPATH": str(tmp_path / "code")}
-        command = [sys.executable, "-m", "lm", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=False)
+    def run(*commands: list[str]) -> list[list]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / "code"), str(ROOT / "tests")))}
+        command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(commands)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
 
     return run
 
@@ -95,23 +104,24 @@ def lm(tmp_path: Path):
 def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(lm, arguments: list[str], tmp_path: Path):
     runs = tmp_path / "runs"
     options = [*arguments, "eval.long_context.length_factor=0"]
-    for name in ("softmax", "ssmax"):
-        result = lm("train", *options, f"name={name}", f"model.normalizer={name}", "eval.spread={positions: [4, 16], at: [0.5, 1]}")
-        assert result.returncode == 0, result.stderr
+    asked = "eval.spread={positions: [4, 16], at: [0.5, 1]}"
+    *done, refused = lm(
+        *(["train", *options, f"name={name}", f"model.normalizer={name}", asked] for name in ("softmax", "ssmax")),
+        ["eval", str(runs / "ssmax"), "-o", str(tmp_path / "all.csv")],
+        ["report", str(runs / "softmax"), str(runs / "ssmax"), "-o", str(tmp_path / "report")],
+        ["eval", str(runs / "ssmax"), "eval.spread.positions=[32]"],
+    )
+    assert [status for status, *_ in done] == [0] * 4, done
     assert {path.name for path in (runs / "ssmax" / "evaluations").glob("spread.*")} == {f"spread.step-{step:06d}.json" for step in (4, 8)}
     logged = [line for line in map(json.loads, (runs / "ssmax" / "metrics.jsonl").open()) if "spread/16" in line]
     assert [line["step"] for line in logged] == [4, 8]
 
-    again = lm("eval", str(runs / "ssmax"), "-o", str(tmp_path / "all.csv"))
-    assert "spread, ssmax, step 8 (cached)" in again.stdout, again.stderr
+    assert "spread, ssmax, step 8 (cached)" in done[2][1]
     rows = [row for row in csv.DictReader((tmp_path / "all.csv").open()) if row["kind"] == "spread"]
     assert [(row["where"], row["metric"]) for row in rows] == [("4 tokens", "spread"), ("16 tokens", "spread")]
     assert [float(row["value"]) for row in rows] == pytest.approx([logged[1]["spread/4"], logged[1]["spread/16"]])
-    refused = lm("eval", str(runs / "ssmax"), "eval.spread.positions=[32]")
-    assert refused.stderr == "error: eval.spread.positions = [32]: go beyond data.seq_len = 32; leave those out\n"
+    assert refused == [2, "", "error: eval.spread.positions = [32]: go beyond data.seq_len = 32; leave those out\n"]
 
-    reported = lm("report", str(runs / "softmax"), str(runs / "ssmax"), "-o", str(tmp_path / "report"))
-    assert reported.returncode == 0, reported.stderr
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Spread of logits" in page
     assert "spread of logits by position" in page
@@ -120,5 +130,5 @@ def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(
 
     (runs / "ssmax" / "evaluations" / "spread.step-000008.json").unlink()
     (runs / "ssmax" / "evaluations" / "spread.step-000004.json").unlink()
-    lacking = lm("report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking"))
-    assert "ssmax: no spread evaluation" in lacking.stdout
+    lacking = lm(["report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking")])
+    assert "ssmax: no spread evaluation" in lacking[0][1]
