@@ -244,7 +244,7 @@ def measure_long(arguments: argparse.Namespace) -> None:
     where = Device(torch.device(arguments.device), arguments.bf16)
     decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
-    held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32), "")
+    held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = where.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()

@@ -62,7 +62,7 @@ def measure(run: Path) -> list[float]:
     where, losses = Device(torch.device("cpu"), bf16=False), []
     for length in LENGTHS:
         cut = (starts[:, None] + length * np.arange(LONGEST // length)).ravel()
-        rows = HeldOut(windows(store.val, cut, length), store.token_bytes, "")
+        rows = HeldOut(windows(store.val, cut, length), store.token_bytes)
         losses.append(float(nll_by_token(loaded.decoder, rows, where).mean(dtype=np.float64)))
     return losses
 

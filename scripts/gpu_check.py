@@ -186,7 +186,7 @@ def long(out: Path) -> list[Line]:
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        nll = nll_by_token(decoder, HeldOut(tokens, np.ones(vocab, np.float32), ""), Device(DEVICE, True))
+        nll = nll_by_token(decoder, HeldOut(tokens, np.ones(vocab, np.float32)), Device(DEVICE, True))
         seconds = time.perf_counter() - started
         peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
         state = "ok" if np.isfinite(nll).all() else "failed"

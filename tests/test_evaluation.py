@@ -37,7 +37,7 @@ CPU = Device(torch.device("cpu"), bf16=False)
 def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), dropout=0.5), 60, 16)
     tokens = np.random.default_rng(0).integers(60, size=(rows, length + 1))
-    return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32), "")
+    return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
@@ -241,7 +241,7 @@ def test_rows_know_the_documents_they_begin_in(tiny):
             begins = np.flatnonzero(document == row[0])
             shown = min(len(row), 12)
             assert any((document[begin : begin + shown] == row[: len(document[begin : begin + shown])]).all() for begin in begins)
-    assert HeldOut(np.zeros((3, 5)), np.ones(1), "").document_by_row.tolist() == [0, 1, 2]
+    assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_by_row.tolist() == [0, 1, 2]
 
 
 def test_a_checkpoint_gives_its_model_back(tiny):

@@ -89,7 +89,7 @@ def test_likelihoods_of_a_batch_are_those_of_single_rows_computed_directly(tiny,
 
 
 def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monkeypatch):
-    monkeypatch.setattr(harness, "EVAL_TOKENS", 6)
+    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 6)
     model, shapes = made(tiny), []
     forward = model.decoder.forward
     monkeypatch.setattr(model.decoder, "forward", lambda tokens, *more: (shapes.append(tuple(tokens.shape)), forward(tokens, *more))[1])

@@ -130,7 +130,7 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
 def held_out(length: int, rows: int = 3) -> HeldOut:
     import numpy as np
 
-    return HeldOut(np.random.default_rng(0).integers(400, size=(rows, length + 1)), np.ones(400, "f4"), "")
+    return HeldOut(np.random.default_rng(0).integers(400, size=(rows, length + 1)), np.ones(400, "f4"))
 
 
 def test_kl_is_that_of_the_definition():

@@ -1,7 +1,5 @@
 """Series of answers, by length of the sequence: what recall and needles share, beside how a model reads questions (`answers`)."""
 
-import hashlib
-
 import numpy as np
 
 from lm.config.task_config import Task
@@ -64,11 +62,6 @@ def each(sha256: str, values: np.ndarray) -> Sample:
     """Units that count alike, such as trials, with their values: (units,) or (units, columns)."""
     units = len(values)
     return Sample(sha256, values.reshape(units, -1), np.ones(units), np.arange(units))
-
-
-def tokens_sha256(sequences: list[np.ndarray]) -> str:
-    """Of token ids, one sequence after the other."""
-    return hashlib.sha256(np.concatenate(sequences).astype("<i8").tobytes()).hexdigest()
 
 
 def check_room(task: Task, length: int, part: Part, text: Text | None, key: str, factors: Plain) -> None:

@@ -119,7 +119,15 @@ class Trial:
     spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
 
 
-SCORES = 6  # numbers of each trial: see `score`
+SCORED = (  # metric and unit of each column of `score`
+    ("exact", "fraction"),
+    ("first digit", "fraction"),
+    ("exact, teacher-forced", "fraction"),
+    ("first of candidates", "fraction"),
+    ("rank among candidates", ""),
+    ("loss of answers", "nats per token"),
+    ("loss over the likeliest other", "nats"),
+)
 
 
 def scored(
@@ -130,21 +138,21 @@ def scored(
     text: Text,
     progress: Progress = lambda trials: None,
 ) -> np.ndarray:
-    """`score` of trials whose prompts are parts of sequences of `length` tokens, in fp32: (trials, SCORES). Collective."""
+    """`score` of trials whose prompts are parts of sequences of `length` tokens, in fp32: (trials, len(SCORED)). Collective."""
 
     def measure(part: list[int]) -> Tensor:
         with torch.autocast(where.device.type, enabled=False):
             return score(decoder, [asked[index] for index in part], length, text)
 
-    return by_sequence([decoder], [len(one.prompt) for one in asked], (SCORES,), where, measure, progress)
+    return by_sequence([decoder], [len(one.prompt) for one in asked], (len(SCORED),), where, measure, progress)
 
 
 def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tensor:
-    """Prompts of one length, read once each: (trials, SCORES) fp32.
+    """Prompts of one length, read once each: (trials, len(SCORED)) fp32, as `SCORED` names its columns.
 
-    Loss of the answer (nats per token); 1 if each of its tokens is the likeliest after those before (then greedy decoding gives it);
-    1 if the first digit of what greedy decoding writes is right; 1 if all it writes is; how many others are likelier
-    than the answer (loss of the whole number); and by how much the likeliest of them is less likely (nats).
+    1 if all that greedy decoding writes is right; 1 if its first digit is; 1 if each token of the answer is the likeliest after those
+    before (then greedy decoding gives it); 1 if no other is likelier than the answer (loss of the whole number); 1 and how many are;
+    loss of the answer (nats per token); and by how much it is above that of the likeliest other (nats; 0 if there is none).
     """
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
@@ -158,17 +166,9 @@ def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tens
         better = (nll[1:] < nll[0]).sum()
         said = text.decode(written[index].cpu().numpy()).strip()
         digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
-        loss = nll[0] / len(one.answer)
-        rows.append(
-            [
-                float(loss),
-                float(hits),
-                float(digit),
-                float(whole),
-                float(better),
-                float((nll[1:].min() if len(nll) > 1 else nll[0]) - nll[0]),
-            ]
-        )
+        margin = nll[0] - nll[1:].min() if one.others else 0
+        found = whole, digit, hits, better == 0, 1 + better, nll[0] / len(one.answer), margin
+        rows.append([float(number) for number in found])
     return torch.tensor(rows)
 
 

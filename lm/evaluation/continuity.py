@@ -14,11 +14,12 @@ from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.held_out import HeldOut, bucket_edges, by_token, validation_rows
+from lm.evaluation.sequences import by_sequence
 from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder, is_normalizer
-from lm.model.device import Device, over_ranks, undisturbed
+from lm.model.device import Device
 from lm.schema import Plain
 
 DRIFT_ROWS = 4  # of each length whose attention weights are compared
@@ -96,21 +97,19 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device
 
     On the first `DRIFT_ROWS` rows. Collective.
     """
-    rows = held_out.rows[:DRIFT_ROWS]
+    layers, rows = old.config.n_layer, min(DRIFT_ROWS, len(held_out.rows))
 
-    def local() -> Tensor:
-        total = torch.zeros(old.config.n_layer, dtype=torch.float64)
-        for row in rows[where.rank :: where.world]:
-            batch = Batch.of(row[None], end_of_text=held_out.end_of_text).to(where.device)
+    def measure(part: list[int]) -> Tensor:
+        drift = torch.zeros(len(part), layers, dtype=torch.float64)
+        for place, row in enumerate(part):  # one at a time: attention weights are large
             with where.autocast():
-                for a, b in in_lockstep([old, new], batch):
+                for a, b in in_lockstep([old, new], held_out.batch([row]).to(where.device)):
                     apart = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
-                    total[a.layer] += float(apart) / 2 / held_out.length
-        return total.float()
+                    drift[place, a.layer] += float(apart) / 2 / held_out.length
+        return drift.float()
 
-    with undisturbed(old, new):
-        drift = over_ranks(where, local) / len(rows)
-    return [round(float(x), 6) for x in drift]
+    drift = by_sequence([old, new], [held_out.length] * rows, (layers,), where, measure)
+    return [round(float(x), 6) for x in drift.mean(0, dtype=np.float64)]
 
 
 def print_swap(result: dict[str, Plain]) -> None:

@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 
 import torch
 
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
-from lm.evaluation.sequences import EVAL_TOKENS
+from lm.evaluation.sequences import batches
 from lm.model.cross_entropy import likeliest, token_nll
 from lm.model.device import Device
 from lm.runs.loading import Loaded, load
@@ -160,7 +159,7 @@ class HarnessLM(LM):
             of_input.setdefault(tuple(tokens[:-1]), []).append(index)
         result: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with tqdm(total=len(rows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
-            for inputs in _batches(sorted(of_input, key=len, reverse=True)):
+            for inputs in batches(sorted(of_input, key=len, reverse=True), len):
                 with self.where.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device))
                 asked = [(place, index) for place, tokens in enumerate(inputs) for index in of_input[tokens]]
@@ -208,13 +207,6 @@ class HarnessLM(LM):
         with self.where.autocast():
             drawn = generate(self.decoder, ids, new, temperature, settings.get("top_k"), settings.get("top_p"), seed)
             return _until(pieces(self.tokenizer, ids, self.eot_token_id, drawn), settings.get("until"))
-
-
-def _batches(inputs: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Neighbours of one length, at most `EVAL_TOKENS` tokens together."""
-    for length, group in groupby(inputs, key=len):
-        same, size = list(group), max(1, EVAL_TOKENS // length)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
 def _until(shown: Iterator[str], until: str | list[str] | None) -> str:

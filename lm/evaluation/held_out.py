@@ -1,9 +1,9 @@
 """Held-out rows, and the loss of every token in them."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import STORE_SEED
 from lm.errors import ConfigError, Problem
 from lm.evaluation.measurement import Progress
-from lm.evaluation.sequences import by_sequence
+from lm.evaluation.sequences import by_sequence, tokens_sha256
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -34,11 +34,15 @@ class HeldOut:
 
     rows: np.ndarray
     token_bytes: np.ndarray
-    sha256: str
     documents: np.ndarray | None = None
     sources: np.ndarray | None = None
     answers: np.ndarray | None = None
     end_of_text: int | None = None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the token ids."""
+        return tokens_sha256(self.rows)
 
     @property
     def length(self) -> int:
@@ -55,15 +59,18 @@ class HeldOut:
         """Which predictions count: (R, length) bool."""
         return np.ones((len(self.rows), self.length), bool) if self.answers is None else self.answers
 
+    def batch(self, rows: list[int]) -> Batch:
+        """Some of them, to be read."""
+        return Batch.of(self.rows[rows], None if self.answers is None else self.answers[rows], self.end_of_text)
+
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
         """The rows of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
         rows = windows(store.val, starts, length)
-        digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
         ends = np.cumsum([part.n_tokens for part in store.val.parts])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
-        return cls(rows, store.token_bytes, digest, documents, sources, end_of_text=store.end_of_text if isolate else None)
+        return cls(rows, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
 
 
 def validation_rows(store: Store, config: Config) -> HeldOut:
@@ -83,9 +90,8 @@ def task_rows(store: Store, config: Config) -> HeldOut:
     made = [
         example(shares[task].task, STORE_SEED, int(index - firsts[task]), config.data.seq_len, "test") for index, task in enumerate(sources)
     ]
-    rows = np.stack([one.tokens for one in made])
-    digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-    return HeldOut(rows, store.token_bytes, digest, None, sources, np.stack([one.answers for one in made]))
+    rows, answers = (np.stack([getattr(one, name) for one in made]) for name in ("tokens", "answers"))
+    return HeldOut(rows, store.token_bytes, None, sources, answers)
 
 
 def long_rows(store: Store, config: Config) -> HeldOut:
@@ -119,10 +125,8 @@ def by_token(
         progress: hears how many rows are done.
     """
 
-    def of(indices: list[int]) -> Tensor:
-        answers = None if held_out.answers is None else held_out.answers[indices]
-        batch = Batch.of(held_out.rows[indices], answers, held_out.end_of_text)
-        return measure(batch.to(where.device)).transpose(0, 1)
+    def of(rows: list[int]) -> Tensor:
+        return measure(held_out.batch(rows).to(where.device)).transpose(0, 1)
 
     lengths = [held_out.length] * len(held_out.rows)
     return by_sequence(models, lengths, (numbers, held_out.length), where, of, progress).swapaxes(0, 1)

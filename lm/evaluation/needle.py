@@ -4,8 +4,8 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, each, tokens_sha256
-from lm.evaluation.answers import Trial, scored
+from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, each
+from lm.evaluation.answers import SCORED, Trial, scored
 from lm.evaluation.measurement import Progress
-from lm.evaluation.sequences import EVAL_TOKENS, by_sequence
+from lm.evaluation.sequences import EVAL_TOKENS, by_sequence, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
@@ -33,16 +33,7 @@ from lm.runs.series import Axis, Sample, Series
 from lm.schema import Plain, to_plain
 
 FINETUNE_SEED = 1  # of the rows of fine-tuning, which are training rows
-EXACT = 3  # column of `lm.evaluation.answers.score`
-SCORED: tuple[tuple[str, str, Callable[[np.ndarray], np.ndarray]], ...] = (  # metric, unit, from the columns of `score`
-    ("exact", "fraction", lambda scores: scores[:, EXACT]),
-    ("first digit", "fraction", lambda scores: scores[:, 2]),
-    ("exact, teacher-forced", "fraction", lambda scores: scores[:, 1]),
-    ("first of candidates", "fraction", lambda scores: scores[:, 4] == 0),
-    ("rank among candidates", "", lambda scores: 1 + scores[:, 4]),
-    ("loss of answers", "nats per token", lambda scores: scores[:, 0]),
-    ("loss over the likeliest other", "nats", lambda scores: -scores[:, 5]),
-)
+EXACT = 0  # column of `SCORED`
 OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
 HEADS_DEPTH = 0.5
 
@@ -196,20 +187,16 @@ class NeedleMeasurement(AnswerMeasurement):
             chance = task.guessing and task.guessing.given  # earlier questions of a row stand in the prompt with their answers
             candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
             references = {"exact": chance, "first of candidates": candidates}
-            for metric, unit, of in SCORED:
-                samples = [each(one.sha256, of(one.values)) for one in scores[name]]
+            for column, (metric, unit) in enumerate(SCORED):
+                samples = [each(one.sha256, one.values[:, column]) for one in scores[name]]
                 level = references.get(metric)
                 given = {"what": name, "options": options, "setting": setting, "interval": "wilson" if unit == "fraction" else "none"}
                 found.append(self.at_lengths(metric, unit, samples, references={} if level is None else {"chance": level}, **given))
         return found
 
-    def _scored(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Progress) -> "_Scores":
+    def _scored(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Progress = lambda trials: None) -> "_Scores":
         asked = trials(task, length, self.asked.trials, self.haystack)
-        return _Scores(
-            tokens_sha256([part for one in asked for part in (one.prompt, one.answer)]),
-            scored(decoder, asked, length, where, self.haystack, progress),
-            float(np.mean([1 + len(one.others) for one in asked])),
-        )
+        return _Scores(asked, scored(decoder, asked, length, where, self.haystack, progress))
 
     def _pooled(self, depths: list["_Scores"]) -> Sample:
         """Exact answers by trial. A trial asks the same at each depth: it counts once."""
@@ -221,16 +208,15 @@ class NeedleMeasurement(AnswerMeasurement):
         """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
         length, layers = self._heads_length, len(decoder.normalizers())
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
-        asked = trials(task, length, self.asked.trials, self.haystack)
+        outcomes = self._scored(decoder, task, length, where)
+        asked = outcomes.asked
         shape = 2, layers, decoder.normalizers()[0].shape.n_head
 
         def measure(part: list[int]) -> Tensor:
             with torch.autocast(where.device.type, enabled=False):
                 return torch.stack([head_scores(decoder, asked[index], length) for index in part])
 
-        outcomes = scored(decoder, asked, length, where, self.haystack)
         weights = by_sequence([decoder], [len(one.prompt) for one in asked], shape, where, measure)
-        sha256 = tokens_sha256([part for one in asked for part in (one.prompt, one.answer)])
         tokens = np.mean([np.diff(one.spans).ravel() for one in asked], axis=0) / length
         common = {"kind": self.kind, "better": "higher", "seq_len": self.config.data.seq_len, "setting": self._used(label)}
         place = {"length": length, "depth": HEADS_DEPTH}
@@ -238,7 +224,7 @@ class NeedleMeasurement(AnswerMeasurement):
         def series(metric: str, what: str, values: np.ndarray, axis: Axis | None, references: dict[str, float]) -> Series:
             return Series(
                 metric=metric, unit="fraction", means=values.mean(0, dtype=np.float64), what=what,
-                options=place, axis=axis, samples=(each(sha256, values),),
+                options=place, axis=axis, samples=(each(outcomes.sha256, values),),
                 references=references, **common,
             )  # fmt: skip
 
@@ -250,13 +236,23 @@ class NeedleMeasurement(AnswerMeasurement):
             for number, span in enumerate(("number", "sentence"))
             for layer in range(layers)
         ]
-        return found + [series(f"{metric}, heads' trials", "", of(outcomes)[:, None], None, {}) for metric, _, of in SCORED[:2]]
+        answered = [series(f"{SCORED[column][0]}, heads' trials", "", outcomes.values[:, [column]], None, {}) for column in (0, 1)]
+        return found + answered
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """What `scored` gives of the trials of one length and depth, and of which trials; `candidates`: how many each has on average."""
+    """Trials of one length and depth, and what `scored` gives of them."""
 
-    sha256: str
-    values: np.ndarray  # (trials, SCORES)
-    candidates: float
+    asked: list[Trial]
+    values: np.ndarray  # (trials, len(SCORED))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of prompts and answers."""
+        return tokens_sha256(part for one in self.asked for part in (one.prompt, one.answer))
+
+    @property
+    def candidates(self) -> float:
+        """Among how many numbers the right one is ranked, on average."""
+        return float(np.mean([1 + len(one.others) for one in self.asked]))

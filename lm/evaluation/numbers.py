@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich import box
@@ -26,7 +27,7 @@ class Evaluated:
     evaluation: Evaluation
     cached: bool
 
-    @property
+    @cached_property
     def rows(self) -> list["Row"]:
         """Its numbers."""
         return rows_of(self.evaluation.series)

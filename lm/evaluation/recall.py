@@ -7,9 +7,10 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, ROLL_OUT, AnswerMeasurement, by_unit, check_room, tokens_sha256
+from lm.evaluation.answer_series import QUESTION_SEED, ROLL_OUT, AnswerMeasurement, by_unit, check_room
 from lm.evaluation.answers import answers
 from lm.evaluation.measurement import Progress
+from lm.evaluation.sequences import tokens_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.inference import for_inference
@@ -61,7 +62,7 @@ class Recall(AnswerMeasurement):
         right, rolled_out, tokens, nll = [], [], [], []  # of each length
         for length in self.lengths:
             made = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.schedule.rows)]
-            sha256, found = tokens_sha256([one.tokens for one in made]), answers(decoder, made, where, progress)
+            sha256, found = tokens_sha256(one.tokens for one in made), answers(decoder, made, where, progress)
             asked_in = found.row[found.place == 0]
             right.append(by_unit(sha256, asked_in, found.whole(found.right)))
             rolled_out.append(by_unit(sha256, asked_in, found.whole(found.rolled_out)))

@@ -1,6 +1,8 @@
-"""Numbers of each of many sequences: in batches of one length, split over ranks."""
+"""Numbers of each of many sequences: in batches of one length, split over ranks; and which sequences they are."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,22 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, over_ranks, undisturbed
 
 EVAL_TOKENS = 16384  # tokens in one forward pass
+T = TypeVar("T")
+
+
+def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
+    """Of token ids, one sequence after the other."""
+    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
+
+
+def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
+    alike: dict[int, list[T]] = {}
+    for item in items:
+        alike.setdefault(length(item), []).append(item)
+    for tokens, same in alike.items():
+        size = max(1, EVAL_TOKENS // tokens)
+        yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
 def by_sequence(
@@ -33,16 +51,11 @@ def by_sequence(
     """
 
     def local() -> Tensor:
-        result, alike = torch.zeros(len(lengths), *shape), {}
-        for index in range(len(lengths))[where.rank :: where.world]:
-            alike.setdefault(lengths[index], []).append(index)
-        for length, mine in alike.items():
-            batch = max(1, EVAL_TOKENS // length)
-            for start in range(0, len(mine), batch):
-                where.check_time()
-                part = mine[start : start + batch]
-                result[part] = measure(part).cpu()
-                progress(len(part))
+        result = torch.zeros(len(lengths), *shape)
+        for part in batches(range(len(lengths))[where.rank :: where.world], lengths.__getitem__):
+            where.check_time()
+            result[part] = measure(part).cpu()
+            progress(len(part))
         return result
 
     with undisturbed(*models):
