@@ -17,7 +17,7 @@ from lm.report.comparison import Comparison, across, compare, printable, show
 from lm.report.differences import seeds_shown
 from lm.report.plots import Overview, overview
 from lm.report.sections import Section
-from lm.report.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
+from lm.report.tables import DIFFERENCE, Table, comparison_tables, covered, differing, in_unit, notes, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord, read_run
 from lm.schema import Plain, flatten
 
@@ -195,9 +195,8 @@ def methods(comparison: Comparison) -> str:
     if comparison.warning:
         text += f"{comparison.warning} "
     text += "".join(_method(comparison, section) for section in comparison.sections)
-    if any(difference.interval for difference in comparison.differences):
-        covered = list(dict.fromkeys(difference.interval.over for difference in comparison.differences if difference.interval))
-        seeds, alone = ([over for over in covered if ("1 seed" in over) == single] for single in (False, True))
+    if over_what := covered(difference.interval for difference in comparison.differences):
+        seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
         ways = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
         if alone:
             how = "95% percentile bootstrap intervals (10,000 resamples), which say nothing about another seed"

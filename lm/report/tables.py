@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -51,16 +51,21 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, labels first, of which the arm is the first; and rows of cells."""
+    """Columns with their cells, row by row; labels first, of which the arm is the first."""
 
     title: str
     unit: str  # of most columns
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    made: tuple[tuple[Column, list[Cell]], ...]
 
-    def cells(self, row: tuple[Cell, ...]) -> Iterator[tuple[Column, Cell]]:
-        """Each cell of a row with its column."""
-        return zip(self.columns, row, strict=True)
+    @property
+    def columns(self) -> list[Column]:
+        """Its columns, without their cells."""
+        return [column for column, _ in self.made]
+
+    @property
+    def rows(self) -> list[list[tuple[Column, Cell]]]:
+        """Its rows: each cell with its column."""
+        return [list(zip(self.columns, row, strict=True)) for row in zip(*(cells for _, cells in self.made), strict=True)]
 
 
 DIFFERENCE = Column("difference", kind="difference")
@@ -105,9 +110,8 @@ def _table(comparison: Comparison, section: Section) -> Table:
     made += [column for rows in by_metric for column in _means(section, rows, several)]
     made += [column for rows in by_metric for column in _references(section, rows)] if single else []
     made += [column for rows in by_metric for column in _differences(comparison, section, rows)]
-    columns, cells = zip(*made, strict=True)
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), columns, tuple(zip(*cells, strict=True)))
+    return Table(title, _unit(section.first.unit), tuple(made))
 
 
 def _millions(values: list[float | None]) -> str | None:
@@ -125,9 +129,9 @@ def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> lis
         name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
         name = name if points and len(section.metrics) == 1 else f"{one.metric} {name}".strip()
         columns[name] = [(section.interval(*of, place) if points else None) or digits(section.mean(*of, place)) for of in rows]
-    covered = list(dict.fromkeys(cell.over for cells in columns.values() for cell in cells if isinstance(cell, Interval)))
-    how = {"unit": _with_interval(unit, " or over ".join(covered)), "kind": "mean", "decimals": 3 if one.unit == "fraction" else 4}
-    made = [(Column(name, **how if covered else {"unit": unit}), cells) for name, cells in columns.items()]
+    over = covered(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
+    how = {"unit": _with_interval(unit, " or over ".join(over)), "kind": "mean", "decimals": 3 if one.unit == "fraction" else 4}
+    made = [(Column(name, **how if over else {"unit": unit}), cells) for name, cells in columns.items()]
     if not (several and section.shape == "number" and one.samples):
         return made
     values = [[found.mean_at("") for found in section.alike(*of, "")] for of in rows]
@@ -149,17 +153,22 @@ def _differences(comparison: Comparison, section: Section, rows: list[tuple[Arm,
     metric, farthest = rows[0][1].metric, list(section.places)[-1]
     every = [one for one in comparison.differences if one.section is section]
     of_metric = [one for one in every if one.line.metric == metric]
-    found = {(one.arm, one.line): one.interval for one in of_metric if one.place == farthest and one.interval}
+    found = {(one.arm, one.line): one.interval for one in of_metric if one.place == farthest}
     several = len({one.line.metric for one in every}) > 1
     name = ", ".join(filter(None, (f"difference to {comparison.arms[0].label}", metric if several else "", farthest)))
     intervals = [found.get((arm.label, line)) for arm, line in rows]
-    return [
-        (
-            Column(name, _with_interval(_unit(section.example(metric).unit), over), "difference"),
-            [one if one and one.over == over else None for one in intervals],
-        )
-        for over in dict.fromkeys(one.over for one in found.values()) or [""] * bool(of_metric)
-    ]
+    unit, over_what = _unit(section.example(metric).unit), covered(found.values()) or [""] * bool(of_metric)
+    return [(Column(name, _with_interval(unit, over), "difference"), _of_cover(over, intervals)) for over in over_what]
+
+
+def covered(intervals: Iterable[Interval | None]) -> list[str]:
+    """The different things that intervals cover."""
+    return list(dict.fromkeys(one.over for one in intervals if one))
+
+
+def _of_cover(over: str, intervals: list[Interval | None]) -> list[Cell]:
+    """Those that cover it: the cells of its column."""
+    return [one if one and one.over == over else None for one in intervals]
 
 
 def _unit(unit: str) -> str:
@@ -180,7 +189,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
-        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in table.cells(row)] for row in table.rows)]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in row] for row in table.rows)]
         blocks.append(
             f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
@@ -197,8 +206,8 @@ def to_csv(tables: tuple[Table, ...]) -> str:
     writer.writerow(["table", *labels, "quantity", "unit", "value", "low", "high", "interval over"])
     for table in tables:
         for row in table.rows:
-            of = {column.name: cell for column, cell in table.cells(row) if column.kind == "label"}
-            for column, cell in table.cells(row):
+            of = {column.name: cell for column, cell in row if column.kind == "label"}
+            for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     alone = not isinstance(cell, Interval)
                     values = [cell, "", "", ""] if alone else [*(column.text(value) for value in cell.listed()), cell.over]
@@ -213,7 +222,7 @@ def to_latex(tables: tuple[Table, ...]) -> str:
         names, units = ([_tex(column.name) for column in table.columns], [_tex_unit(column.unit) for column in table.columns])
         lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
-        lines += [" & ".join(_tex_cell(*each) for each in table.cells(row)) + " \\\\" for row in table.rows]
+        lines += [" & ".join(_tex_cell(*each) for each in row) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
     return "\n\n".join(blocks) + "\n"
 
@@ -249,9 +258,8 @@ def print_table(folders: list[Path], baseline: str | None = None, console: Conso
     if not console.is_terminal:
         console.width = max(console.width, 160)
     for table in comparison_tables(comparison):
-        kept = [index for index, column in enumerate(table.columns) if column.kind != "difference"]  # they get a table of their own
-        columns, *rows = (tuple(row[index] for index in kept) for row in (table.columns, *table.rows))
-        _print(console, replace(table, columns=columns, rows=tuple(rows)))
+        others = tuple(one for one in table.made if one[0].kind != "difference")  # they get a table of their own
+        _print(console, replace(table, made=others))
     if comparison.differences:
         _print(console, _difference_table(comparison))
     for text in notes(comparison):
@@ -270,24 +278,20 @@ def _print(console: Console, table: Table) -> None:
         else:
             grid.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in table.rows:
-        cells = table.cells(row)
-        grid.add_row(
-            *(escape(c.text(cell.mean) if c.kind == "mean" and isinstance(cell, Interval) else c.shown(cell)) for c, cell in cells)
-        )
+        grid.add_row(*(escape(c.text(cell.mean) if c.kind == "mean" and isinstance(cell, Interval) else c.shown(cell)) for c, cell in row))
     console.print(grid)
 
 
 def _difference_table(comparison: Comparison) -> Table:
     """Each difference in the column of what its interval covers."""
-    covered = list(dict.fromkeys(one.interval.over for one in comparison.differences if one.interval)) or [""]
-    columns = [Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference") for over in covered]
-    rows = [
-        (one.arm, one.what, *(one.interval if one.interval and one.interval.over == over else None for over in covered))
-        for one in comparison.differences
-    ]
+    every, intervals = comparison.differences, [one.interval for one in comparison.differences]
+    labels = {"arm": [one.arm for one in every], "of": [one.what for one in every]}
+    made: list[_Made] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
+    for over in covered(intervals) or [""]:
+        column = Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference")
+        made.append((column, _of_cover(over, intervals)))
     units = dict.fromkeys(f"{metric} {in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
-    labels = Column("arm", kind="label"), Column("of", kind="label")
-    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), (*labels, *columns), tuple(rows))
+    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), tuple(made))
 
 
 def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
