@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
-from lm.evaluation.held_out import HeldOut, bucket_edges, by_token, validation_rows
+from lm.evaluation.held_out import HeldOut, by_token, validation_rows
 from lm.evaluation.sequences import by_sequence
 from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
 from lm.model.attention_stream import in_lockstep
@@ -125,7 +125,8 @@ def print_swap(result: dict[str, Plain]) -> None:
         for column in (f"{times}: {one['rows']} rows", "loss before", "after", f"change [95% over\n{change['over']}]", "KL"):
             grid.add_column(column, justify="right", no_wrap=True)
         grid.add_row(f"0-{one['length']:,}", f"{one['loss_before']:.4f}", f"{one['loss_after']:.4f}", interval, f"{one['kl']:.5f}")
-        inner = [int(edge) for edge in bucket_edges(result["seq_len"], one["length"])[1:-1] if _is_octave(edge, result["seq_len"])]
+        octaves = [result["seq_len"] * 2.0**power for power in range(-3, math.ceil(math.log2(one["length"] / result["seq_len"])))]
+        inner = [int(edge) for edge in octaves if edge.is_integer() and edge < one["length"]]
         for low, high in pairwise([0, *inner, one["length"]]):
             means = [
                 sum(one[key][low:high]) / (high - low) for key in ("nll_by_position_before", "nll_by_position_after", "kl_by_position")
@@ -133,8 +134,3 @@ def print_swap(result: dict[str, Plain]) -> None:
             grid.add_row(f"{low:,}-{high:,}", f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[1] - means[0]:+.4f}", f"{means[2]:.5f}")
         console.print(grid)
         console.print(f"attention drift by layer: {' '.join(f'{x:.4f}' for x in one['attention_drift'])}", highlight=False, soft_wrap=True)
-
-
-def _is_octave(edge: int, seq_len: int) -> bool:
-    """True for seq_len x 2^i, i >= -3."""
-    return edge >= seq_len / 8 and math.log2(edge / seq_len).is_integer()

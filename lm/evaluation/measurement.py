@@ -1,7 +1,6 @@
 """What every evaluation is: settings that decide it, and the series it gives. One class a kind, named in `lm.config.eval_config`."""
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -13,6 +12,7 @@ from torch import nn
 from lm.config.effects import function_of
 from lm.config.eval_config import Schedule
 from lm.config.tree import Config
+from lm.data.hashes import plain_sha256
 from lm.data.store import Store
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -62,7 +62,7 @@ class Measurement(ABC):
         """Names what decides a result: kind, version, settings, model, data, precision and `weights` (their sha256)."""
         model = function_of(self.config.model)
         facts = [self.kind, self.version, self.settings, model, self.store.fingerprint, self.precision(where), weights]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return plain_sha256(facts)
 
 
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:

@@ -8,7 +8,7 @@ import yaml
 
 from lm.config.load import parse
 from lm.config.tree import Config
-from lm.data.store import content_sha256
+from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import write_text
 from lm.schema import Plain
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Plain]:
 def write_sealed(path: Path, content: dict[str, Plain]) -> None:
     """`content` as JSON with a `sha256` of itself, whole or not at all."""
     content = json.loads(json.dumps(content, allow_nan=False))  # with the keys that will be read: JSON's are texts
-    write_json(path, {**content, "sha256": content_sha256(content)})
+    write_json(path, {**content, "sha256": plain_sha256(content)})
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
@@ -48,7 +48,7 @@ def read_sealed(path: Path) -> dict[str, Plain]:
     sealed = content.pop("sha256", None)
     if sealed is None:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
-    if sealed != content_sha256(content):
+    if sealed != plain_sha256(content):
         raise RunError(f"{path}: was altered (its sha256 differs)")
     return content
 

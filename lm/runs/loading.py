@@ -16,6 +16,7 @@ from lm.config.data_config import END_OF_TEXT
 from lm.config.effects import function_of
 from lm.config.load import to_yaml
 from lm.config.tree import Config
+from lm.data.hashes import file_sha256
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import new_folder, replacing
@@ -142,7 +143,7 @@ def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | 
     """The tokenizer beside the weights, if there is one; `sha256`: of the file that they were trained with, if known."""
     if not file.is_file():
         return None
-    if sha256 and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+    if sha256 and file_sha256(file) != sha256:
         raise RunError(f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back")
     return load_tokenizer(file, end_of_text)
 
@@ -244,6 +245,6 @@ def _write(decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None,
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, TOKENIZER_SHA256: None}
         if tokenizer:
             shutil.copyfile(tokenizer, folder / TOKENIZER)
-            description[TOKENIZER_SHA256] = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
+            description[TOKENIZER_SHA256] = file_sha256(folder / TOKENIZER)
         write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: {name: _sha256(value) for name, value in weights.items()}})
     return out
