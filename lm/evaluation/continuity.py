@@ -62,18 +62,17 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
 
         before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
         counts = rows.counts
-        groups = groups_of(rows.document_by_row)
-        documents = len(np.unique(rows.document_by_row))
-        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups)
+        documents = rows.document_by_row
+        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups_of(documents))
         lengths.append(
             {
                 "length": rows.length,
                 "rows": len(rows.rows),
-                "documents": documents,
+                "documents": len(np.unique(documents)),
                 "rows_sha256": rows.sha256,
                 "loss_before": float(before.mean(where=counts)),
                 "loss_after": float(after.mean(where=counts)),
-                "change": vars(change) | {"over": f"{unit_resampled(documents, len(rows.rows))}, 1 checkpoint"},
+                "change": vars(change) | {"over": f"{unit_resampled(documents)}, 1 checkpoint"},
                 "kl": float(kl.mean(where=counts)),
                 "attention_drift": attention_drift(old, new, rows, where),
                 "nll_by_position_before": _rounded(before, counts),

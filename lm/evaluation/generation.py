@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, Problem
 from lm.model.blocks import Cache
 from lm.model.decoder import Decoder
 from lm.runs.loading import load
@@ -75,14 +75,12 @@ def generate_text(
     if problems:
         raise ConfigError(problems)
     loaded = load(source, checkpoint)
-    if loaded.tokenizer is None:
-        raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
-    start = loaded.tokenizer.token_to_id(loaded.spec.end_of_text)
-    ids = [start, *loaded.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    tokenizer, start = loaded.tokenizer_and_start()
+    ids = [start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return pieces(loaded.tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
+    return pieces(tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:

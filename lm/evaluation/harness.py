@@ -52,8 +52,7 @@ class HarnessLM(LM):
 
     def __init__(self, loaded: Loaded, max_length: int | None = None, where: Device | None = None):
         super().__init__()
-        if loaded.tokenizer is None:
-            raise RunError(f"{loaded.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
+        self.tokenizer, start = loaded.tokenizer_and_start()
         decoder = loaded.decoder
         self.max_length = decoder.seq_len if max_length is None else max_length
         if self.max_length < 2:
@@ -62,8 +61,8 @@ class HarnessLM(LM):
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
         self.where = where or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.where.device
-        self.decoder, self.tokenizer = decoder.to(self._device).eval(), loaded.tokenizer
-        self.eot_token_id = self.prefix_token_id = loaded.tokenizer.token_to_id(loaded.spec.end_of_text)
+        self.decoder = decoder.to(self._device).eval()
+        self.eot_token_id = self.prefix_token_id = start
         self.cut: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
 

@@ -33,9 +33,9 @@ def groups_of(documents: np.ndarray) -> np.ndarray | None:
     return documents if len(np.unique(documents)) >= FEWEST else None
 
 
-def unit_resampled(documents: int, rows: int) -> str:
-    """What a bootstrap of so many rows, from so many documents, resamples: `documents` where `groups_of` has groups, else `rows`."""
-    return "documents" if FEWEST <= documents < rows else "rows"
+def unit_resampled(documents: np.ndarray) -> str:
+    """What a bootstrap resamples of rows of these documents: `documents` where `groups_of` has groups of several rows, else `rows`."""
+    return "documents" if FEWEST <= len(np.unique(documents)) < len(documents) else "rows"
 
 
 def interval_of(one: Series, column: int, mean: float | None = None) -> Interval | None:
@@ -50,7 +50,7 @@ def interval_of(one: Series, column: int, mean: float | None = None) -> Interval
     if len(values) < FEWEST:
         return None
     (low,), (high,) = bootstrap_mean(values[:, None], sample.weights, groups_of(sample.groups))
-    return Interval(mean, float(low), float(high), f"{unit_resampled(len(np.unique(sample.groups)), len(values))}, 1 seed")
+    return Interval(mean, float(low), float(high), f"{unit_resampled(sample.groups)}, 1 seed")
 
 
 def paired_difference(

@@ -93,7 +93,7 @@ def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -
     if len(mine) < FEWEST:
         return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
     interval = paired_difference(mine, other, weights, groups)
-    return replace(interval, over=f"{unit_resampled(documents, len(mine))}, 1 seed"), note
+    return replace(interval, over=f"{unit_resampled(every[0].groups)}, 1 seed"), note
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:

@@ -246,7 +246,7 @@ def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
     if len(found) == 1 and found[0].interval != "none" and len(found[0].samples[0].values) >= FEWEST:
         (sample,) = found[0].samples
         low, high = bootstrap_mean(sample.values[:, keep], sample.weights, groups_of(sample.groups))
-        band = f"95% interval over {unit_resampled(len(np.unique(sample.groups)), len(sample.values))}, 1 seed"
+        band = f"95% interval over {unit_resampled(sample.groups)}, 1 seed"
     return _Drawn(index, line, x[keep], values.mean(axis=0), low, high, band)
 
 

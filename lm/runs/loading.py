@@ -60,6 +60,12 @@ class Loaded:
         """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and others lie."""
         return _folder(self.path)
 
+    def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
+        """The tokenizer, and the id of the token that starts a document. Raises RunError of a model without text."""
+        if self.tokenizer is None:
+            raise RunError(f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
+        return self.tokenizer, self.tokenizer.token_to_id(self.spec.end_of_text)
+
     @property
     def stamp(self) -> dict[str, Plain]:
         """What results say of when in a training they were measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without one."""
