@@ -1,7 +1,5 @@
 """Softmax of logits that depend on how far back a key is."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,13 +55,7 @@ class Window(SoftmaxNormalizer):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
         """Remembers the latest w - 1 keys and values."""
-        if state is not None:
-            k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
-        out = self(
-            q,
-            *self.of_each_query_head(k, v),
-            replace(rows, key_positions=rows.key_positions[..., rows.key_positions.size(-1) - k.size(2) :]),
-        )
+        out, (k, v) = super().decode(q, k, v, rows, state)
         first = max(0, k.size(2) - self.options.size + 1)
         return out, (k[:, :, first:], v[:, :, first:])
 

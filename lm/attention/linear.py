@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lm.attention import options
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer
+from lm.attention.normalizer import DividedNormalizer
 from lm.attention.precision import without_autocast
 from lm.attention.row_sums import divided
 
@@ -20,7 +20,7 @@ FEATURES = {
 }
 
 
-class Linear(Normalizer):
+class Linear(DividedNormalizer):
     """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each (our choice).
 
     phi: elu + 1 (arXiv 2006.16236), relu, exp (of 20 at most, so that sums stay finite), or the identity. With `decay` a fixed
@@ -39,19 +39,11 @@ class Linear(Normalizer):
         heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
         return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 
-    def factor(self, rows: Rows) -> Tensor | None:
-        """1 / n as fp32, broadcastable to (B, H, T); None: divide by the row's sum."""
-        return None if self.options.n == "sum" else 1 / rows.n(self.options.n).unsqueeze(-2)
-
     def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The product of features with its decay: what is divided."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
-
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        a = scores.masked_fill(~rows.visible(), 0.0)
-        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         return self.decode(q, k, v, rows, None)[0] if rows.causal else super().forward(q, k, v, rows)

@@ -6,7 +6,7 @@ the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from lm.attention.layout import Rows
 from lm.attention.options import Options
 from lm.attention.precision import without_autocast
 from lm.attention.query_blocks import by_query_blocks
+from lm.attention.row_sums import divided
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Normalizer(nn.Module, ABC):
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
         return {}
 
+    def row_length(self, rows: Rows) -> Tensor:
+        """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""
+        return rows.n(self.options.n).unsqueeze(-2)
+
     def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
 
@@ -122,10 +127,11 @@ class Normalizer(nn.Module, ABC):
         """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
 
         q, k, v: of the new tokens, k and v as `of_each_query_head` takes them; rows: `Rows.next`; state: what was remembered, None at
-        first. Unless a family knows better, all keys and values.
+        first. Unless a family knows better, all keys and values; or, of one that remembers less, the latest.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
+        rows = replace(rows, key_positions=rows.key_positions[..., -k.size(2) :])
         return self(q, *self.of_each_query_head(k, v), rows), (k, v)
 
     def of_each_query_head(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +159,22 @@ class SoftmaxNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
         return scores.masked_fill(~self.visible(rows), -math.inf).softmax(-1)
+
+
+class DividedNormalizer(Normalizer):
+    """f(score), of each score alone, over the row's sum (`n: sum`) or times a factor of n."""
+
+    def f(self, scores: Tensor) -> Tensor:
+        """What is divided; the scores themselves unless a family has another function."""
+        return scores
+
+    def factor(self, rows: Rows) -> Tensor | None:
+        """1 / n as fp32, or what a family has for it, broadcastable to (B, H, T); None: rows are divided by their sum."""
+        return None if self.options.n == "sum" else 1 / self.row_length(rows)
+
+    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+        a = self.f(scores).masked_fill(~rows.visible(), 0.0)
+        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
 
 
 class _Definition(nn.Module):

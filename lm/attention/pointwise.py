@@ -1,20 +1,18 @@
 """Weights that depend on their own score alone: no competition between keys but through n, or through a plain sum."""
 
 import math
-from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
 
 from lm.attention import options
 from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, logits
+from lm.attention.normalizer import DividedNormalizer, logits
 from lm.attention.pointwise_sums import pointwise, why_tiles
-from lm.attention.row_sums import divided
 from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
 
 
-class PointwiseNormalizer(Normalizer):
+class PointwiseNormalizer(DividedNormalizer):
     """f(z + b(n)) r(n): a function of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
 
     f: Pointwise
@@ -23,17 +21,9 @@ class PointwiseNormalizer(Normalizer):
         """b as fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
-    @abstractmethod
-    def factor(self, rows: Rows) -> Tensor | None:
-        """r as fp32, broadcastable to (B, H, T); None: rows are divided by their sum."""
-
     def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         z, shift = logits(q, k), self.shift(rows)
         return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
-
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        a = self.f(scores).masked_fill(~rows.visible(), 0.0)
-        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         if not rows.causal:
@@ -55,10 +45,7 @@ class Relu2Normalizer(PointwiseNormalizer):
     f = Relu2()
 
     def factor(self, rows: Rows) -> Tensor | None:
-        if self.options.n == "sum":
-            return None
-        n = rows.n(self.options.n).unsqueeze(-2)
-        return 1 / n if self.options.form == "1/(n d)" else self.shape.head_size / n.square()
+        return super().factor(rows) if self.options.form == "1/(n d)" else self.shape.head_size / self.row_length(rows).square()
 
 
 class ReluNormalizer(PointwiseNormalizer):
@@ -66,9 +53,6 @@ class ReluNormalizer(PointwiseNormalizer):
 
     options: options.Relu
     f = Relu()
-
-    def factor(self, rows: Rows) -> Tensor:
-        return 1 / rows.n(self.options.n).unsqueeze(-2)
 
 
 class SigmoidNormalizer(PointwiseNormalizer):
@@ -82,7 +66,7 @@ class SigmoidNormalizer(PointwiseNormalizer):
             self.b = nn.Parameter(torch.zeros(self.shape.n_head))
 
     def shift(self, rows: Rows) -> Tensor:
-        shift = -rows.n(self.options.n).log().unsqueeze(-2)
+        shift = -self.row_length(rows).log()
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
     def factor(self, rows: Rows) -> Tensor:

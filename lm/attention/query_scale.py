@@ -82,20 +82,18 @@ class SSMax(QueryScale):
         c, log_n = other.scale_by_position() if isinstance(other, QueryScale) else None, self.log_n()
         if self.options.init != "match" or c is None:
             return
+        s = torch.ones_like(c[:, 0])
         if self.options.scale == "learned":
             s = c.mean(-1) / log_n.mean()
             if self.options.bias:
                 centred = log_n - log_n.mean()
                 s = (c - c.mean(-1, keepdim=True)) @ centred / centred.square().sum().clamp(min=1e-12)
             self.s.copy_(s)
-            c = c - s.unsqueeze(-1) * log_n
-        else:
-            c = c - log_n
         if self.options.bias:
-            self.b.copy_(c.mean(-1))
+            self.b.copy_((c - s.unsqueeze(-1) * log_n).mean(-1))
 
     def scale(self, rows: Rows) -> Tensor:
-        scale = rows.n(self.options.n).log().unsqueeze(-2)  # (1, T) or (B, 1, T)
+        scale = self.row_length(rows).log()  # (1, T) or (B, 1, T)
         if self.options.scale == "learned":
             scale = self.s.unsqueeze(-1) * scale  # (H, T) or (B, H, T)
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
@@ -122,7 +120,7 @@ class LogN(AtBase):
     options: options.LogN
 
     def scale(self, rows: Rows) -> Tensor:
-        scale = rows.n(self.options.n).log().unsqueeze(-2) / math.log(self.base)  # (1, T) or (B, 1, T)
+        scale = self.row_length(rows).log() / math.log(self.base)  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
 
 
@@ -139,11 +137,11 @@ class SqrtLogN(QueryScale):
         self.c = nn.Parameter(torch.full((self.shape.n_head,), 1 / growth))
 
     def growth(self, rows: Rows) -> Tensor:
-        """sqrt(2 ln n), of the shape of the rows' positions."""
-        return (2 * rows.n(self.options.n).log()).sqrt()
+        """sqrt(2 ln n), (1, T) or (B, 1, T)."""
+        return (2 * self.row_length(rows).log()).sqrt()
 
     def scale(self, rows: Rows) -> Tensor:
-        return self.c.unsqueeze(-1) * self.growth(rows).unsqueeze(-2)
+        return self.c.unsqueeze(-1) * self.growth(rows)
 
 
 class Llama4(QueryScale):
@@ -165,7 +163,7 @@ class YaRN(AtBase):
     options: options.YaRN
 
     def scale(self, rows: Rows) -> Tensor:
-        return (0.1 * (rows.n(self.options.n) / self.base).clamp(min=1.0).log() + 1).square().unsqueeze(-2)
+        return (0.1 * (self.row_length(rows) / self.base).clamp(min=1.0).log() + 1).square()
 
 
 class InfoScale(AtBase):
@@ -175,7 +173,7 @@ class InfoScale(AtBase):
 
     def scale(self, rows: Rows) -> Tensor:
         power = -2 / self.shape.head_size
-        return ((1 - rows.n(self.options.n) ** power).sqrt() / math.sqrt(1 - self.base**power)).unsqueeze(-2)
+        return (1 - self.row_length(rows) ** power).sqrt() / math.sqrt(1 - self.base**power)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -196,11 +194,12 @@ class Cosine(QueryScale):
         self.g = nn.Parameter(torch.full((self.shape.n_head,), math.sqrt(self.shape.head_size) / growth))
 
     def growth(self, rows: Rows) -> Tensor:
-        """ln n, or 1."""
-        return rows.n(self.options.n).log() if self.options.log_n else torch.ones_like(rows.positions, dtype=torch.float32)
+        """ln n, or 1: (1, T) or (B, 1, T)."""
+        n = self.row_length(rows)
+        return n.log() if self.options.log_n else torch.ones_like(n)
 
     def scale(self, rows: Rows) -> Tensor:
-        return self.g.unsqueeze(-1) * self.growth(rows).unsqueeze(-2) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
+        return self.g.unsqueeze(-1) * self.growth(rows) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
 
     def scale_by_position(self) -> Tensor | None:
         return None  # a factor on other logits than softmax's

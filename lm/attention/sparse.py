@@ -71,7 +71,7 @@ class ASEntmax(Entmax15):
 
     def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
-        log_n = rows.n(self.options.n).log().unsqueeze(-2).unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
+        log_n = self.row_length(rows).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
         growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
         return logits(q, k) * (1 + b * growth)
 
