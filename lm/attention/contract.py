@@ -4,6 +4,7 @@ Shapes: B = 2 rows, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a ch
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,19 +63,30 @@ def close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> No
     torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
-def same_with_gradients(
-    routes: list[Callable[[Tensor, Tensor, Tensor], Tensor]], leaves: list[Tensor], parameters: list[Tensor], atol: float = 1e-10
+def is_definition(
+    normalizer: Normalizer, route: Callable[[Tensor, Tensor, Tensor, Rows], Tensor], leaves: list[Tensor], rows: Rows, atol: float = 1e-10
 ) -> None:
-    """Raises AssertionError unless two routes give the same output, and the same gradients of q, k, v and parameters."""
-    found = []
-    for route in routes:
+    """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
+    found, parameters = [], list(normalizer.parameters())
+    for one in (route, lambda q, k, v, rows: normalizer.weights(q, k, rows) @ v):
         given = [x.detach().requires_grad_() for x in leaves]
-        out = route(*given)
+        out = one(*given, rows)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
         found.append((out, *gradients(out, [*given, *parameters], grad)))
-    for index, (a, b) in enumerate(zip(*found, strict=True)):
-        names = ("output", "gradient of q", "gradient of k", "gradient of v")
-        close(a, b, names[index] if index < len(names) else f"gradient of parameter {index - len(names) + 1}", atol)
+    names = ["output", "gradient of q", "gradient of k", "gradient of v"]
+    names += [f"gradient of parameter {number}" for number in range(1, len(parameters) + 1)]
+    for name, a, b in zip(names, *found, strict=True):
+        close(a, b, name, atol)
+
+
+def decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tensor, steps: list[int]) -> None:
+    """Raises AssertionError unless decoding in `steps` of so many tokens gives what the whole row gave."""
+    seen, state = 0, None
+    for new in steps:
+        part = slice(seen, seen + new)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, whole.size(2)), state)
+        close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from what was remembered")
+        seen += new
 
 
 # ---------------------------------------------------------------- the promises
@@ -93,9 +105,8 @@ def fast_path(options: Options) -> None:
     for size in (16, 40):
         normalizer = made(options, size=size)
         for length in (1, 2, 7, 64, 129):
-            rows, leaves = Rows.full(length), inputs(length, size=size, normalizer=normalizer)
-            routes = [lambda q, k, v: normalizer(q, k, v, rows), lambda q, k, v: normalizer.weights(q, k, rows) @ v]  # noqa: B023
-            same_with_gradients(routes, leaves, list(normalizer.parameters()), 1e-10 * length)
+            leaves = inputs(length, size=size, normalizer=normalizer)
+            is_definition(normalizer, normalizer, leaves, Rows.full(length), 1e-10 * length)
 
 
 def finite_differences(options: Options) -> None:
@@ -149,51 +160,38 @@ def decoding(options: Options) -> None:
     """decoding, token by token and in pieces, gives what the whole row gives"""
     normalizer, length = made(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
-    whole, positions = normalizer(q, k, v, Rows.full(length)), torch.arange(length)
+    whole = normalizer(q, k, v, Rows.full(length))
     for t in range(length):
-        rows = Rows(positions[t : t + 1], positions[: t + 1], torch.tensor([length]), causal=False)
-        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], rows)
+        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], Rows.full(length).part(slice(t, t + 1), t + 1))
         close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
-        seen, state = 0, None
-        for new in steps:
-            part = slice(seen, seen + new)
-            out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, length), state)
-            close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from what was remembered")
-            seen += new
+        decodes(normalizer, q, k, v, whole, steps)
 
 
 def shared_keys(options: Options) -> None:
     """decoding with keys and values that two heads share gives what heads with their own give"""
-    normalizer, length, seen, state = made(options), 30, 0, None
-    q, own, v = inputs(length, normalizer=normalizer)
+    normalizer = made(options)
+    q, own, v = inputs(30, normalizer=normalizer)
     k, v = torch.cat((own[:, ::2, :, :SIZE], grouped(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
-    whole = normalizer(q, *normalizer.of_each_query_head(k, v), Rows.full(length))
-    for new in (5, 1, 17, 7):
-        part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, length), state)
-        close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}")
-        seen += new
+    whole = normalizer(q, *normalizer.of_each_query_head(k, v), Rows.full(30))
+    decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
 
 
 def packed(options: Options) -> None:
     """documents packed in a row give what each gives alone"""
-    normalizer, lengths, start = made(options), [5, 1, 19, 8], 0
-    q, k, v = inputs(sum(lengths), normalizer=normalizer)
-    out = normalizer(q, k, v, Rows.packed(lengths))
-    for length in lengths:
-        part = slice(start, start + length)
-        close(out[:, :, part], normalizer(q[:, :, part], k[:, :, part], v[:, :, part], Rows.full(length)), f"a document of {length}")
-        start += length
+    normalizer, lengths = made(options), [5, 1, 19, 8]
+    given = inputs(sum(lengths), normalizer=normalizer)
+    out = normalizer(*given, Rows.packed(lengths))
+    for length, found, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
+        close(found, normalizer(*alone, Rows.full(length)), f"a document of {length}")
 
 
 def documents(options: Options) -> None:
     """documents that begin at different places in each row are the definition, forward and backward"""
     normalizer = made(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
-    rows = Rows.isolated(positions)
-    routes = [lambda q, k, v: by_documents(normalizer, q, k, v, rows), lambda q, k, v: normalizer.weights(q, k, rows) @ v]
-    same_with_gradients(routes, inputs(33, rows=3, normalizer=normalizer), list(normalizer.parameters()))
+    leaves = inputs(33, rows=3, normalizer=normalizer)
+    is_definition(normalizer, partial(by_documents, normalizer), leaves, Rows.isolated(positions))
 
 
 def row_length(options: Options) -> None:
