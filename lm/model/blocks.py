@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, H heads of queries, K of keys and values, D head size,
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,14 +96,14 @@ class AttentionBase(nn.Module):
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
-            return out.transpose(1, 2).flatten(2)
-        k, v = self.normalizer.of_each_query_head(k, v)
-        if context.left is not None:
-            context.left.append(Heads(x, q, k, v))
-        if context.rows.documents is not None:
-            out = by_documents(self.normalizer, q, k, v, context.rows)
         else:
-            out = self.normalizer(q, k, v, context.rows)
+            k, v = self.normalizer.of_each_query_head(k, v)
+            if context.left is not None:
+                context.left.append(Heads(x, q, k, v))
+            if context.rows.documents is None:
+                out = self.normalizer(q, k, v, context.rows)
+            else:
+                out = by_documents(self.normalizer, q, k, v, context.rows)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -151,25 +152,33 @@ class GAU(AttentionBase):
         return self.out(u * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) value, of gates and values side by side."""
+    gate, value = x.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)^2."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"swiglu": swiglu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": relu2}
+
+
 class MLP(nn.Module):
     """SwiGLU (gate and value in one matrix), GELU, its approximation by tanh, or ReLU^2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind = config.mlp
-        hidden = config.mlp_width
-        self.fused = {"up": {"gate": hidden, "value": hidden}} if self.kind == "swiglu" else {}
-        self.up = nn.Linear(config.n_embd, hidden * (2 if self.kind == "swiglu" else 1), bias=config.bias)
+        hidden, gated = config.mlp_width, config.mlp == "swiglu"
+        self.activation = ACTIVATIONS[config.mlp]
+        self.fused = {"up": {"gate": hidden, "value": hidden}} if gated else {}
+        self.up = nn.Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.bias)
         self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.kind == "swiglu":
-            gate, value = x.chunk(2, -1)
-            return self.out(F.silu(gate) * value)
-        return self.out(
-            F.relu(x).square() if self.kind == "relu2" else F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
-        )
+        return self.out(self.activation(self.up(x)))
 
 
 class Block(nn.Module):

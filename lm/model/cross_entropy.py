@@ -1,6 +1,10 @@
 """Cross-entropy of the output head without the tokens x vocabulary matrix of logits."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -88,20 +92,19 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     hidden: (N, C); weight: (V, C); targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
-    rows = chunk_rows(weight)
-    with torch.autocast(hidden.device.type, enabled=False):
-        head = weight.float().t()
-        return torch.cat(
-            [
-                torch.nn.functional.cross_entropy(h.float() @ head, y, reduction="none", ignore_index=IGNORED)
-                for h, y in zip(hidden.split(rows), targets.split(rows), strict=True)
-            ]
-        )
+    nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
+    return _of_logits(nll, hidden, weight, targets)
 
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
     """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
+    return _of_logits(lambda logits: logits.argmax(-1), hidden, weight)
+
+
+def _of_logits(f: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+    """f(logits, *others), (N,), for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each."""
     with torch.autocast(hidden.device.type, enabled=False):
-        head = weight.float().t()
-        return torch.cat([(h.float() @ head).argmax(-1) for h in hidden.split(chunk_rows(weight))])
+        head, rows = weight.float().t(), chunk_rows(weight)
+        parts = zip(*(x.split(rows) for x in (hidden, *others)), strict=True)
+        return torch.cat([f(h.float() @ head, *part) for h, *part in parts])

@@ -124,20 +124,17 @@ def over_ranks(where: Device, local: Callable[[], Tensor]) -> Tensor:
 
     What `local` raises on one rank is raised on it, and a RunError on the others: none is left waiting.
     """
+    if where.world == 1:
+        return local().cpu()
     failure, values = None, torch.empty(0)
     try:
         values = local()
     except Exception as error:  # the peers must hear of it, whatever it is
         failure = error
-    if where.world > 1:
-        failed = torch.tensor(float(failure is not None), device=where.device)
-        torch.distributed.all_reduce(failed)
-        if failed and failure is None:
-            failure = RunError("failed on another process")
-    if failure is not None:
-        raise failure
-    if where.world == 1:
-        return values.cpu()
+    failed = torch.tensor(float(failure is not None), device=where.device)
+    torch.distributed.all_reduce(failed)
+    if failed:
+        raise failure or RunError("failed on another process")
     shared = values.to(where.device)
     torch.distributed.all_reduce(shared)
     return shared.cpu()
