@@ -143,7 +143,7 @@ def scores_apart(options: Options) -> None:
     own = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0
     require((jacobian == 0).all(), "a row of weights depends on another row's scores")
-    require((own.transpose(1, 2)[~rows.visible()] == 0).all(), "weights depend on scores of keys that are not seen")
+    require((own.transpose(1, 2)[~rows.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
 
 
 def causality(options: Options) -> None:

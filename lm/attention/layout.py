@@ -44,10 +44,7 @@ class Rows:
     @classmethod
     def packed(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Rows":
         """A row of several documents side by side, of `lengths` tokens; a token sees its own document only."""
-        sizes = torch.tensor(lengths, device=device)
-        documents = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        return cls(positions, positions, sizes[documents], len(lengths) == 1, documents, documents)
+        return cls.isolated(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
     def isolated(cls, positions: Tensor) -> "Rows":

@@ -57,7 +57,7 @@ class Plugins:
             KeyError: it means none from outside.
             Unavailable: it may not be imported, can't be, or is no normalizer.
         """
-        reference = name if ":" in name else _entry_points()[name]
+        reference = name if ":" in name else metadata.entry_points(group=GROUP)[name].value  # nothing is imported
         if reference not in self._loaded:
             module = reference.partition(":")[0]
             if not self._trusting and not any(f"{module}.".startswith(f"{one}.") for one in self._allowed):
@@ -76,11 +76,6 @@ class Plugins:
 
 
 PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
-
-
-def _entry_points() -> dict[str, str]:
-    """What bare names mean; nothing is imported."""
-    return {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
 
 
 def _imported(reference: str) -> Plugin:
