@@ -152,13 +152,14 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem]):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(f.name for f in fields(schema))))
         return schema()
     known = {f.name: f for f in fields(schema)}
+    other = "it has no options: give the name of another" if not known else ""
     values = {}
     for name, value in data.items():
         where = _join(path, name)
         if name in known:
             values[name] = _field_value(known[name], value, where, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            problems.append(Problem(where, value, "unknown key", suggest(name, known)))
+            problems.append(Problem(where, value, "unknown key", other or suggest(name, known)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 

@@ -63,7 +63,7 @@ class SpreadConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.positions)
 
-    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         late = max(self.positions) >= data.seq_len
         return [Problem("positions", self.positions, f"go beyond data.seq_len = {data.seq_len}", "leave those out")] if late else []
 

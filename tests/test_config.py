@@ -199,3 +199,13 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "off"),
+    [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],
+)
+def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
+    where = f"eval.{kind}.settings"
+    with pytest.raises(ConfigError, match=rf"{where}\[0\]\.normalizer\.clpi = True: no normalizer of this model has this option"):
+        load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{where}=[{{normalizer: {{clpi: true}}}}]"])

@@ -3,11 +3,11 @@
 import pytest
 
 from lm.config.effects import counted_as_used, effect_of, function_of, is_learned
-from lm.config.load import acting_in, overrides_in
+from lm.config.load import acting_in, merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.schema import effect, reference
+from lm.schema import effect, reference, to_plain
 
 KEYS = [path for path, *_ in reference(Config)]
 
@@ -58,7 +58,12 @@ def test_commands_take_the_keys_that_act_in_them():
     assert overrides_in("eval", ["eval.rows=3"]) == {"eval": {"rows": 3}}
 
 
-@pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "eval.rows2=3", "nothing=1"])
+@pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "optim.groups.head.lr_factor=2"])
 def test_an_override_that_would_be_ignored_is_refused(override: str):
     with pytest.raises(ConfigError, match=r"can't be changed in lm eval; free to change: data\.root, "):
         overrides_in("eval", [override])
+
+
+def test_an_override_of_no_key_is_left_to_the_configuration_which_says_what_was_meant():
+    with pytest.raises(ConfigError, match=r"eval\.rowz = 3: unknown key; did you mean 'rows'\?"):
+        parse(merge(to_plain(Config(name="a")), overrides_in("eval", ["eval.rowz=3"])))

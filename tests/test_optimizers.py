@@ -10,6 +10,7 @@ from folders import curve
 from lm.config import training_config
 from lm.config.load import parse
 from lm.config.training_config import WSD, Constant, Cosine, OptimConfig
+from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
 from lm.schema import key
@@ -139,3 +140,21 @@ def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[st
     assert parts.keys() == seen.keys()
     for part, rows in parts.items():
         assert torch.allclose(seen[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ("head", ["model.tied=true"]),
+        ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]),
+        ("normalizer", []),
+    ],
+)
+def test_a_group_that_no_trained_parameter_is_in_is_not_set_in_vain(tiny, group: str, options: list[str]):
+    with pytest.raises(ConfigError, match=rf"optim\.groups\.{group} = .*: no parameter that is trained is in this group; drop it"):
+        train(tiny("name=a", *options, f"optim.groups.{group}.lr_factor=2"))
+
+
+def test_a_group_of_a_normalizer_of_a_later_phase_may_be_set(tiny):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    assert train(tiny("name=a", phases, "optim.groups.normalizer.lr_factor=2")) == 0

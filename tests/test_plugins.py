@@ -217,3 +217,29 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
     assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME] == "powers 1.2"
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse({"name": "x", "model": {"normalizer": "power"}})
+
+
+def test_code_that_has_changed_since_is_noticed(powers: Path, arguments: list[str]):
+    folder = trained(arguments, NAMED)
+    measured = lm("eval", str(folder), "--allow-plugin", "powers")
+    assert "(cached)" in measured.stdout
+    assert "note" not in measured.stderr
+    code = powers / "attention.py"
+    code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
+    forget()
+    resumed = lm("train", *arguments, "name=power", "eval.every=10", NAMED, "trainer.max_steps=12", "resume=auto")
+    assert resumed.returncode == 2
+    assert re.search(
+        r"its code is source sha256 \w+, .*last\.ckpt was trained with source sha256 \w+; bring that code back", resumed.stderr
+    )
+    again = lm("eval", str(folder), "--allow-plugin", "powers")
+    assert "(cached)" not in again.stdout, "numbers of the code before"
+    assert re.search(rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now", again.stderr)
+
+
+def test_a_class_that_is_not_whole_is_refused_before_anything_is_made(powers: Path, arguments: list[str]):
+    code = powers / "attention.py"
+    code.write_text(code.read_text().replace("def normalize(", "def normalise("))
+    refused = lm("train", *arguments, "name=power", NAMED)
+    assert refused.returncode == 2
+    assert "is not whole: it has no normalize; see docs/normalizers-own.md" in refused.stderr

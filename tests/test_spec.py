@@ -17,7 +17,7 @@ from lm.model.inference import for_inference
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.folder import read_json, read_sealed, write_sealed
-from lm.runs.loading import DESCRIPTION, export, save_model
+from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train
 
@@ -100,7 +100,7 @@ def test_a_run_starts_from_it(saved: Path, tiny):
 
 def test_what_needs_the_text_of_a_training_run_says_so(saved: Path, tmp_path: Path):
     for words, said in {
-        ("eval", str(saved)): "model: a model folder, which names no text to measure it on: give the run folder",
+        ("eval", str(saved)): "model: a model folder: lm eval measures run folders: give the run folder",
         ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",
     }.items():
         refused = command(*words)
@@ -127,7 +127,7 @@ ALTERED = {
     "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = None: is missing"),
     "no spec": (lambda one: one.update(spec=[]), r"must be a block of keys"),
     "no digests": (lambda one: one.pop("tensor_sha256"), r"not the description of a model: 'tensor_sha256'"),
-    "another version": (lambda one: one.update(format=1), r"of format 1, this version of lm reads 2"),
+    "another version": (lambda one: one.update(format=1), f"of format 1, this version of lm reads {MODEL_FORMAT}"),
 }
 
 

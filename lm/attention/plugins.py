@@ -61,7 +61,9 @@ class Plugins:
         if reference not in self._loaded:
             module = reference.partition(":")[0]
             if not self._trusting and not any(f"{module}.".startswith(f"{one}.") for one in self._allowed):
-                remedy = f"if you trust it: --allow-plugin {module.partition('.')[0]}"
+                package, allowed = module.partition(".")[0], ", ".join(sorted(self._allowed))
+                remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.attention.plugins"
+                remedy += f"; allowed is {allowed}" if allowed else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
             self._loaded[reference] = _imported(reference)
         return self._loaded[reference].options
@@ -84,10 +86,12 @@ def _imported(reference: str) -> Plugin:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Unavailable(f"can't be imported: {problem}", "install its package, or mend the name") from None
+        raise Unavailable(f"can't be imported: {problem}", "install its package, or mend the name or its code") from None
     schema = getattr(found, "schema", None)
     if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema) and hasattr(schema, "full_formula")):
         raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
+    if inspect.isabstract(found):
+        raise Unavailable(f"is not whole: it has no {', '.join(sorted(found.__abstractmethods__))}", "see docs/normalizers-own.md")
     if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
     named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})

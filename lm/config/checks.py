@@ -58,7 +58,7 @@ def check(config: Config) -> list[Problem]:
         )  # fmt: skip
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
-        found = options.conflicts(data, model, normalizers) if options.wanted(data) else []
+        found = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
         problems += [replace(one, path=f"eval.{kind}.{one.path}") for one in found]
     return problems
 

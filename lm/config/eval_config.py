@@ -39,13 +39,18 @@ class EvaluationConfig(Schedule):
         """Whether it is asked for, of a model that was trained on `data`."""
         raise NotImplementedError
 
-    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
-        """What contradicts the rest of the configuration where it is wanted, by paths relative to its block.
-
-        Args:
-            normalizers: those of all phases of training.
-        """
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        """What contradicts the rest of the configuration where it is wanted, by paths relative to its block."""
         return []
+
+    def misspelt(self, normalizers: list[Options]) -> list[Problem]:
+        """What is wrong with the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
+        settings: list[InferenceSetting] = getattr(self, "settings", [])
+        return [
+            problem
+            for index, setting in enumerate(settings)
+            for problem in setting.normalizers(normalizers, f"settings[{index}].normalizer")[1]
+        ]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes to its block that a named suite of `lm eval` makes, as far as the model can do what it asks for."""
@@ -79,8 +84,8 @@ class LongContextConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return self.length(data.seq_len) > 0
 
-    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
-        problems = check_settings(self.settings, model.position, normalizers)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = check_settings(self.settings, model.position)
         if data.symbolic:
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer rows of the tasks"
@@ -104,8 +109,8 @@ class RecallConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
 
-    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
-        problems = check_settings(self.settings, model.position, normalizers)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = check_settings(self.settings, model.position)
         for index, task in enumerate(self.tasks):
             if not isinstance(task, Task):
                 continue  # it has its problem already
@@ -156,8 +161,8 @@ class NeedleConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors)
 
-    def conflicts(self, data: DataConfig, model: ModelConfig, normalizers: list[Options]) -> list[Problem]:
-        problems = check_settings(self.settings, model.position, normalizers)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = check_settings(self.settings, model.position)
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
         return problems + beyond_positions(model, "length_factors", self.length_factors, max(*self.length_factors, self.heads_at or 0))

@@ -138,8 +138,8 @@ class InferenceSetting:
         return used, list({problem.path: problem for problem in problems}.values())
 
 
-def check_settings(settings: list[InferenceSetting], position: Position, normalizers: list[Options]) -> list[Problem]:
-    """What is wrong with `settings`, by paths from there, of a model with this position encoding and these normalizers in its phases."""
+def check_settings(settings: list[InferenceSetting], position: Position) -> list[Problem]:
+    """What is wrong with `settings`, by paths from there, of a model with this position encoding."""
     problems = []
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         problems.append(Problem("settings", [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
@@ -147,5 +147,4 @@ def check_settings(settings: list[InferenceSetting], position: Position, normali
         if setting.rope.name != "as_trained" and not position.rotates:
             reason = f"model.position = {position.name} has no RoPE to scale"
             problems.append(Problem(f"settings[{index}].rope", setting.rope.name, reason, "set it to as_trained"))
-        problems += setting.normalizers(normalizers, f"settings[{index}].normalizer")[1]
     return problems

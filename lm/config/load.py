@@ -140,7 +140,7 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     """
     changes = interpolated(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
-    refused = [(path, value) for path, _, value in parts if command not in (effect(Config, path) or Effect(acts_in=())).acts_in]
+    refused = [(path, value) for path, _, value in parts if (found := effect(Config, path)) and command not in found.acts_in]
     if refused:
         remedy = "free to change: " + ", ".join(acting_in(command))
         raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused])

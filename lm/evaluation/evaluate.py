@@ -46,7 +46,7 @@ def evaluate_runs(
     own = overrides_in("eval", overrides or [])
     if bare := [folder for folder in folders if (folder / DESCRIPTION).is_file()]:
         remedy = "give the run folder, whose held-out text is measured; lm harness and lm generate take the model as it is"
-        raise RunError(f"{bare[0]}: a model folder, which names no text to measure it on: {remedy}")
+        raise RunError(f"{bare[0]}: a model folder: lm eval measures run folders: {remedy}")
     trained = [read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [find_checkpoint(folder, checkpoint) for folder in folders]

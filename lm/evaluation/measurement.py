@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lm.attention.plugins import PLUGINS
 from lm.config.effects import function_of
 from lm.config.eval_config import Schedule
 from lm.config.tree import Config
@@ -59,9 +60,10 @@ class Measurement(ABC):
         return where.precision
 
     def key(self, weights: str, where: Device) -> str:
-        """Names what decides a result: kind, version, settings, model, data, precision and `weights` (their sha256)."""
+        """Names what decides a result: kind, version, settings, model, code from outside, data, precision, `weights` (a sha256)."""
         model = function_of(self.config.model)
-        facts = [self.kind, self.version, self.settings, model, self.store.fingerprint, self.precision(where), weights]
+        code = PLUGINS.versions(self.config.normalizer_names)
+        facts = [self.kind, self.version, self.settings, model, code, self.store.fingerprint, self.precision(where), weights]
         return plain_sha256(facts)
 
 

@@ -45,6 +45,11 @@ class ModelSpec:
             raise ConfigError(problems)
         return spec
 
+    def other_code(self) -> list[tuple[str, str, str]]:
+        """(name, version recorded, version imported) of the normalizers from outside whose code is not what it was."""
+        now = PLUGINS.versions(self.plugins)
+        return [(name, before, now[name]) for name, before in self.plugins.items() if now.get(name, before) != before]
+
     def decoder(self) -> Decoder:
         """A decoder for weights that are loaded: its parameters are not set."""
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)

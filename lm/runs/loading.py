@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, wri
 from lm.schema import Plain, to_plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of a model folder
-MODEL_FORMAT = 2  # of the description; raised when older ones can no longer be read
+MODEL_FORMAT = 4  # of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 
 
@@ -93,6 +94,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
     config, facts = _training(content["lm"], path)
     spec = ModelSpec.trained(config, facts)
+    _tell_other_code(spec, path)
     decoder, tokenizer = _build(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
     return Loaded(decoder, spec, tokenizer, path, config, facts, environment)
 
@@ -114,6 +116,7 @@ def _load_model(path: Path) -> Loaded:
     altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
+    _tell_other_code(spec, path)
     decoder, tokenizer = _build(spec, weights, path, tokenizer_sha256)
     if training is None:
         return Loaded(decoder, spec, tokenizer, path)
@@ -122,6 +125,11 @@ def _load_model(path: Path) -> Loaded:
     if function_of(config.model_in(facts["phase"])) != function_of(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
     return Loaded(decoder, spec, tokenizer, path, config, facts)
+
+
+def _tell_other_code(spec: ModelSpec, path: Path) -> None:
+    for name, before, now in spec.other_code():
+        print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
 
 
 def _training(facts: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:

@@ -32,7 +32,7 @@ from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
-from lm.training.starting import Start, check_resume, check_train_only, cut_back, fresh, going_on
+from lm.training.starting import Start, check_resume, check_trained, cut_back, fresh, going_on
 from lm.training.whole_run import Machine, WholeRun
 
 
@@ -62,8 +62,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> in
         start, origin = going_on(config, saved), before.get("started_from")
     else:
         start, origin, notes = fresh(config, store)
-    if config.train_only:
-        check_train_only(config, start.decoder)
+    check_trained(config, start.decoder)
     precision = resolve_precision(config, accelerator, before)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)

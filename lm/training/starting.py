@@ -8,6 +8,7 @@ import torch
 
 from lm.attention.normalizer import make_normalizer
 from lm.config.effects import function_of
+from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
@@ -23,7 +24,7 @@ from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, load, misfit
 from lm.runs.metric_log import cut_back_metrics
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import State, after_swap, freeze, state_misfit
+from lm.training.optimizers import GROUPS, State, after_swap, freeze, group_of, state_misfit
 from lm.training.state import RunState
 
 
@@ -132,15 +133,22 @@ def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Pr
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
 
-def check_train_only(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if there is nothing to train in some phase."""
+def check_trained(config: Config, decoder: Decoder) -> None:
+    """Raises ConfigError if there is nothing to train in some phase, or in a group with a rate or decay of its own."""
     shape = decoder.normalizers()[0].shape
+    groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
         made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
-        if not any(True for normalizer in made for _ in normalizer.parameters()):
+        if any(True for normalizer in made for _ in normalizer.parameters()):
+            groups.add("normalizer")
+        elif config.train_only:
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
+    own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
+    idle, reason = to_plain(Group()), "no parameter that is trained is in this group"
+    if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:
+        raise ConfigError(problems)
 
 
 # ---------------------------------------------------------------- the same run, everything (resume), or its next phase
@@ -179,6 +187,9 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if problems:
         raise ConfigError(problems)
     spec = ModelSpec.trained(trained, saved)
+    for name, before, now in spec.other_code():
+        remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
+        raise ConfigError([Problem("model.normalizer", name, f"its code is {now}, {path} was trained with {before}", remedy)])
     if reason := misfit(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     with torch.device("meta"):
