@@ -55,6 +55,7 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
     assert store.manifest["token_bytes"] == "exact"
 
 
+@pytest.mark.slow
 def test_sotu_comes_back_whole(tmp_path: Path):
     store = prepare(DataConfig(root=str(tmp_path)))
     assert store.vocab_size == 4096

@@ -323,6 +323,7 @@ def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: 
     assert same(weights(runs / "whole"), weights(runs / "stopped"))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
     varied = RECALL.replace("queries: 4", "queries: 4, varied: true")  # ranks then have different numbers of targets
     for name, devices in (("one", 1), ("two", 2)):
