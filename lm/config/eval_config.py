@@ -1,5 +1,6 @@
 """The keys of `eval`: what is measured, when and how. `EvalConfig` is the table of evaluations."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
@@ -30,14 +31,14 @@ class Schedule:
 
 
 @dataclass
-class EvaluationConfig(Schedule):
+class EvaluationConfig(Schedule, ABC):
     """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.measurement.Measurement`
 
+    @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
         """Whether it is asked for, of a model that was trained on `data`."""
-        raise NotImplementedError
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         """What contradicts the rest of the configuration where it is wanted, by paths relative to its block."""
