@@ -1,4 +1,4 @@
-"""The decoder and its loss head."""
+"""The decoder: its shapes, positions, inference settings, caches, and normalizers by layer."""
 
 import itertools
 import math
@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import lm
 from folders import same, weights
 
 from lm.attention import catalogue
@@ -20,10 +19,8 @@ from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.errors import ConfigError
-from lm.evaluation.generation import generate, sample
 from lm.model.blocks import Cache, Context
 from lm.model.counts import count_parameters, flops_per_token
-from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
 from lm.model.decoder import Decoder
 from lm.model.inference import for_inference
 from lm.model.rope import frequencies, rope_rotation, rotate
@@ -206,61 +203,6 @@ def test_learned_positions_refuse_longer_rows():
         Decoder(small(position=Learned()), 50, 16)(torch.zeros(1, 17, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------- loss head
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(37, 24, generator=generator, dtype=dtype, requires_grad=True)
-    targets = torch.randint(37, (300,), generator=generator)
-    plain = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
-    chunked = linear_cross_entropy(hidden, weight, targets)
-    assert chunked.dtype == torch.float32
-    assert torch.allclose(chunked, plain.float(), rtol=1e-5)
-    for a, b in zip(torch.autograd.grad(chunked * 0.3, [hidden, weight]), torch.autograd.grad(plain * 0.3, [hidden, weight]), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-    assert torch.allclose(token_nll(hidden, weight, targets).sum(), plain.float(), rtol=1e-5)
-
-
-def test_loss_in_bf16_autocast_is_near_the_exact_one():
-    decoder = Decoder(small(), 500, 64)
-    rows = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    exact = decoder.loss(Batch.of(rows)).item()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(Batch.of(rows))
-    loss.backward()
-    assert loss.item() == pytest.approx(exact, rel=1e-3)
-    assert decoder.head.weight.grad.dtype == torch.float32
-
-
-def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch):
-    """The largest tensor made while computing the loss of 4,096 tokens and 1,000 words stays far below 4,096 x 1,000."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 256 * 1000)
-    hidden = torch.randn(4096, 16, requires_grad=True)
-    weight = torch.randn(1000, 16, requires_grad=True)
-    targets = torch.randint(1000, (4096,))
-    with Watch():
-        linear_cross_entropy(hidden, weight, targets).backward()
-        token_nll(hidden, weight, targets)
-    assert largest <= 256 * 1000
-
-
 # ---------------------------------------------------------------- decoding and packed rows, for every normalizer and block
 
 BLOCKS = {
@@ -400,48 +342,6 @@ def test_two_gaus_have_about_the_parameters_of_one_block():
     block = count_parameters(Decoder(ModelConfig(n_layer=1, n_embd=768, n_head=12), 50, 16))["non_embedding"]
     gaus = count_parameters(Decoder(ModelConfig(n_layer=2, n_embd=768, n_head=1, block=GAUBlock()), 50, 16))["non_embedding"]
     assert gaus / block == pytest.approx(1.0, abs=0.08)
-
-
-# ---------------------------------------------------------------- generation
-
-
-def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise():
-    model = made("ssmax", "attention")
-    greedy = list(generate(model, [1, 2, 3], 12, temperature=0))
-    expected = [1, 2, 3]
-    for _ in range(12):
-        expected.append(int(model.logits(torch.tensor([expected]))[0, -1].argmax()))
-    assert greedy == expected[3:]
-    runs = [list(generate(model, [1, 2, 3], 12, seed=seed)) for seed in (0, 0, 1)]
-    assert runs[0] == runs[1] != runs[2]
-    assert list(generate(model, [1, 2, 3], 12, top_k=1)) == list(generate(model, [1, 2, 3], 12, top_p=1e-9)) == greedy
-
-
-def test_draws_stay_within_top_k_and_top_p():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    drawn = torch.Generator().manual_seed(0)
-
-    def seen(**limits: float | None) -> set[int]:
-        return {sample(logits, 1.0, limits.get("top_k"), limits.get("top_p"), drawn) for _ in range(300)}
-
-    assert seen() == {0, 1, 2, 3}
-    assert seen(top_k=2) == {0, 1}
-    assert seen(top_p=0.79) == {0, 1}
-    assert seen(top_p=0.81) == {0, 1, 2}
-
-
-def test_lm_generate_writes_text_as_it_comes(tiny):
-    train(tiny("name=writer", "trainer.max_steps=30"))
-    folder = str(tiny("name=writer").run_folder)
-    results = [lm("generate", folder, "--prompt", "a word", "--max-new-tokens", "20", "--seed", "3") for _ in range(2)]
-    assert results[0].returncode == 0, results[0].stderr
-    assert results[0].stdout == results[1].stdout
-    assert results[0].stdout.startswith("a word")
-    assert len(results[0].stdout) > 20
-    wrong = lm("generate", folder, "--temperature", "-1", "--top-p", "2")
-    assert wrong.returncode == 2
-    assert "--temperature = -1.0: must be 0 or more" in wrong.stderr
-    assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
 
 
 # ---------------------------------------------------------------- another normalizer in each layer

@@ -1,0 +1,49 @@
+"""Text from a trained model, token by token."""
+
+import torch
+from conftest import lm
+
+from lm.attention.options import SSMax
+from lm.config.model_config import ModelConfig
+from lm.evaluation.generation import generate, sample
+from lm.model.decoder import Decoder
+from lm.training.train import train
+
+
+def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise():
+    model = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=SSMax()), 50, seq_len=16, seed=3).eval().double()
+    greedy = list(generate(model, [1, 2, 3], 12, temperature=0))
+    expected = [1, 2, 3]
+    for _ in range(12):
+        expected.append(int(model.logits(torch.tensor([expected]))[0, -1].argmax()))
+    assert greedy == expected[3:]
+    runs = [list(generate(model, [1, 2, 3], 12, seed=seed)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert list(generate(model, [1, 2, 3], 12, top_k=1)) == list(generate(model, [1, 2, 3], 12, top_p=1e-9)) == greedy
+
+
+def test_draws_stay_within_top_k_and_top_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    drawn = torch.Generator().manual_seed(0)
+
+    def seen(**limits: float | None) -> set[int]:
+        return {sample(logits, 1.0, limits.get("top_k"), limits.get("top_p"), drawn) for _ in range(300)}
+
+    assert seen() == {0, 1, 2, 3}
+    assert seen(top_k=2) == {0, 1}
+    assert seen(top_p=0.79) == {0, 1}
+    assert seen(top_p=0.81) == {0, 1, 2}
+
+
+def test_lm_generate_writes_text_as_it_comes(tiny):
+    train(tiny("name=writer", "trainer.max_steps=30"))
+    folder = str(tiny("name=writer").run_folder)
+    results = [lm("generate", folder, "--prompt", "a word", "--max-new-tokens", "20", "--seed", "3") for _ in range(2)]
+    assert results[0].returncode == 0, results[0].stderr
+    assert results[0].stdout == results[1].stdout
+    assert results[0].stdout.startswith("a word")
+    assert len(results[0].stdout) > 20
+    wrong = lm("generate", folder, "--temperature", "-1", "--top-p", "2")
+    assert wrong.returncode == 2
+    assert "--temperature = -1.0: must be 0 or more" in wrong.stderr
+    assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
