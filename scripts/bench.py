@@ -27,8 +27,8 @@ import torch
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.pointwise_sums import pointwise, why_tiles
 from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
 from lm.attention.tiles import tiles
@@ -150,8 +150,8 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     shape = 1, arguments.n_head, arguments.seq_len, 64
     q, k, v = (torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3))
-    normalizer = make_normalizer(options, Shape(arguments.n_head, 64, 64, arguments.seq_len)).to(arguments.device)
-    rows, grad = Rows.full(arguments.seq_len, arguments.device), torch.randn(shape, device=arguments.device).to(dtype)
+    normalizer = make_normalizer(options, LayerSpec(arguments.n_head, 64, 64, arguments.seq_len)).to(arguments.device)
+    layout, grad = AttentionLayout.full(arguments.seq_len, arguments.device), torch.randn(shape, device=arguments.device).to(dtype)
     x = torch.randn(1, arguments.seq_len, 64, device=arguments.device)
     for_q, for_k = normalizer.query_features(x), normalizer.key_features(x)
     q = q if for_q is None else torch.cat((q, for_q.detach().to(dtype)), -1)
@@ -160,7 +160,7 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
         tensor.requires_grad_()
 
     def step() -> None:
-        out = normalizer.weights(q, k, rows).to(v.dtype) @ v if dense else normalizer(q, k, v, rows)
+        out = normalizer.weights(q, k, layout).to(v.dtype) @ v if dense else normalizer(q, k, v, layout)
         out.backward(grad)
         q.grad = k.grad = v.grad = None
         if q.is_cuda:

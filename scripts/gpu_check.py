@@ -26,8 +26,8 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import catalogue
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.pointwise_sums import why_tiles
 from lm.attention.query_scale import QueryScale
 from lm.config.load import load
@@ -102,15 +102,15 @@ def backends(out: Path) -> list[Line]:
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
     for name, option in catalogue.SINGLE.items():
-        normalizer = make_normalizer(option(), Shape(heads, 64, 64 * heads, length)).to(DEVICE)
+        normalizer = make_normalizer(option(), LayerSpec(heads, 64, 64 * heads, length)).to(DEVICE)
         if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
             continue
         q, k, v = (torch.randn(4, heads, length, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        rows = Rows.full(length, DEVICE)
-        normalizer(q, k, v, rows).sum().backward()
+        layout = AttentionLayout.full(length, DEVICE)
+        normalizer(q, k, v, layout).sum().backward()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         with profile(activities=activities) as profiled:
-            normalizer(q, k, v, rows).sum().backward()
+            normalizer(q, k, v, layout).sum().backward()
         names = [event.key for event in profiled.key_averages() if not ON_GPU or event.self_device_time_total > 0]
         found = dict.fromkeys(label for word, label in FUSED.items() for one in names if word in one.lower())
         lines.append((f"SDPA's kernel for {name}", ", ".join(found) or "math", "ok" if found or not ON_GPU else "failed"))

@@ -12,8 +12,8 @@ from torch import Tensor
 from lm.attention import options as opt
 from lm.attention import pointwise_sums
 from lm.attention.contract import gradients
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.pointwise_sums import pointwise, why_tiles
 from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
 from lm.attention.tiles import tiles
@@ -88,11 +88,11 @@ def test_without_a_shift_and_with_strided_inputs(f: Pointwise):
 
 @pytest.mark.parametrize("options", [opt.Relu2(), opt.Relu2(n="sum"), opt.Relu(), opt.Sigmoid(bias=True)], ids=str)
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
-    normalizer, rows = make_normalizer(options, Shape(2, 16, 32, 64)), Rows.full(40)
-    assert normalizer.explain().startswith("Triton")
+    normalizer, layout = make_normalizer(options, LayerSpec(2, 16, 32, 64)), AttentionLayout.full(40)
+    assert normalizer.kernel_description().startswith("Triton")
     q, k, v, _, grad = inputs(40, 16, 16, torch.float32, rows=2)
     leaves = [*(x.requires_grad_() for x in (4 * q, k, v)), *normalizer.parameters()]
-    fast, slow = normalizer(*leaves[:3], rows), normalizer.weights(*leaves[:2], rows) @ v
+    fast, slow = normalizer(*leaves[:3], layout), normalizer.weights(*leaves[:2], layout) @ v
     assert torch.allclose(fast, slow, atol=1e-5)
     for a, b in zip(gradients(fast, leaves, grad), gradients(slow, leaves, grad), strict=True):
         assert torch.allclose(a, b, atol=1e-4)

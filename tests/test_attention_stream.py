@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks, in_lockstep
-from lm.model.decoder import Decoder, batch_rows
+from lm.model.decoder import Decoder, batch_layout
 from lm.model.inference import for_inference
 
 VOCAB, LENGTH, SIZE = 50, 37, 8
@@ -51,7 +51,7 @@ def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
     for block in attention_blocks(decoder, given, [0], heads=True):
         heads, normalizer = block.heads, decoder.normalizers()[block.layer]
         q, k = heads.q.double(), heads.k.double()
-        found.append((normalizer.scores(q, k, batch_rows(given)), normalizer.weights(q, k, batch_rows(given))))
+        found.append((normalizer.scores(q, k, batch_layout(given)), normalizer.weights(q, k, batch_layout(given))))
     return found
 
 
@@ -65,11 +65,11 @@ def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str
     for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
         keys = one.weights.size(-1)
         scores, weights = (x[:, :, one.queries, :keys] for x in expected[one.layer])
-        seen = one.rows.visible().expand_as(scores)
+        seen = one.layout.visible().expand_as(scores)
         torch.testing.assert_close(one.scores[seen], scores[seen], rtol=0, atol=1e-9)
         torch.testing.assert_close(one.weights, weights, rtol=0, atol=1e-9)
         assert one.weights.dtype == torch.float64
-        assert torch.equal(one.rows.positions, batch_rows(given).positions[..., one.queries])
+        assert torch.equal(one.layout.positions, batch_layout(given).positions[..., one.queries])
         covered[one.layer, one.queries] += 1
     assert (covered == 1).all()
     gives_what_the_layers_give(decoder, given)
@@ -142,10 +142,10 @@ def test_a_copy_for_another_inference_setting_gives_its_own_attention():
 
 
 def test_positions_given_decide_n():
-    """`rows` for a sequence that is the beginning of a longer document."""
+    """`layout` for a sequence that is the beginning of a longer document."""
     decoder = made(opt.SSMax(n="sample"))
     with torch.no_grad():
-        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], Rows.next(0, LENGTH, n)))) for n in (LENGTH, 1000))
+        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], AttentionLayout.next(0, LENGTH, n)))) for n in (LENGTH, 1000))
     torch.testing.assert_close(long.scores, short.scores * math.log(1000) / math.log(LENGTH))
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lm.attention import contract
 from lm.attention import options as opt
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.score_functions import Relu2 as Square
 from lm.attention.tiles import tiles
 from lm.config.model_config import ModelConfig, NoPosition, Rope
@@ -49,12 +49,12 @@ def results(options: object, length: int, rope: bool, exact: bool, device: str =
     attention.to(device, dtype)
     q, k, v, grad = (torch.randn(1, HEADS, length, SIZE, generator=drawn).bfloat16().to(device) for _ in range(4))
     x = torch.randn(1, length, HEADS * SIZE, generator=drawn).bfloat16().to(device)
-    rows = Rows.full(length, device)
-    rotation = rope_rotation(rows.positions, SIZE, position) if rope else None
+    layout = AttentionLayout.full(length, device)
+    rotation = rope_rotation(layout.positions, SIZE, position) if rope else None
     leaves = [one.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for one in (q, k, v)]
     x = x.to(dtype).requires_grad_()
     with torch.autocast(device, torch.bfloat16, enabled=not exact):
-        out = attention.attend(x, *leaves, Context(rows, rotation, 1.0, None))
+        out = attention.attend(x, *leaves, Context(layout, rotation, 1.0, None))
     parameters = dict(attention.normalizer.named_parameters())
     grad = grad.transpose(1, 2).flatten(2).to(out.dtype)
     wanted = [*leaves, x, *parameters.values()]
@@ -103,7 +103,7 @@ def test_features_reach_the_normalizer_as_they_were_made(options: object):
     x = torch.randn(1, 50, HEADS * SIZE, generator=torch.Generator().manual_seed(9))
     q, k, v = x.bfloat16().unflatten(-1, (HEADS, SIZE)).transpose(1, 2).expand(3, 1, HEADS, 50, SIZE)
     with torch.autocast("cpu", torch.bfloat16):
-        attention.attend(x, q, k, v, Context(Rows.full(50), None, 1.0, None))
+        attention.attend(x, q, k, v, Context(AttentionLayout.full(50), None, 1.0, None))
     for given, made in zip(seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True):
         if made is not None:
             assert torch.equal(given[..., SIZE:], made)
@@ -113,9 +113,9 @@ def test_a_row_of_entmax_sums_to_one_under_autocast():
     """Sorted, summed and thresholded in bf16 it gave 0.6 to 12."""
     q, k, _ = (torch.randn(1, HEADS, 1024, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     for options in (opt.Entmax15(), opt.Sparsemax()):
-        normalizer = make_normalizer(options, Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+        normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
         with torch.autocast("cpu", torch.bfloat16):
-            sums = normalizer.weights(q.bfloat16(), k.bfloat16(), Rows.full(1024)).sum(-1)
+            sums = normalizer.weights(q.bfloat16(), k.bfloat16(), AttentionLayout.full(1024)).sum(-1)
         assert sums.dtype == torch.float32
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
 
@@ -129,14 +129,14 @@ def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
 def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: str, monkeypatch: pytest.MonkeyPatch):
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
     monkeypatch.setattr("lm.attention.tiles.TILE", 16)
-    entmax = make_normalizer(opt.Entmax15(), Shape(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
+    entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = []
     for forward in (False, True):
         for backward in (False, True):
             q, k, v = (one.detach().requires_grad_() for one in given[:3])
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                out = entmax(q, k, v, Rows.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
+                out = entmax(q, k, v, AttentionLayout.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
                 found.append((out, *torch.autograd.grad(out, (q, k, v), given[3])))
     for other in found[1:]:

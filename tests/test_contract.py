@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lm.attention import contract
 from lm.attention.contract import CHECKS, results
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, SoftmaxNormalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options, Softmax
 from lm.attention.query_scale import Softmax as FusedSoftmax
 
@@ -19,75 +19,75 @@ class Drawn(SoftmaxNormalizer):
     def initialise(self) -> None:
         self.b = nn.Parameter(torch.randn(self.shape.n_head))
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().define_scores(q, k, rows) * self.b.to(q.dtype).view(-1, 1, 1)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().define_scores(q, k, layout) * self.b.to(q.dtype).view(-1, 1, 1)
 
 
 class OtherForward(FusedSoftmax):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return super().forward(1.01 * q, k, v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().forward(1.01 * q, k, v, layout)
 
 
 class NoGradient(FusedSoftmax):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return super().forward(q.detach(), k, v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().forward(q.detach(), k, v, layout)
 
 
 class Acausal(SoftmaxNormalizer):
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         return scores.softmax(-1)
 
 
 class HalfSums(SoftmaxNormalizer):
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        return super().normalize(scores, rows) / 2
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().normalize(scores, layout) / 2
 
 
 class LooksAtOtherRows(SoftmaxNormalizer):
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        return super().normalize(scores * (1 + scores.mean(-2, keepdim=True)), rows)
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().normalize(scores * (1 + scores.mean(-2, keepdim=True)), layout)
 
 
 class NFromWidth(SoftmaxNormalizer):
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().define_scores(q, k, rows) * k.size(2)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().define_scores(q, k, layout) * k.size(2)
 
 
 class ForgetsAKey(SoftmaxNormalizer):
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
-        out, (k, v) = super().decode(q, k, v, rows, state)
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
+        out, (k, v) = super().decode(q, k, v, layout, state)
         return out, (torch.cat((0 * k[:, :, :1], k[:, :, 1:]), 2), v)
 
 
 class ForgetsTheGroups(SoftmaxNormalizer):
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
-        return self(q, k, v, rows), (k, v)
+        return self(q, k, v, layout), (k, v)
 
 
 class StaysBehind(SoftmaxNormalizer):
     def initialise(self) -> None:
         self.table = torch.ones(1)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().define_scores(q, k, rows) * self.table.expand(q.size(2), 1)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().define_scores(q, k, layout) * self.table.expand(q.size(2), 1)
 
 
 class Overflows(SoftmaxNormalizer):
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        a = scores.exp().masked_fill(~rows.visible(), 0.0)
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        a = scores.exp().masked_fill(~layout.visible(), 0.0)
         return a / a.sum(-1, keepdim=True)
 
 
 class HalfPrecision(SoftmaxNormalizer):
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return self.normalize(self.define_scores(q, k, rows), rows)
+    def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.normalize(self.define_scores(q, k, layout), layout)
 
 
 class Coarse(FusedSoftmax):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return super().forward(q, k, v.to(torch.float8_e4m3fn).bfloat16() if v.dtype == torch.bfloat16 else v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().forward(q, k, v.to(torch.float8_e4m3fn).bfloat16() if v.dtype == torch.bfloat16 else v, layout)
 
 
 BROKEN = {
@@ -111,7 +111,7 @@ BROKEN = {
 def test_a_broken_promise_is_noticed(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
     made = contract.make_normalizer
 
-    def make(options: Options, shape: Shape) -> Normalizer:
+    def make(options: Options, shape: LayerSpec) -> Normalizer:
         return made(options, shape) if isinstance(options, Softmax) else broken(options, shape)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
@@ -130,7 +130,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
         "from lm.attention.options import Options\n"
         "@dataclass\n"
         "class Nothing(Options):\n    full_formula = 'softmax(z) over all keys'\n"
-        "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, rows):\n        return scores.softmax(-1)\n"
+        "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, layout):\n        return scores.softmax(-1)\n"
     )
     result = lm("check-normalizer", "broken:Acausal", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1

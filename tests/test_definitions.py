@@ -13,8 +13,8 @@ import torch
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer, make_normalizer
 
 HEADS, SIZE, WIDTH, TRAIN, LENGTH = 3, 6, 5, 11, 23
 MATCH = TRAIN / math.lgamma(TRAIN + 1)  # 1 / mean ln n over a sequence of the training length
@@ -267,7 +267,7 @@ def mean_over(policy: str, value: Callable[[float], float]) -> float:
 
 def made(options: object) -> Normalizer:
     """With parameters all over the place, float64."""
-    normalizer = make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN)).double()
+    normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN)).double()
     drawn = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in normalizer.parameters():
@@ -309,7 +309,7 @@ def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
 @every_case
 def test_first_values_are_as_documented(options: object):
     first = FIRST.get(options.name, lambda o: {})(options)
-    for name, value in make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN)).named_parameters():
+    for name, value in make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN)).named_parameters():
         if not name.endswith("hidden.weight"):  # drawn by the decoder
             assert value.flatten().tolist() == pytest.approx([first.get(name, 0.0)] * value.numel(), rel=1e-5), name
 
@@ -318,9 +318,9 @@ def test_first_values_are_as_documented(options: object):
 def test_weights_and_the_fast_path_are_the_definition(options: object):
     normalizer = made(options)
     q, k, v, x = inputs(normalizer)
-    exact, rows = expected(normalizer, q, k, x), Rows.full(LENGTH)
-    torch.testing.assert_close(normalizer.weights(q, k, rows), exact, rtol=0, atol=2e-6)  # ln n is in fp32
-    torch.testing.assert_close(normalizer(q, k, v, rows), exact @ v, rtol=0, atol=1e-5)
+    exact, layout = expected(normalizer, q, k, x), AttentionLayout.full(LENGTH)
+    torch.testing.assert_close(normalizer.weights(q, k, layout), exact, rtol=0, atol=2e-6)  # ln n is in fp32
+    torch.testing.assert_close(normalizer(q, k, v, layout), exact @ v, rtol=0, atol=1e-5)
 
 
 @every_case
@@ -331,7 +331,7 @@ def test_decoding_is_the_definition(options: object, steps: list[int]):
     exact, state, seen = expected(normalizer, q, k, x) @ v, None, 0
     for new in steps:
         part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, LENGTH), state)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.next(seen, new, LENGTH), state)
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
         seen += new
 
@@ -341,8 +341,8 @@ def test_packed_sequences_have_the_definitions_gradients(options: object):
     """On the route of sequences that hold several documents, also for the normalizer's own parameters."""
     normalizer = made(options)
     q, k, v, _ = (one.requires_grad_() for one in inputs(normalizer))
-    rows, wanted = Rows.packed([9, 1, 13]), [q, k, v, *normalizer.parameters()]
-    fast, exact = normalizer(q, k, v, rows), normalizer.weights(q, k, rows) @ v
+    layout, wanted = AttentionLayout.packed([9, 1, 13]), [q, k, v, *normalizer.parameters()]
+    fast, exact = normalizer(q, k, v, layout), normalizer.weights(q, k, layout) @ v
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found = [torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]
     for a, b in zip(*found, strict=True):

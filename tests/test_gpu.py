@@ -15,7 +15,7 @@ from torch import Tensor
 from lm.attention import catalogue
 from lm.attention.contract import inputs, made
 from lm.attention.documents import by_documents
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.pointwise_sums import pointwise, why_tiles
 from lm.attention.score_functions import Pointwise
 from lm.model.cross_entropy import linear_cross_entropy
@@ -42,8 +42,8 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
         error = (found.double().cpu() - expected).abs().max()
         assert error <= 1e-4 * max(1.0, expected.abs().max()), f"{what}: {error}"
 
-    rows, on_gpu = Rows.full(length), Rows.full(length, "cuda")
-    weights = exact.weights(*slow[:2], rows)
+    layout, on_gpu = AttentionLayout.full(length), AttentionLayout.full(length, "cuda")
+    weights = exact.weights(*slow[:2], layout)
     close(normalizer.weights(*fast[:2], on_gpu), weights, "weights")
     expected, found = weights @ slow[2], normalizer(*fast, on_gpu)
     close(found, expected, "forward")
@@ -54,12 +54,12 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
         close(a, b, f"gradient {number}")
     with torch.no_grad():
         close(
-            by_documents(normalizer, *fast, Rows.packed(sizes, "cuda")),
-            exact.weights(*slow[:2], Rows.packed(sizes)) @ slow[2],
+            by_documents(normalizer, *fast, AttentionLayout.packed(sizes, "cuda")),
+            exact.weights(*slow[:2], AttentionLayout.packed(sizes)) @ slow[2],
             "packed",
         )
-        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), Rows.next(0, 100, length, "cuda"), None)
-        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), Rows.next(100, 30, length, "cuda"), state)
+        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), AttentionLayout.next(0, 100, length, "cuda"), None)
+        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), AttentionLayout.next(100, 30, length, "cuda"), state)
         close(later, expected[:, :, 100:], "decode")
 
 

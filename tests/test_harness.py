@@ -80,8 +80,8 @@ def test_likelihoods_of_a_batch_are_those_of_single_rows_computed_directly(tiny,
     assert len({round(value, 4) for value, _ in batched}) == 9
     for pair, (value, greedy) in zip(pairs, batched, strict=True):
         context, continuation = model.encode_pair(*pair)
-        direct, likeliest = log_p(model, context + continuation, len(continuation))
-        assert (value, greedy) == (pytest.approx(direct, abs=1e-5), likeliest)
+        direct, argmax_tokens = log_p(model, context + continuation, len(continuation))
+        assert (value, greedy) == (pytest.approx(direct, abs=1e-5), argmax_tokens)
         assert model.loglikelihood(ask("loglikelihood", pair))[0][0] == pytest.approx(value, abs=1e-5)
     together = model.loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in TEXTS)))
     alone = [model.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))[0] for text in TEXTS]

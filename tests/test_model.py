@@ -13,7 +13,7 @@ from folders import same, weights
 
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
@@ -233,7 +233,7 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
     steps = [model(tokens[:, :7], cache=cache), *(model(tokens[:, t : t + 1], cache=cache) for t in range(7, 24))]
     assert torch.allclose(torch.cat(steps, 1), whole, rtol=0, atol=1e-9)
     lengths = [5, 1, 18]
-    packed = model(tokens, rows=Rows.packed(lengths))
+    packed = model(tokens, layout=AttentionLayout.packed(lengths))
     alone = [model(part) for part in tokens.split(lengths, 1)]
     assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
     batched = model(torch.cat((tokens, tokens.flip(1))))
@@ -335,7 +335,7 @@ def test_gau_is_its_papers_formula():
     scores = (z * gau.q_gain + gau.q_offset) @ (z * gau.k_gain + gau.k_offset).transpose(1, 2)
     a = (scores.relu() ** 2).tril() / (torch.arange(1, 7).view(6, 1) * 8)
     expected = (u * (a @ v)) @ gau.out.weight.t()
-    assert torch.allclose(gau(x, Context(Rows.full(6), None, 1.0, None)), expected, atol=1e-9)
+    assert torch.allclose(gau(x, Context(AttentionLayout.full(6), None, 1.0, None)), expected, atol=1e-9)
 
 
 def test_two_gaus_have_about_the_parameters_of_one_block():

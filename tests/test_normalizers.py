@@ -13,8 +13,8 @@ from torch import Tensor
 from lm.attention import catalogue, contract
 from lm.attention import options as opt
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, made
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.options import Options
 
 # One row an entry and choice of options; a new normalizer adds its row here.
@@ -77,7 +77,7 @@ def test_a_normalizer_keeps_the_contract(check: Callable[[Options], None], optio
 @every_case
 def test_weights_are_not_negative(options: Options):
     normalizer = made(options)
-    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], Rows.full(33))
+    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], AttentionLayout.full(33))
     assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
 
 
@@ -90,11 +90,11 @@ def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: Options, 
 
 
 def test_row_length_policies():
-    rows = Rows(torch.tensor([0, 1, 9]), torch.arange(10), torch.tensor([12]), causal=False)
-    assert rows.n("visible").tolist() == [1, 2, 10]
-    assert rows.n("sample").tolist() == [12, 12, 12]
-    assert rows.n("fixed:512").tolist() == [512, 512, 512]
-    assert rows.n("visible").dtype == torch.float32
+    layout = AttentionLayout(torch.tensor([0, 1, 9]), torch.arange(10), torch.tensor([12]), causal=False)
+    assert layout.n("visible").tolist() == [1, 2, 10]
+    assert layout.n("sample").tolist() == [12, 12, 12]
+    assert layout.n("fixed:512").tolist() == [512, 512, 512]
+    assert layout.n("visible").dtype == torch.float32
 
 
 # ---------------------------------------------------------------- identities of the other families
@@ -102,13 +102,13 @@ def test_row_length_policies():
 
 def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
     q, k, v = inputs(40)
-    normalizer, rows = made(opt.Sink()), Rows.full(40)
-    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~rows.visible(), -math.inf)
+    normalizer, layout = made(opt.Sink()), AttentionLayout.full(40)
+    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -math.inf)
     gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
-    assert torch.allclose(normalizer(q, k, v, rows), expected, atol=1e-12)
-    off_by_one = make_normalizer(opt.Softmax1(), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH))
-    assert torch.allclose(off_by_one.weights(q, k, rows), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
+    assert torch.allclose(normalizer(q, k, v, layout), expected, atol=1e-12)
+    off_by_one = make_normalizer(opt.Softmax1(), LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH))
+    assert torch.allclose(off_by_one.weights(q, k, layout), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
 
 
 @pytest.mark.parametrize(("options", "oracle"), [(opt.Sparsemax(), "sparsemax"), (opt.Entmax15(), "entmax15")])
@@ -118,9 +118,9 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
 
     q, k, _ = inputs(60)
     q = (q * scale).requires_grad_()
-    normalizer, rows = made(options), Rows.full(60)
-    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~rows.visible(), -1e9)
-    expected, found = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, rows)
+    normalizer, layout = made(options), AttentionLayout.full(60)
+    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -1e9)
+    expected, found = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, layout)
     assert torch.allclose(found, expected, atol=1e-9)
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = [torch.autograd.grad((a * weight).sum(), q, retain_graph=True)[0] for a in (found, expected)]
@@ -130,22 +130,22 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("options", [opt.Relu2(n="sum"), opt.Linear()], ids=["relu2", "linear"])
 def test_rows_over_their_sums_sum_to_one_at_every_scale_of_the_queries(options: object, scale: float):
-    normalizer, rows = made(options, torch.float32), Rows.full(50)
+    normalizer, layout = made(options, torch.float32), AttentionLayout.full(50)
     q, k, _ = inputs(50, torch.float32)
-    sums = normalizer.weights(q * scale, k, rows).sum(-1)
+    sums = normalizer.weights(q * scale, k, layout).sum(-1)
     assert torch.allclose(sums[sums > 0], torch.ones(()), atol=1e-5)
-    out = normalizer(q * scale, k, torch.ones_like(q), rows)[..., 0]
+    out = normalizer(q * scale, k, torch.ones_like(q), layout)[..., 0]
     assert torch.allclose(out, sums, atol=1e-5)
 
 
 def test_relu2_is_gaus_formula_in_both_forms():
     q, k, _ = inputs(30)
-    rows, n = Rows.full(30), torch.arange(1, 31).double().view(30, 1)
+    layout, n = AttentionLayout.full(30), torch.arange(1, 31).double().view(30, 1)
     scores = q @ k.transpose(-2, -1)
     for form, expected in (("1/(n d)", scores.relu() ** 2 / (n * 16)), ("1/n^2", (scores / n).relu() ** 2)):
-        assert torch.allclose(made(opt.Relu2(form=form)).weights(q, k, rows), expected.tril(), rtol=1e-6)
+        assert torch.allclose(made(opt.Relu2(form=form)).weights(q, k, layout), expected.tril(), rtol=1e-6)
     total = (scores.relu() ** 2).tril()
-    assert torch.allclose(made(opt.Relu2(n="sum")).weights(q, k, rows), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
+    assert torch.allclose(made(opt.Relu2(n="sum")).weights(q, k, layout), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
 
 
 def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
@@ -157,23 +157,23 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
 
 
 def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_its_published_constants():
-    normalizer = make_normalizer(opt.ScaleInvariant(), Shape(1, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.ScaleInvariant(), LayerSpec(1, 16, WIDTH, 64)).double()
     q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64).view(1, 1, 3, 1)
-    rows = Rows(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
+    layout = AttentionLayout(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
     al = be = math.exp(0.5)
     expected = []
     for distance, z in zip((2, 1, 0), (0.3, -0.2, 0.9), strict=True):
         a = math.sqrt(2 * (math.log(distance / 10 + 1) - math.log(al) + be / al))
         expected.append(a * z - a**2 + be / al)
     assert expected[2] == pytest.approx(0.9)
-    weights = normalizer.weights(q, k, rows).flatten()
+    weights = normalizer.weights(q, k, layout).flatten()
     assert torch.allclose(weights, torch.tensor(expected, dtype=torch.float64).softmax(0), atol=1e-6)
 
 
 def test_alibi_has_its_published_slopes():
-    normalizer = make_normalizer(opt.ALiBi(), Shape(8, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.ALiBi(), LayerSpec(8, 16, WIDTH, 64)).double()
     z = torch.zeros(1, 8, 3, 16, dtype=torch.float64)
-    weights = normalizer.weights(z, z, Rows.full(3))[0, :, 2]
+    weights = normalizer.weights(z, z, AttentionLayout.full(3))[0, :, 2]
     slopes = (weights[:, 2] / weights[:, 1]).log()
     assert torch.allclose(slopes, torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
 
@@ -187,8 +187,8 @@ def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query()
     for i in range(9):
         for j in range(i + 1):
             z[:, :, i, j] += gates[:, :, j + 1 : i + 1].log().sum(-1)
-    expected = z.masked_fill(~Rows.full(9).visible(), -math.inf).softmax(-1)
-    found = normalizer.weights(q, torch.cat((k, normalizer.key_features(x)), -1), Rows.full(9))
+    expected = z.masked_fill(~AttentionLayout.full(9).visible(), -math.inf).softmax(-1)
+    found = normalizer.weights(q, torch.cat((k, normalizer.key_features(x)), -1), AttentionLayout.full(9))
     assert torch.allclose(found, expected, atol=1e-10)
 
 
@@ -199,14 +199,14 @@ def test_asentmax_is_entmax_of_scaled_logits():
     b, g = F.softplus(x @ normalizer.w_b.t()), 2 * (x @ normalizer.w_g.t()).tanh()
     log_n = torch.arange(1, 10).float().log().double().clamp(min=1e-6)
     scale = 1 + b.transpose(1, 2) * log_n ** g.transpose(1, 2)  # (B, H, T)
-    found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, Rows.full(9))
-    assert torch.allclose(found, made(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, Rows.full(9)), atol=1e-9)
+    found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, AttentionLayout.full(9))
+    assert torch.allclose(found, made(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, AttentionLayout.full(9)), atol=1e-9)
 
 
 def test_temperatures_follow_their_formulas():
-    rows = Rows.full(128)
-    shape = Shape(1, 64, WIDTH, 32)
-    llama = make_normalizer(opt.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(rows).flatten()
+    layout = AttentionLayout.full(128)
+    shape = LayerSpec(1, 64, WIDTH, 32)
+    llama = make_normalizer(opt.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(layout).flatten()
     assert [round(llama[p].item(), 6) for p in (0, 48, 49, 99)] == [
         1.0,
         1.0,
@@ -214,17 +214,17 @@ def test_temperatures_follow_their_formulas():
         round(1 + 0.1 * math.log(3), 6),
     ]
     yarn = make_normalizer(opt.YaRN(), shape)
-    assert yarn.scale(rows).unique().item() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
-    assert yarn.scale(Rows.full(20)).unique().item() == 1.0
-    info = make_normalizer(opt.InfoScale(), shape).scale(rows).flatten()
+    assert yarn.scale(layout).unique().item() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert yarn.scale(AttentionLayout.full(20)).unique().item() == 1.0
+    info = make_normalizer(opt.InfoScale(), shape).scale(layout).flatten()
     assert info[31].item() == pytest.approx(1.0)
     assert info[127].item() == pytest.approx(math.sqrt(1 - 128 ** (-2 / 64)) / math.sqrt(1 - 32 ** (-2 / 64)))
 
 
 def test_retention_fades_by_its_heads_rates():
-    normalizer = make_normalizer(opt.Linear(features="identity", decay=True, n="fixed:10"), Shape(4, 16, WIDTH, 64)).double()
+    normalizer = make_normalizer(opt.Linear(features="identity", decay=True, n="fixed:10"), LayerSpec(4, 16, WIDTH, 64)).double()
     one = torch.ones(1, 4, 6, 16, dtype=torch.float64)
-    weights = normalizer.weights(one, one, Rows.full(6))[0]
+    weights = normalizer.weights(one, one, AttentionLayout.full(6))[0]
     rates = weights[:, 5, 2] / weights[:, 5, 3]
     assert torch.allclose(rates, 1 - 2.0 ** torch.tensor([-5.0, -6.0, -7.0, -8.0], dtype=torch.float64))
     assert weights[0, 5, 5].item() == pytest.approx(16 / 4 / 10)
@@ -236,13 +236,13 @@ def test_retention_fades_by_its_heads_rates():
 def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tensor:
     """Weights of one query over n keys whose scaled logits are `logits` (n,), float64."""
     n = len(logits)
-    normalizer = make_normalizer(options, Shape(1, 16, WIDTH, TRAIN_LENGTH)).double()
+    normalizer = make_normalizer(options, LayerSpec(1, 16, WIDTH, TRAIN_LENGTH)).double()
     if s is not None:
         with torch.no_grad():
             normalizer.s.fill_(s)
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    rows = Rows(torch.tensor([n - 1]), torch.arange(n), torch.tensor([n]), causal=False)
-    return normalizer.weights(q, logits.double().view(1, 1, n, 1), rows).flatten()
+    layout = AttentionLayout(torch.tensor([n - 1]), torch.arange(n), torch.tensor([n]), causal=False)
+    return normalizer.weights(q, logits.double().view(1, 1, n, 1), layout).flatten()
 
 
 FIGURE_1 = {  # n: largest weight under softmax and under SSMax with s = 0.43
@@ -286,15 +286,15 @@ MATCH = {128: 0.25785, 256: 0.21932, 512: 0.19061, 1024: 0.16847, 2048: 0.15090,
 @pytest.mark.parametrize("length", MATCH)
 def test_matching_first_value_keeps_the_mean_logit_scale_at_one(length: int):
     assert length / math.lgamma(length + 1) == pytest.approx(MATCH[length], abs=6e-6)
-    normalizer = make_normalizer(opt.SSMax(), Shape(HEADS, 16, WIDTH, length))
+    normalizer = make_normalizer(opt.SSMax(), LayerSpec(HEADS, 16, WIDTH, length))
     assert normalizer.s.tolist() == pytest.approx([MATCH[length]] * HEADS, abs=6e-6)
-    assert normalizer.scale(Rows.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
+    assert normalizer.scale(AttentionLayout.full(length)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["visible", "sample", "fixed:1000"])
 def test_matching_holds_for_every_row_length(policy: str):
-    normalizer = make_normalizer(opt.SSMax(n=policy), Shape(HEADS, 16, WIDTH, 100))
-    assert normalizer.scale(Rows.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
+    normalizer = make_normalizer(opt.SSMax(n=policy), LayerSpec(HEADS, 16, WIDTH, 100))
+    assert normalizer.scale(AttentionLayout.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_ssmax_with_s_one_over_log_n_is_softmax_at_that_n():
@@ -317,12 +317,12 @@ def test_log_n_clip_is_softmax_below_its_base():
 def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(row_weights(opt.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
-    normalizer = make_normalizer(opt.SSMax(bias=True), Shape(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
+    normalizer = make_normalizer(opt.SSMax(bias=True), LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
     q, k, v = inputs(20)
-    assert torch.equal(normalizer(q, k, v, Rows.full(20)), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert torch.equal(normalizer(q, k, v, AttentionLayout.full(20)), F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
@@ -333,13 +333,13 @@ def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
 
 def test_published_mistake_padded_width_is_not_n():
     """The first queries of a wide row must see ln of their own few keys."""
-    scale = make_normalizer(opt.SSMax(init=1.0), Shape(1, 16, WIDTH, TRAIN_LENGTH)).scale(Rows.full(512)).flatten()
+    scale = make_normalizer(opt.SSMax(init=1.0), LayerSpec(1, 16, WIDTH, TRAIN_LENGTH)).scale(AttentionLayout.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 
 
 def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
-    assert [(n, tuple(p.shape)) for n, p in make_normalizer(opt.SSMax(bias=True), Shape(5, 16, WIDTH, 64)).named_parameters()] == [
+    assert [(n, tuple(p.shape)) for n, p in make_normalizer(opt.SSMax(bias=True), LayerSpec(5, 16, WIDTH, 64)).named_parameters()] == [
         ("s", (5,)),
         ("b", (5,)),
     ]
-    assert not list(make_normalizer(opt.SSMax(scale="none"), Shape(5, 16, WIDTH, 64)).parameters())
+    assert not list(make_normalizer(opt.SSMax(scale="none"), LayerSpec(5, 16, WIDTH, 64)).parameters())

@@ -70,7 +70,7 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
 
 
 def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.over_ranks", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.sequences.all_reduce_sum", lambda where, local: local())
     decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), rows(MQAR(), 40, 5)
     parts = [answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     together = answers(decoder, asked, CPU)

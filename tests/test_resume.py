@@ -26,7 +26,7 @@ from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.runs.loading import load
 from lm.training.checkpointing import Checkpoints
-from lm.training.train import hold, train
+from lm.training.train import lock_run_folder, train
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
 
@@ -436,7 +436,7 @@ def test_every_start_of_a_run_is_recorded_and_time_goes_on(tiny):
 def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
-    with hold(config.run_folder), pytest.raises(RunError, match="another process is training"):
+    with lock_run_folder(config.run_folder), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
 
 

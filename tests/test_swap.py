@@ -12,7 +12,7 @@ from folders import curve, same, series, weights
 import lm
 from lm.attention import catalogue
 from lm.attention import options as opt
-from lm.attention.normalizer import Shape, make_normalizer
+from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
@@ -51,11 +51,11 @@ def decoder(tiny, normalizer: object = None, seed: int = 1) -> Decoder:
 @pytest.mark.parametrize(("length", "s"), [(128, 0.25785), (1024, 0.16847), (4096, 0.13663)])
 def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float):
     """Reference section 1.4: 1 / mean ln n = L / lgamma(L + 1); 0.16847 at 1,024 is the paper's 0.168."""
-    new = make_normalizer(opt.SSMax(init=0.7), Shape(3, 16, 32, length))
-    new.match(make_normalizer(opt.Softmax(), Shape(3, 16, 32, length)))
+    new = make_normalizer(opt.SSMax(init=0.7), LayerSpec(3, 16, 32, length))
+    new.init_from(make_normalizer(opt.Softmax(), LayerSpec(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([0.7] * 3)  # an init that is a number stays
-    new = make_normalizer(opt.SSMax(), Shape(3, 16, 32, length))
-    new.match(make_normalizer(opt.Softmax(), Shape(3, 16, 32, length)))
+    new = make_normalizer(opt.SSMax(), LayerSpec(3, 16, 32, length))
+    new.init_from(make_normalizer(opt.Softmax(), LayerSpec(3, 16, 32, length)))
     assert new.s.tolist() == pytest.approx([s] * 3, abs=1e-5)
     assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
 
@@ -63,11 +63,11 @@ def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float)
 @pytest.mark.parametrize("old", [opt.Softmax(), opt.LogN(), opt.SSMax(init=0.4), opt.LogN(base=64.0), opt.SSMax(init=0.3, bias=True)])
 @pytest.mark.parametrize("new", [opt.SSMax(), SSMAX_BIAS, opt.SSMax(scale="none", bias=True), opt.SSMax(n="sample")])
 def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, new: object):
-    before, after = (make_normalizer(options, Shape(2, 16, 32, 256)) for options in (old, new))
+    before, after = (make_normalizer(options, LayerSpec(2, 16, 32, 256)) for options in (old, new))
     with torch.no_grad():
         for parameter in before.parameters():
             parameter.add_(torch.tensor([0.0, 0.2]))  # heads that differ
-    after.match(before)
+    after.init_from(before)
     expected, found = before.scale_by_position(), after.scale_by_position()
     torch.testing.assert_close(found.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
     if new == SSMAX_BIAS:  # a line in ln n follows any other exactly

@@ -17,7 +17,7 @@ from lm.runs.checkpoints import load_checkpoint, steps_saved
 from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import wandb_mode
 from lm.training.module import TrainModule
-from lm.training.starting import cut_back
+from lm.training.starting import truncate_after
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"
@@ -166,7 +166,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    assert cut_back(tmp_path, 2) == []
+    assert truncate_after(tmp_path, 2) == []
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
 
@@ -175,7 +175,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
 def test_a_damaged_line_in_the_middle_costs_that_line_alone_and_is_told(tmp_path: Path, damaged: bytes):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
-    assert cut_back(tmp_path, 2) == [f"note: {path}: left out what is not readable: line 2"]
+    assert truncate_after(tmp_path, 2) == [f"note: {path}: left out what is not readable: line 2"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

@@ -1,6 +1,6 @@
 """What every normalizer promises, each promise as a check: lm's own are put to them by its tests, others by `lm check-normalizer`.
 
-Shapes: B = 2 rows, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
+Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lm.attention.documents import by_documents
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, grouped, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer, grouped, make_normalizer
 from lm.attention.options import Options, Softmax
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
@@ -20,7 +20,7 @@ AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be so many times softmax'
 
 def made(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
     """The normalizer with its parameters moved off their first values."""
-    normalizer = make_normalizer(options, Shape(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
+    normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in normalizer.parameters():
@@ -31,13 +31,13 @@ def made(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE)
 
 
 def inputs(
-    length: int, dtype: torch.dtype = torch.float64, rows: int = 2, size: int = SIZE, seed: int = 0, normalizer: Normalizer | None = None
+    length: int, dtype: torch.dtype = torch.float64, batch: int = 2, size: int = SIZE, seed: int = 0, normalizer: Normalizer | None = None
 ) -> list[Tensor]:
-    """Random q, k, v (rows, HEADS, length, size); q and k with the features that `normalizer` makes from a layer's input."""
+    """Random q, k, v (batch, HEADS, length, size); q and k with the features that `normalizer` makes from a layer's input."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(rows, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
     if normalizer is not None:
-        x = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+        x = torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
         q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
     return [q.to(dtype), k.to(dtype), v.to(dtype)]
 
@@ -64,13 +64,17 @@ def close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> No
 
 
 def is_definition(
-    normalizer: Normalizer, route: Callable[[Tensor, Tensor, Tensor, Rows], Tensor], leaves: list[Tensor], rows: Rows, atol: float = 1e-10
+    normalizer: Normalizer,
+    route: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
+    leaves: list[Tensor],
+    layout: AttentionLayout,
+    atol: float = 1e-10,
 ) -> None:
     """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
     found, parameters = [], list(normalizer.parameters())
-    for one in (route, lambda q, k, v, rows: normalizer.weights(q, k, rows) @ v):
+    for one in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         given = [x.detach().requires_grad_() for x in leaves]
-        out = one(*given, rows)
+        out = one(*given, layout)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
         found.append((out, *gradients(out, [*given, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
@@ -84,7 +88,7 @@ def decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tens
     seen, state = 0, None
     for new in steps:
         part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], Rows.next(seen, new, whole.size(2)), state)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.next(seen, new, whole.size(2)), state)
         close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from what was remembered")
         seen += new
 
@@ -95,7 +99,7 @@ def decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tens
 def first_values(options: Options) -> None:
     """first values are the same each time, but for matrices named `hidden`"""
     with torch.random.fork_rng():
-        one, other = (make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+        one, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"{name} is drawn")
 
@@ -106,25 +110,25 @@ def fast_path(options: Options) -> None:
         normalizer = made(options, size=size)
         for length in (1, 2, 7, 64, 129):
             leaves = inputs(length, size=size, normalizer=normalizer)
-            is_definition(normalizer, normalizer, leaves, Rows.full(length), 1e-10 * length)
+            is_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
 
 
 def finite_differences(options: Options) -> None:
     """gradients are right by finite differences"""
-    normalizer, rows = made(options, size=4), Rows.full(6)
-    leaves = [x.requires_grad_() for x in inputs(6, rows=1, size=4, normalizer=normalizer)]
+    normalizer, layout = made(options, size=4), AttentionLayout.full(6)
+    leaves = [x.requires_grad_() for x in inputs(6, batch=1, size=4, normalizer=normalizer)]
     names = [name for name, _ in normalizer.named_parameters()]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, rows))
+        return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
     torch.autograd.gradcheck(run, (*leaves, *normalizer.parameters()), eps=1e-6, atol=1e-6, fast_mode=True)
 
 
 def row_sums(options: Options) -> None:
     """weights are causal, and rows with any sum to one if the options say so"""
-    normalizer, rows = made(options), Rows.full(33)
-    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], rows)
+    normalizer, layout = made(options), AttentionLayout.full(33)
+    weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
     require((weights.triu(1) == 0).all(), "a key after the query has weight")
     sums = weights.sum(-1)
     to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
@@ -134,35 +138,35 @@ def row_sums(options: Options) -> None:
 
 def scores_apart(options: Options) -> None:
     """weights are made of scores, each row of its own, and of visible keys alone"""
-    normalizer, rows = made(options), Rows.packed([6, 5])
-    q, k, _ = inputs(11, rows=1, normalizer=normalizer)
-    scores = normalizer.scores(q, k, rows)
-    require(torch.equal(normalizer.normalize(scores, rows), normalizer.weights(q, k, rows)), "weights are not normalize(scores)")
-    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, rows)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
+    normalizer, layout = made(options), AttentionLayout.packed([6, 5])
+    q, k, _ = inputs(11, batch=1, normalizer=normalizer)
+    scores = normalizer.scores(q, k, layout)
+    require(torch.equal(normalizer.normalize(scores, layout), normalizer.weights(q, k, layout)), "weights are not normalize(scores)")
+    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
     query = torch.arange(11)
     own = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0
     require((jacobian == 0).all(), "a row of weights depends on another row's scores")
-    require((own.transpose(1, 2)[~rows.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
+    require((own.transpose(1, 2)[~layout.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
 
 
 def causality(options: Options) -> None:
     """a later token changes nothing earlier, to the bit"""
-    normalizer, rows = made(options), Rows.full(40)
+    normalizer, layout = made(options), AttentionLayout.full(40)
     q, k, v = inputs(40, normalizer=normalizer)
-    before = normalizer(q, k, v, rows)
+    before = normalizer(q, k, v, layout)
     for x in (q, k, v):
         x[:, :, 25:] += 3.0
-    require(torch.equal(before[:, :, :25], normalizer(q, k, v, rows)[:, :, :25]), "outputs before the changed tokens differ")
+    require(torch.equal(before[:, :, :25], normalizer(q, k, v, layout)[:, :, :25]), "outputs before the changed tokens differ")
 
 
 def decoding(options: Options) -> None:
     """decoding, token by token and in pieces, gives what the whole row gives"""
     normalizer, length = made(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
-    whole = normalizer(q, k, v, Rows.full(length))
+    whole = normalizer(q, k, v, AttentionLayout.full(length))
     for t in range(length):
-        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], Rows.full(length).part(slice(t, t + 1), t + 1))
+        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], AttentionLayout.full(length).part(slice(t, t + 1), t + 1))
         close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
         decodes(normalizer, q, k, v, whole, steps)
@@ -173,7 +177,7 @@ def shared_keys(options: Options) -> None:
     normalizer = made(options)
     q, own, v = inputs(30, normalizer=normalizer)
     k, v = torch.cat((own[:, ::2, :, :SIZE], grouped(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
-    whole = normalizer(q, *normalizer.of_each_query_head(k, v), Rows.full(30))
+    whole = normalizer(q, *normalizer.of_each_query_head(k, v), AttentionLayout.full(30))
     decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
 
 
@@ -181,43 +185,43 @@ def packed(options: Options) -> None:
     """documents packed in a row give what each gives alone"""
     normalizer, lengths = made(options), [5, 1, 19, 8]
     given = inputs(sum(lengths), normalizer=normalizer)
-    out = normalizer(*given, Rows.packed(lengths))
+    out = normalizer(*given, AttentionLayout.packed(lengths))
     for length, found, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
-        close(found, normalizer(*alone, Rows.full(length)), f"a document of {length}")
+        close(found, normalizer(*alone, AttentionLayout.full(length)), f"a document of {length}")
 
 
 def documents(options: Options) -> None:
     """documents that begin at different places in each row are the definition, forward and backward"""
     normalizer = made(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
-    leaves = inputs(33, rows=3, normalizer=normalizer)
-    is_definition(normalizer, partial(by_documents, normalizer), leaves, Rows.isolated(positions))
+    leaves = inputs(33, batch=3, normalizer=normalizer)
+    is_definition(normalizer, partial(by_documents, normalizer), leaves, AttentionLayout.isolated(positions))
 
 
 def row_length(options: Options) -> None:
     """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone"""
     normalizer, short, long = made(options), 9, 21
     q, k, v = inputs(long, normalizer=normalizer)
-    alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], Rows.full(short))
+    alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], AttentionLayout.full(short))
     positions = torch.arange(long).expand(2, long)
-    batched = normalizer(q, k, v, Rows(positions, positions, torch.tensor([[short], [long]]), causal=True))
+    batched = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short], [long]]), causal=True))
     close(batched[:1, :, :short], alone, "the shorter document", 1e-12)
 
 
 def one_device(options: Options) -> None:
     """nothing stays behind on another device (torch's `meta`, where operands of two are an error)"""
-    normalizer = make_normalizer(options, Shape(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
+    normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
     require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
     x = torch.empty(2, 20, WIDTH, device="meta")
     q = k = v = torch.empty(2, HEADS, 20, SIZE, device="meta", requires_grad=True)
     q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
     positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
-    for rows in (Rows.full(20, "meta"), Rows(positions, positions, positions, False, positions, positions)):
-        require(normalizer.weights(q, k, rows).is_meta, "weights are on another device")
-        out = normalizer(q, k, v, rows)
+    for layout in (AttentionLayout.full(20, "meta"), AttentionLayout(positions, positions, positions, False, positions, positions)):
+        require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
+        out = normalizer(q, k, v, layout)
         out.backward(torch.empty_like(out))
-    first, state = normalizer.decode(q, k, v, Rows.next(0, 20, 30, "meta"), None)
-    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], Rows.next(20, 1, 30, "meta"), state)
+    first, state = normalizer.decode(q, k, v, AttentionLayout.next(0, 20, 30, "meta"), None)
+    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.next(20, 1, 30, "meta"), state)
     require(first.is_meta and later.is_meta, "what is decoded is on another device")
 
 
@@ -228,18 +232,18 @@ def extreme_scores(options: Options) -> None:
         q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
         large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
-        out = normalizer(large_q, large_k, v, Rows.full(50))
+        out = normalizer(large_q, large_k, v, AttentionLayout.full(50))
         found = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
         require(all(x.isfinite().all() for x in (out, *found)), f"not finite, with queries and keys about {fill:g}")
 
 
 def autocast_weights(options: Options) -> None:
     """weights are in fp32 whatever autocast says, and of bf16 inputs, too"""
-    normalizer, rows = made(options, torch.float32), Rows.full(20)
+    normalizer, layout = made(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
-    plain = normalizer.weights(q, k, rows)
+    plain = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        found, rounded = normalizer.weights(q, k, rows), normalizer.weights(q.bfloat16(), k.bfloat16(), rows)
+        found, rounded = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
     require(torch.equal(found, plain), "weights under autocast differ")
     require(rounded.dtype == torch.float32, f"weights of bf16 inputs are in {rounded.dtype}")
 
@@ -260,7 +264,7 @@ def _autocast_errors(options: Options) -> dict[str, float]:
         q, k = ((x.double() if exact else x.float()).requires_grad_() for x in (q, k))
         v = (v.double() if exact else v).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
-            out = normalizer(q, k, v, Rows.full(length))
+            out = normalizer(q, k, v, AttentionLayout.full(length))
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
         found.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
     return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True) if a.norm() > 0}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lm.attention import options
 from lm.attention.fused import fused_softmax
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import SoftmaxNormalizer, logits
 from lm.attention.precision import without_autocast
 
@@ -17,10 +17,10 @@ class ALiBi(SoftmaxNormalizer):
     So for any H; its authors' code interleaves two such series where H is no power of two.
     """
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         heads = torch.arange(1, self.shape.n_head + 1, device=q.device)
         slopes = (2.0 ** (-8 * heads / self.shape.n_head)).view(-1, 1, 1)
-        return logits(q, k) - (slopes * rows.distance()).to(q.dtype)
+        return logits(q, k) - (slopes * layout.distance()).to(q.dtype)
 
 
 class Window(SoftmaxNormalizer):
@@ -31,15 +31,15 @@ class Window(SoftmaxNormalizer):
 
     options: options.Window
 
-    def visible(self, rows: Rows) -> Tensor:
-        return rows.visible() & (rows.distance() < self.options.size)
+    def visible(self, layout: AttentionLayout) -> Tensor:
+        return layout.visible() & (layout.distance() < self.options.size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        if not rows.causal:
-            return super().forward(q, k, v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if not layout.causal:
+            return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
         if t <= w:
-            return fused_softmax(q, k, v, rows)
+            return fused_softmax(q, k, v, layout)
 
         def blocks(x: Tensor, before: int) -> Tensor:
             """(B, H, T, X) as blocks of w tokens, each after the `before` blocks before it: (B N, H, (before + 1) w, X)."""
@@ -50,16 +50,16 @@ class Window(SoftmaxNormalizer):
         at, seen = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
         mask = ((seen > at) & (seen <= at + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
         mask[0] &= seen >= w  # there is no block before the first
-        out = fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), rows, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
+        out = fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
         return out.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Remembers the latest w - 1 keys and values."""
-        out, (k, v) = super().decode(q, k, v, rows, state)
+        out, (k, v) = super().decode(q, k, v, layout, state)
         first = max(0, k.size(2) - self.options.size + 1)
         return out, (k[:, :, first:], v[:, :, first:])
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
@@ -71,8 +71,8 @@ class ScaleInvariant(SoftmaxNormalizer):
 
     options: options.ScaleInvariant
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        distance = rows.distance().clamp(min=0.0)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        distance = layout.distance().clamp(min=0.0)
         square = 2 * (torch.log1p(distance / self.options.tau) - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
         return logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
 
@@ -93,8 +93,8 @@ class Forget(SoftmaxNormalizer):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        visible = rows.visible()
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        visible = layout.visible()
         k, log_f = k[..., :-1], k[..., -1]
         so_far = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count
         shown = visible.expand(*q.shape[:2], *visible.shape[-2:])

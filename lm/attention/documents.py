@@ -5,20 +5,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 
 
 @torch.compiler.disable
-def by_documents(attend: Callable[[Tensor, Tensor, Tensor, Rows], Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-    """What `attend(q, k, v, rows)` gives where a row holds several documents, (B, H, T, E): each by the route it would take alone.
+def by_documents(
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """What `attend(q, k, v, layout)` gives where a row holds several documents, (B, H, T, E): each by the route it would take alone.
 
     Documents of like size (up to a factor of 2) lie side by side, padded at their ends, where no query of theirs looks: there is no
     T x T mask, and time grows with the documents' lengths. At most log2(T) calls.
     """
     b, _, t, _ = q.shape
-    if b not in rows.grouped:  # the same for all layers
-        rows.grouped[b] = _document_groups(rows, b)
-    places, groups = rows.grouped[b]
+    if b not in layout.grouped:  # the same for all layers
+        layout.grouped[b] = _document_groups(layout, b)
+    places, groups = layout.grouped[b]
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
     outs = []
     for index, alone in groups:
@@ -27,12 +29,12 @@ def by_documents(attend: Callable[[Tensor, Tensor, Tensor, Rows], Tensor], q: Te
     return torch.cat(outs).index_select(0, places).unflatten(0, (b, t)).transpose(1, 2)
 
 
-def _document_groups(rows: Rows, n_rows: int) -> tuple[Tensor, list[tuple[Tensor, Rows]]]:
+def _document_groups(layout: AttentionLayout, n_rows: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
     """Where each token of the flattened rows (B T,) stands in the groups' outputs one after the other; and of each group the tokens
     of its documents (N, P) and their rows."""
-    device = rows.positions.device
-    positions = rows.positions.expand(n_rows, -1).flatten().cpu()
-    lengths = rows.lengths.expand_as(rows.positions).expand(n_rows, -1).flatten()
+    device = layout.positions.device
+    positions = layout.positions.expand(n_rows, -1).flatten().cpu()
+    lengths = layout.lengths.expand_as(layout.positions).expand(n_rows, -1).flatten()
     starts = (positions == 0).nonzero().flatten()
     sizes = torch.diff(starts, append=torch.tensor([len(positions)]))
     classes = sizes.clamp(min=16).double().log2().ceil()
@@ -46,5 +48,5 @@ def _document_groups(rows: Rows, n_rows: int) -> tuple[Tensor, list[tuple[Tensor
         before += index.numel()
         index = index.to(device)
         at = place.to(device).expand_as(index)
-        groups.append((index, Rows(at, at, lengths[index[:, :1]], causal=True)))
+        groups.append((index, AttentionLayout(at, at, lengths[index[:, :1]], causal=True)))
     return places.to(device), groups

@@ -5,14 +5,16 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 
 
-def fused_softmax(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float | None = None, mask: Tensor | None = None) -> Tensor:
+def fused_softmax(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
     """softmax(q.k scale) v on the fused kernel, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
 
     The kernel wants values as wide as keys: wider ones are cut into pieces that are heads of their own.
-    `mask`: another than that of `rows`.
+    `mask`: another than that of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
@@ -20,7 +22,7 @@ def fused_softmax(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float | No
     if width != size:
         v = F.pad(v, (0, pieces * size - width)).unflatten(-1, (pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x pieces, S, D)
         q, k = q.repeat_interleave(pieces, 1), k.repeat_interleave(pieces, 1)
-    causal = rows.causal and mask is None
-    mask = None if causal else rows.visible() if mask is None else mask
+    causal = layout.causal and mask is None
+    mask = None if causal else layout.visible() if mask is None else mask
     out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
     return out if width == size else out.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)[..., :width]

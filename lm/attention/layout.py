@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionLayout:
     """Where the queries and keys of one attention call stand in their documents.
 
     Every normalizer takes n from here, never from a tensor's width: a prefix, a padded batch, a
-    packed row and a decoding step then give the same n for the same token.
+    packed sequence and a decoding step then give the same n for the same token.
 
     Attributes:
         positions: (T,) or (B, T) int64, 0-based position of each query in its document.
         key_positions: (S,) or (B, S) int64, likewise of each key.
         lengths: tokens of the query's document, int64, broadcastable to `positions`.
-        causal: keys are the queries themselves, in order, of one document a row: the mask is the plain causal triangle.
-        documents: which document each query is of, as `positions`; None: one document a row.
+        causal: keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle.
+        documents: which document each query is of, as `positions`; None: one document a sequence.
         key_documents: likewise of each key.
     """
 
@@ -31,41 +31,41 @@ class Rows:
     key_documents: Tensor | None = None
 
     @cached_property
-    def grouped(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "Rows"]]]]:
-        """Documents of like size side by side, by the number of rows: `lm.attention.documents` keeps them here."""
+    def grouped(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
+        """Documents of like size side by side, by the number of sequences: `lm.attention.documents` keeps them here."""
         return {}
 
     @classmethod
-    def full(cls, length: int, device: torch.device | str = "cpu") -> "Rows":
-        """Rows of one document of `length` tokens, each token a query and a key."""
+    def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
+        """One document of `length` tokens, each token a query and a key."""
         positions = torch.arange(length, device=device)
         return cls(positions, positions, torch.full_like(positions, length), causal=True)
 
     @classmethod
-    def packed(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Rows":
-        """A row of several documents side by side, of `lengths` tokens; a token sees its own document only."""
+    def packed(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
+        """a sequence of several documents side by side, of `lengths` tokens; a token sees its own document only."""
         return cls.isolated(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
-    def isolated(cls, positions: Tensor) -> "Rows":
-        """Rows whose documents don't see each other, from `positions` (B, T) that begin at 0 with each document and row."""
+    def isolated(cls, positions: Tensor) -> "AttentionLayout":
+        """Sequences whose documents don't see each other, from `positions` (B, T) that begin at 0 with each document and sequence."""
         documents = (positions == 0).cumsum(-1)
         sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
         sizes.scatter_add_(1, documents, torch.ones_like(documents))
         return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
 
     @classmethod
-    def next(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "Rows":
+    def next(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """Tokens `seen` to `seen + new` of a document that will have `length`: queries; keys are all up to there."""
         keys = torch.arange(seen + new, device=device)
         return cls(keys[seen:], keys, torch.full((new,), length, device=device), causal=seen == 0)
 
-    def part(self, queries: slice | Tensor, keys: int) -> "Rows":
+    def part(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
         """Some of the queries, by their places, and the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]
-        return Rows(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
+        return AttentionLayout(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
 
     def visible(self) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: which keys each query sees."""

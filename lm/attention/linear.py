@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import options
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer
 from lm.attention.precision import without_autocast
 from lm.attention.row_sums import divided
@@ -39,21 +39,21 @@ class Linear(DividedNormalizer):
         heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
         return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """The product of features with its decay: what is divided."""
         q, k = self.features(q, k)
-        decay = (self.log_decay(q).view(-1, 1, 1) * rows.distance().to(q.dtype).clamp(min=0)).exp()
+        decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return self.decode(q, k, v, rows, None)[0] if rows.causal else super().forward(q, k, v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Remembers one D x E matrix a head of queries, however many tokens there were."""
         k, v = self.of_each_query_head(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
-        factor, width, dtype = self.factor(rows), v.size(-1), v.dtype
+        factor, width, dtype = self.factor(layout), v.size(-1), v.dtype
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
@@ -76,5 +76,5 @@ class Linear(DividedNormalizer):
             state = state * since[:, t - 1 : t] + (kc * until[:, CHUNK - t :]).transpose(-2, -1) @ vc
         return torch.cat(parts, 2), state
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a row costs O(T)"

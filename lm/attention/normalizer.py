@@ -1,7 +1,7 @@
 """Normalizers: how attention scores become weights. The base of every family, and how one is made.
 
 Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
-the fastest exact route. Shapes: B rows, H heads, T queries, S keys, D head size.
+the fastest exact route. Shapes: B sequences, H heads, T queries, S keys, D head size.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention.catalogue import implementation
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.attention.precision import without_autocast
 from lm.attention.query_blocks import by_query_blocks
@@ -21,7 +21,7 @@ from lm.attention.row_sums import divided
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerSpec:
     """The layer a normalizer is made for.
 
     Attributes:
@@ -49,7 +49,7 @@ class Normalizer(nn.Module, ABC):
 
     schema: ClassVar[type[Options]]
 
-    def __init__(self, options: Options, shape: Shape):
+    def __init__(self, options: Options, shape: LayerSpec):
         super().__init__()
         self.options, self.shape = options, shape
         self.initialise()
@@ -57,13 +57,13 @@ class Normalizer(nn.Module, ABC):
     def initialise(self) -> None:
         """Create the parameters with their first values."""
 
-    def share(self, first: "Normalizer") -> None:
+    def tie_parameters(self, first: "Normalizer") -> None:
         """Take over the parameters that all layers share from those of the first layer."""
 
-    def match(self, other: "Normalizer") -> None:
+    def init_from(self, other: "Normalizer") -> None:
         """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
 
-        The closed form over rows of the training length, where there is one; the first values stay otherwise.
+        The closed form over sequences of the training length, where there is one; the first values stay otherwise.
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
@@ -78,11 +78,11 @@ class Normalizer(nn.Module, ABC):
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
         return {}
 
-    def row_length(self, rows: Rows) -> Tensor:
+    def row_length(self, layout: AttentionLayout) -> Tensor:
         """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""
-        return rows.n(self.options.n).unsqueeze(-2)
+        return layout.n(self.options.n).unsqueeze(-2)
 
-    def weights(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
 
         Thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
@@ -90,11 +90,11 @@ class Normalizer(nn.Module, ABC):
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
-        scores = self.scores(q, k, rows)
+        scores = self.scores(q, k, layout)
         with without_autocast(q.device):
-            return self.normalize(scores, rows)
+            return self.normalize(scores, layout)
 
-    def scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """What each query makes of each key before weights are made of it, (B, H, T, S), in fp32, or wider if q or k is.
 
         All that depends on q, k and their features is in the scores, and every factor of a temperature. Keys that a query does not
@@ -102,37 +102,37 @@ class Normalizer(nn.Module, ABC):
         """
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
         with without_autocast(q.device):
-            return self.define_scores(q.to(wide), k.to(wide), rows)
+            return self.define_scores(q.to(wide), k.to(wide), layout)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """`scores` for q and k of one dtype, fp32 or wider, and without autocast: what a family writes down; z unless it does."""
         return logits(q, k)
 
     @abstractmethod
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """The weights that scores (B, H, T, S) in fp32 or wider become, of the same dtype; 0 for keys that a query does not see.
 
         A row of weights depends on the same row of scores alone: the Jacobian d weights / d scores is one of S x S for each query.
         """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
 
         q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). Unless a family knows
         better, the definition block by block of queries, made again in the backward pass.
         """
-        return by_query_blocks(_Definition(self), q, k, v, rows)
+        return by_query_blocks(_Definition(self), q, k, v, layout)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, state: object) -> tuple[Tensor, object]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
 
-        q, k, v: of the new tokens, k and v as `of_each_query_head` takes them; rows: `Rows.next`; state: what was remembered, None at
-        first. Unless a family knows better, all keys and values; or, of one that remembers less, the latest.
+        q, k, v: of the new tokens, k and v as `of_each_query_head` takes them; layout: `AttentionLayout.next`; state: what was remembered,
+        None at first. Unless a family knows better, all keys and values; or, of one that remembers less, the latest.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
-        rows = replace(rows, key_positions=rows.key_positions[..., -k.size(2) :])
-        return self(q, *self.of_each_query_head(k, v), rows), (k, v)
+        layout = replace(layout, key_positions=layout.key_positions[..., -k.size(2) :])
+        return self(q, *self.of_each_query_head(k, v), layout), (k, v)
 
     def of_each_query_head(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, D + F) and values (B, H, S, E) from those that heads of queries share in groups: (B, K, S, .), H / K heads each.
@@ -145,20 +145,20 @@ class Normalizer(nn.Module, ABC):
         own = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
         return torch.cat((k[..., :size].repeat_interleave(group, 1), own), -1), v.repeat_interleave(group, 1)
 
-    def explain(self, device: str = "cpu") -> str:
-        """The kernel `forward` takes for whole rows on a `device` (`cpu`, `cuda`), and why."""
+    def kernel_description(self, device: str = "cpu") -> str:
+        """The kernel `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why."""
         return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel has this function"
 
 
 class SoftmaxNormalizer(Normalizer):
     """softmax of the scores, for families that differ in their scores, or in what a query sees."""
 
-    def visible(self, rows: Rows) -> Tensor:
+    def visible(self, layout: AttentionLayout) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: the keys that a query's softmax is over."""
-        return rows.visible()
+        return layout.visible()
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        return scores.masked_fill(~self.visible(rows), -math.inf).softmax(-1)
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
 
 class DividedNormalizer(Normalizer):
@@ -168,13 +168,13 @@ class DividedNormalizer(Normalizer):
         """What is divided; the scores themselves unless a family has another function."""
         return scores
 
-    def factor(self, rows: Rows) -> Tensor | None:
+    def factor(self, layout: AttentionLayout) -> Tensor | None:
         """1 / n as fp32, or what a family has for it, broadcastable to (B, H, T); None: rows are divided by their sum."""
-        return None if self.options.n == "sum" else 1 / self.row_length(rows)
+        return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        a = self.f(scores).masked_fill(~rows.visible(), 0.0)
-        return divided(a, a.sum(-1, keepdim=True), self.factor(rows))
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        a = self.f(scores).masked_fill(~layout.visible(), 0.0)
+        return divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
 
 class _Definition(nn.Module):
@@ -184,8 +184,8 @@ class _Definition(nn.Module):
         super().__init__()
         self.normalizer = normalizer
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return self.normalizer.weights(q, k, rows).to(v.dtype) @ v
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
 def grouped(features: Tensor | None, n_kv_head: int) -> Tensor | None:
@@ -198,6 +198,6 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
 
 
-def make_normalizer(options: Options, shape: Shape) -> Normalizer:
+def make_normalizer(options: Options, shape: LayerSpec) -> Normalizer:
     """The normalizer that `options` (a row of the table) describes."""
     return implementation(options.name)(options, shape)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
 from lm.attention.pointwise_sums import pointwise, why_tiles
 from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
@@ -17,22 +17,22 @@ class PointwiseNormalizer(DividedNormalizer):
 
     f: Pointwise
 
-    def shift(self, rows: Rows) -> Tensor | None:
+    def shift(self, layout: AttentionLayout) -> Tensor | None:
         """b as fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z, shift = logits(q, k), self.shift(rows)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        z, shift = logits(q, k), self.shift(layout)
         return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        if not rows.causal:
-            return super().forward(q, k, v, rows)
-        q, factor = q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1)), self.factor(rows)
-        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(rows), over_sum=factor is None)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if not layout.causal:
+            return super().forward(q, k, v, layout)
+        q, factor = q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1)), self.factor(layout)
+        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         why = why_tiles(torch.device(device), torch.float32, self.shape.head_size)
         kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
         return f"{kernel}: no key competes with another, so no row statistics are needed"
@@ -44,8 +44,8 @@ class Relu2Normalizer(PointwiseNormalizer):
     options: options.Relu2
     f = Relu2()
 
-    def factor(self, rows: Rows) -> Tensor | None:
-        return super().factor(rows) if self.options.form == "1/(n d)" else self.shape.head_size / self.row_length(rows).square()
+    def factor(self, layout: AttentionLayout) -> Tensor | None:
+        return super().factor(layout) if self.options.form == "1/(n d)" else self.shape.head_size / self.row_length(layout).square()
 
 
 class ReluNormalizer(PointwiseNormalizer):
@@ -65,9 +65,9 @@ class SigmoidNormalizer(PointwiseNormalizer):
         if self.options.bias:
             self.b = nn.Parameter(torch.zeros(self.shape.n_head))
 
-    def shift(self, rows: Rows) -> Tensor:
-        shift = -self.row_length(rows).log()
+    def shift(self, layout: AttentionLayout) -> Tensor:
+        shift = -self.row_length(layout).log()
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
-    def factor(self, rows: Rows) -> Tensor:
-        return torch.ones_like(rows.positions, dtype=torch.float32).unsqueeze(-2)
+    def factor(self, layout: AttentionLayout) -> Tensor:
+        return torch.ones_like(layout.positions, dtype=torch.float32).unsqueeze(-2)

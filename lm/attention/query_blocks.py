@@ -1,19 +1,19 @@
 """The route of every definition: some queries at a time, O(T x block) memory, made again in the backward pass.
 
-Shapes: B rows, H heads, T queries, S keys, D head size, E width of the values.
+Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.precision import without_autocast
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time
 
 
-def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[int, int, int]]:
+def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys to look at) of each block.
 
     Keys that causal queries can't see are left out, in eighths of the row: blocks of few different sizes reuse memory.
@@ -21,7 +21,7 @@ def _blocks(q: Tensor, k: Tensor, rows: Rows) -> list[tuple[int, int, int]]:
     length, keys = q.size(2), k.size(2)
     step, eighth = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
     ends = [(a, min(a + step, length)) for a in range(0, length, step)]
-    return [(a, b, min(-(-b // eighth) * eighth, keys) if rows.causal else keys) for a, b in ends]
+    return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in ends]
 
 
 class _ByQueryBlocks(torch.autograd.Function):
@@ -31,15 +31,17 @@ class _ByQueryBlocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, definition: nn.Module, rows: Rows, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, definition: nn.Module, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, *parameters)
-        ctx.definition, ctx.rows = definition, rows
+        ctx.definition, ctx.layout = definition, layout
         names = [name for name, _ in definition.named_parameters()]
         values = dict(zip(names, parameters, strict=True))
         with without_autocast(v.device):
             parts = [
-                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], rows.part(slice(a, b), s)))
-                for a, b, s in _blocks(q, k, rows)
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.part(slice(a, b), s)))
+                for a, b, s in _blocks(q, k, layout)
             ]
         return torch.cat(parts, 2)
 
@@ -49,11 +51,11 @@ class _ByQueryBlocks(torch.autograd.Function):
         q, k, v, *parameters = ctx.saved_tensors
         names = [name for name, _ in ctx.definition.named_parameters()]
         grads = [torch.zeros_like(x) for x in (q, k, v, *parameters)]
-        for a, b, s in _blocks(q, k, ctx.rows):
+        for a, b, s in _blocks(q, k, ctx.layout):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.rows.part(slice(a, b), s)))
+                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.part(slice(a, b), s)))
                 found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
             places = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for place, value in zip(places, found, strict=True):
@@ -63,9 +65,9 @@ class _ByQueryBlocks(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def by_query_blocks(definition: nn.Module, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-    """What `definition(q, k, v, rows)` gives, (B, H, T, E), for some queries at a time, holding `BLOCK_WEIGHTS` weights.
+def by_query_blocks(definition: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    """What `definition(q, k, v, layout)` gives, (B, H, T, E), for some queries at a time, holding `BLOCK_WEIGHTS` weights.
 
     Gradients reach q, k, v and the definition's parameters.
     """
-    return _ByQueryBlocks.apply(definition, rows, q, k, v, *definition.parameters())
+    return _ByQueryBlocks.apply(definition, layout, q, k, v, *definition.parameters())

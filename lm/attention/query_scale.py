@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lm.attention import options
 from lm.attention.fused import fused_softmax
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.precision import without_autocast
 
@@ -20,35 +20,35 @@ class QueryScale(SoftmaxNormalizer):
     formed in the precision q comes in (fp32 in training) and rounded to v's dtype once.
     """
 
-    def scale(self, rows: Rows) -> Tensor | None:
+    def scale(self, layout: AttentionLayout) -> Tensor | None:
         """c as fp32, broadcastable to (B, H, T); None for 1."""
         return None
 
     def scale_by_position(self) -> Tensor | None:
         """c at each position of a training row: (H, L) float64; None if it isn't a factor on softmax's own logits."""
         device = next((p.device for p in self.parameters()), "cpu")
-        scale = self.scale(Rows.full(self.shape.train_length, device))
+        scale = self.scale(AttentionLayout.full(self.shape.train_length, device))
         c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
         return c.double().expand(self.shape.n_head, self.shape.train_length)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        z, scale = logits(q, k), self.scale(rows)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        z, scale = logits(q, k), self.scale(layout)
         return z if scale is None else z * scale.unsqueeze(-1).to(z.dtype)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        scale = self.scale(rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        scale = self.scale(layout)
         if scale is not None:
             q = q * scale.unsqueeze(-1)
-        return fused_softmax(q, k, v, rows)
+        return fused_softmax(q, k, v, layout)
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"
 
 
 class Softmax(QueryScale):
     """softmax(z), z = q.k / sqrt(D)."""
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA: plain softmax"
 
 
@@ -70,10 +70,10 @@ class SSMax(QueryScale):
 
     def log_n(self) -> Tensor:
         """ln n at each position of a training row: (L,) float64."""
-        return Rows.full(self.shape.train_length).n(self.options.n).double().log()
+        return AttentionLayout.full(self.shape.train_length).n(self.options.n).double().log()
 
     @torch.no_grad()
-    def match(self, other: Normalizer) -> None:
+    def init_from(self, other: Normalizer) -> None:
         """With `init: match`, follow the factor c(n) of `other` over a training row, head by head.
 
         s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
@@ -92,8 +92,8 @@ class SSMax(QueryScale):
         if self.options.bias:
             self.b.copy_((c - s.unsqueeze(-1) * log_n).mean(-1))
 
-    def scale(self, rows: Rows) -> Tensor:
-        scale = self.row_length(rows).log()  # (1, T) or (B, 1, T)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        scale = self.row_length(layout).log()  # (1, T) or (B, 1, T)
         if self.options.scale == "learned":
             scale = self.s.unsqueeze(-1) * scale  # (H, T) or (B, H, T)
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
@@ -119,8 +119,8 @@ class LogN(AtBase):
 
     options: options.LogN
 
-    def scale(self, rows: Rows) -> Tensor:
-        scale = self.row_length(rows).log() / math.log(self.base)  # (1, T) or (B, 1, T)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        scale = self.row_length(layout).log() / math.log(self.base)  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
 
 
@@ -133,15 +133,15 @@ class SqrtLogN(QueryScale):
     options: options.SqrtLogN
 
     def initialise(self) -> None:
-        growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
+        growth = self.growth(AttentionLayout.full(self.shape.train_length)).double().mean().item()
         self.c = nn.Parameter(torch.full((self.shape.n_head,), 1 / growth))
 
-    def growth(self, rows: Rows) -> Tensor:
+    def growth(self, layout: AttentionLayout) -> Tensor:
         """sqrt(2 ln n), (1, T) or (B, 1, T)."""
-        return (2 * self.row_length(rows).log()).sqrt()
+        return (2 * self.row_length(layout).log()).sqrt()
 
-    def scale(self, rows: Rows) -> Tensor:
-        return self.c.unsqueeze(-1) * self.growth(rows)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        return self.c.unsqueeze(-1) * self.growth(layout)
 
 
 class Llama4(QueryScale):
@@ -149,8 +149,8 @@ class Llama4(QueryScale):
 
     options: options.Llama4
 
-    def scale(self, rows: Rows) -> Tensor:
-        steps = torch.floor((rows.positions + 1).float() / self.options.floor_scale)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        steps = torch.floor((layout.positions + 1).float() / self.options.floor_scale)
         return (1 + self.options.attn_scale * torch.log1p(steps)).unsqueeze(-2)
 
 
@@ -162,8 +162,8 @@ class YaRN(AtBase):
 
     options: options.YaRN
 
-    def scale(self, rows: Rows) -> Tensor:
-        return (0.1 * (self.row_length(rows) / self.base).clamp(min=1.0).log() + 1).square()
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        return (0.1 * (self.row_length(layout) / self.base).clamp(min=1.0).log() + 1).square()
 
 
 class InfoScale(AtBase):
@@ -171,9 +171,9 @@ class InfoScale(AtBase):
 
     options: options.InfoScale
 
-    def scale(self, rows: Rows) -> Tensor:
+    def scale(self, layout: AttentionLayout) -> Tensor:
         power = -2 / self.shape.head_size
-        return (1 - self.row_length(rows) ** power).sqrt() / math.sqrt(1 - self.base**power)
+        return (1 - self.row_length(layout) ** power).sqrt() / math.sqrt(1 - self.base**power)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -190,25 +190,25 @@ class Cosine(QueryScale):
     options: options.Cosine
 
     def initialise(self) -> None:
-        growth = self.growth(Rows.full(self.shape.train_length)).double().mean().item()
+        growth = self.growth(AttentionLayout.full(self.shape.train_length)).double().mean().item()
         self.g = nn.Parameter(torch.full((self.shape.n_head,), math.sqrt(self.shape.head_size) / growth))
 
-    def growth(self, rows: Rows) -> Tensor:
+    def growth(self, layout: AttentionLayout) -> Tensor:
         """ln n, or 1: (1, T) or (B, 1, T)."""
-        n = self.row_length(rows)
+        n = self.row_length(layout)
         return n.log() if self.options.log_n else torch.ones_like(n)
 
-    def scale(self, rows: Rows) -> Tensor:
-        return self.g.unsqueeze(-1) * self.growth(rows) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
 
     def scale_by_position(self) -> Tensor | None:
         return None  # a factor on other logits than softmax's
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return super().define_scores(unit(q), unit(k), rows)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().define_scores(unit(q), unit(k), layout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return super().forward(unit(q), unit(k), v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().forward(unit(q), unit(k), v, layout)
 
 
 class PN(QueryScale):
@@ -223,12 +223,12 @@ class PN(QueryScale):
         self.s = nn.Parameter(torch.ones(self.shape.n_head))
         self.b = nn.Parameter(torch.zeros(self.shape.n_head))
 
-    def share(self, first: Normalizer) -> None:
+    def tie_parameters(self, first: Normalizer) -> None:
         if isinstance(first, PN):
             self.p = first.p
 
-    def scale(self, rows: Rows) -> Tensor:
-        p = self.p[rows.positions.clamp(max=len(self.p) - 1)].unsqueeze(-2)  # (1, T) or (B, 1, T)
+    def scale(self, layout: AttentionLayout) -> Tensor:
+        p = self.p[layout.positions.clamp(max=len(self.p) - 1)].unsqueeze(-2)  # (1, T) or (B, 1, T)
         return self.s.unsqueeze(-1) * p + self.b.unsqueeze(-1)
 
 
@@ -259,20 +259,20 @@ class QASSMax(SoftmaxNormalizer):
         self.base = _MLP(1, self.shape.n_head * self.shape.head_size, 1.0)
         self.gate = _MLP(self.shape.head_size, self.shape.head_size, 0.0)
 
-    def scaled(self, q: Tensor, rows: Rows) -> Tensor:
+    def scaled(self, q: Tensor, layout: AttentionLayout) -> Tensor:
         """q (B, H, T, D) times both factors, in fp32 or wider."""
         q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
         with without_autocast(q.device):
-            log_n = rows.n(self.options.n).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
+            log_n = layout.n(self.options.n).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
             base = self.base(log_n).unflatten(-1, (self.shape.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
         return q * base * gate
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-        return logits(self.scaled(q, rows), k)
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return logits(self.scaled(q, layout), k)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        return fused_softmax(self.scaled(q, rows), k, v, rows)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return fused_softmax(self.scaled(q, layout), k, v, layout)
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA, each dimension of q scaled in fp32"

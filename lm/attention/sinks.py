@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lm.attention import options
 from lm.attention.fused import fused_softmax
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 
 
@@ -28,12 +28,12 @@ class Sink(Normalizer):
         """b, (H,), on the device of the scores."""
         return self.b
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        z = scores.masked_fill(~rows.visible(), -math.inf)
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        z = scores.masked_fill(~layout.visible(), -math.inf)
         b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
@@ -44,11 +44,11 @@ class Sink(Normalizer):
         sink = F.pad(both.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
         q, k = torch.cat((q, one), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
-        if rows.causal:  # one more query in front keeps the triangle square
-            return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, rows, 1 / math.sqrt(size))[:, :, 1:]
-        return fused_softmax(q, k, v, rows, 1 / math.sqrt(size), F.pad(rows.visible(), (1, 0), value=True))
+        if layout.causal:  # one more query in front keeps the triangle square
+            return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]
+        return fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit b and value 0"
 
 
@@ -61,5 +61,5 @@ class Softmax1(Sink):
     def sink(self, device: torch.device) -> Tensor:
         return torch.zeros(self.shape.n_head, device=device)
 
-    def explain(self, device: str = "cpu") -> str:
+    def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit 0 and value 0"

@@ -7,25 +7,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.precision import without_autocast
 
 
-def below_largest(z: Tensor, rows: Rows) -> Tensor:
+def below_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
     """Logits with their row's largest visible entry subtracted, entries below -2 raised to it and masked ones set to it.
 
     Neither sparsemax nor 1.5-entmax gives weight to anything that far below the largest.
     """
-    z = z.masked_fill(~rows.visible(), -torch.inf)
+    z = z.masked_fill(~layout.visible(), -torch.inf)
     return (z - z.amax(-1, keepdim=True).detach()).clamp(min=-2.0)
 
 
 class Sparsemax(Normalizer):
     """relu(z - tau), tau such that the row sums to one: the projection onto the simplex, arXiv 1602.02068."""
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        z = below_largest(scores, rows)
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        z = below_largest(scores, layout)
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         above = high.cumsum(-1) - 1
@@ -37,9 +37,9 @@ class Sparsemax(Normalizer):
 class Entmax15(Normalizer):
     """relu(z / 2 - tau)^2, tau such that the row sums to one: alpha-entmax with alpha = 1.5, arXiv 1905.05702."""
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         # From 0 to 1; what is 0 has no weight, so that sums of many such entries have nothing to cancel.
-        z = 1 + below_largest(scores, rows) / 2
+        z = 1 + below_largest(scores, layout) / 2
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         mean = high.cumsum(-1) / rank
@@ -69,9 +69,9 @@ class ASEntmax(Entmax15):
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
         return torch.stack((b, g), -1).transpose(1, 2)
 
-    def define_scores(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
-        log_n = self.row_length(rows).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
+        log_n = self.row_length(layout).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
         growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
         return logits(q, k) * (1 + b * growth)
 
@@ -82,8 +82,8 @@ class Softpick(Normalizer):
     The 1e-8 is its source's: it takes weight from rows whose scores all lie within about 1e-8 of 0.
     """
 
-    def normalize(self, scores: Tensor, rows: Rows) -> Tensor:
-        z, visible = scores, rows.visible()
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        z, visible = scores, layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
         large, small = torch.exp(z.clamp(max=top) - top) - torch.exp(-top), torch.expm1(z.clamp(max=1.0)) * torch.exp(-top)

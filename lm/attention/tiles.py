@@ -1,6 +1,6 @@
 """The route of elementwise attention on any device: causal tiles of keys and queries, forward and backward.
 
-Shapes: N = rows x heads, T tokens, D head size, E width of the values.
+Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
 """
 
 import torch

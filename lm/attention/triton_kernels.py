@@ -2,7 +2,7 @@
 
 Importing this needs `triton`; whether it is used is decided in `lm.attention.pointwise_sums`. Sums and f are in fp32 whatever
 the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
-bits. Shapes: N = rows x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
+bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
 b, (N, T). `SUMMED`: rows are divided by their sums, (N, T), and gradients of weights are relative to their row's mean, (N, T).
 """
 

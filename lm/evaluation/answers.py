@@ -13,7 +13,7 @@ from lm.data.tasks.in_text import Text
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence
 from lm.model.blocks import Cache
-from lm.model.cross_entropy import likeliest, token_nll
+from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 
@@ -62,7 +62,7 @@ def answers(
         with torch.autocast(where.device.type, enabled=False):
             hidden = decoder.hidden(tokens)[spot[0], spot[1]]
             targets, head = tokens.targets[spot[0], spot[1]], decoder.head.weight
-            said = likeliest(hidden, head)
+            said = argmax_tokens(hidden, head)
             hits = [answer == targets for answer in (said, roll_out(decoder, tokens, spot, said))]
             result = torch.zeros(len(rows), max(asked), 3, device=where.device)
             result[spot[0], torch.from_numpy(column[mine])] = torch.stack((token_nll(hidden, head, targets), *map(Tensor.float, hits)), 1)
@@ -99,7 +99,7 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Ten
         tokens[row[shown], position[shown] + 1] = spoken[shown]
         hidden = decoder(tokens[:, first:], cache=cache.fork(1))
         before, spoken = spoken, spoken.clone()
-        spoken[later] = likeliest(hidden[row[later], position[later] - first], decoder.head.weight)
+        spoken[later] = argmax_tokens(hidden[row[later], position[later] - first], decoder.head.weight)
         if torch.equal(spoken, before):
             break
     return said.masked_scatter(mine, spoken)

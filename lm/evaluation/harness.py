@@ -8,7 +8,7 @@ import torch
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
 from lm.evaluation.sequences import batches
-from lm.model.cross_entropy import likeliest, token_nll
+from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.device import Device
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain
@@ -168,7 +168,7 @@ class HarnessLM(LM):
                 targets = torch.tensor(targets, device=self._device)
                 head = self.decoder.head.weight
                 nll = token_nll(states, head, targets).double().cpu().split(sizes)
-                hits = (likeliest(states, head) == targets).cpu().split(sizes)
+                hits = (argmax_tokens(states, head) == targets).cpu().split(sizes)
                 for (_, index), n, hit in zip(asked, nll, hits, strict=True):
                     result[index] = float(n.sum()), bool(hit.all())
                 bar.update(len(asked))

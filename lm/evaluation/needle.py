@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.config.eval_config import NeedleConfig
 from lm.config.task_config import Needle
 from lm.config.tree import Config
@@ -27,7 +27,7 @@ from lm.evaluation.sequences import EVAL_TOKENS, by_sequence, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
-from lm.model.device import Device, over_ranks, undisturbed
+from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.inference import for_inference
 from lm.runs.series import Axis, Sample, Series
 from lm.schema import Plain, to_plain
@@ -101,7 +101,7 @@ def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
     Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
     """
     tokens = torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device)
-    rows = Rows.next(0, len(one.prompt), length, tokens.device)
+    rows = AttentionLayout.next(0, len(one.prompt), length, tokens.device)
     found = [
         torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in one.spans])
         for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], rows)
@@ -160,8 +160,8 @@ class NeedleMeasurement(AnswerMeasurement):
             copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where))
             return torch.zeros(1)
 
-        with undisturbed(decoder):
-            over_ranks(where, local)
+        with eval_mode(decoder):
+            all_reduce_sum(where, local)
         if where.world > 1:
             for value in copies[0].state_dict().values():
                 torch.distributed.broadcast(value, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.evaluation.measurement import Progress
 from lm.model.decoder import Decoder
-from lm.model.device import Device, over_ranks, undisturbed
+from lm.model.device import Device, all_reduce_sum, eval_mode
 
 EVAL_TOKENS = 16384  # tokens in one forward pass
 T = TypeVar("T")
@@ -58,5 +58,5 @@ def by_sequence(
             progress(len(part))
         return result
 
-    with undisturbed(*models):
-        return over_ranks(where, local).numpy()
+    with eval_mode(*models):
+        return all_reduce_sum(where, local).numpy()

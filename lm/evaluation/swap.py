@@ -17,7 +17,7 @@ from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
-from lm.runs.checkpoints import FORMAT, LAST, point, save_checkpoint, step_path
+from lm.runs.checkpoints import FORMAT, LAST, link_checkpoint, save_checkpoint, step_path
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
 from lm.runs.identity import arm
@@ -119,7 +119,7 @@ def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, e
     own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
     path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.facts, **own}}, path)
-    point(LAST, path)
+    link_checkpoint(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})
     if loaded.tokenizer:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
 from lm.model.blocks import Heads
-from lm.model.decoder import Decoder, batch_rows
+from lm.model.decoder import Decoder, batch_layout
 
 BLOCK_WEIGHTS = 2**24  # weights, and as many scores, held at a time
 
@@ -25,7 +25,7 @@ class AttentionBlock:
     Attributes:
         layer: from 0.
         queries: (T,) int64, places of the queries in the sequence; keys are places 0 to S - 1.
-        rows: where those queries and keys stand in their documents.
+        layout: where those queries and keys stand in their documents.
         scores: (B, H, T, S) before normalization (`Normalizer.scores`), also of keys that a query does not see.
         weights: (B, H, T, S), what the scores become; 0 for those keys.
         heads: the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for.
@@ -33,7 +33,7 @@ class AttentionBlock:
 
     layer: int
     queries: Tensor
-    rows: Rows
+    layout: AttentionLayout
     scores: Tensor
     weights: Tensor
     heads: Heads | None
@@ -43,7 +43,7 @@ def attention_blocks(
     decoder: Decoder,
     batch: Batch,
     queries: Sequence[int] | None = None,
-    rows: Rows | None = None,
+    layout: AttentionLayout | None = None,
     dtype: torch.dtype = torch.float32,
     block: int | None = None,
     heads: bool = False,
@@ -55,7 +55,7 @@ def attention_blocks(
 
     Args:
         queries: places of the queries asked for, negative ones from the end; None: all.
-        rows: where the tokens stand, if not as the batch says.
+        layout: where the tokens stand, if not as the batch says.
         dtype: of scores and weights, made of q and k in it: fp32 or fp64.
         block: queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         heads: give the layer's input, queries, keys and values, too.
@@ -64,18 +64,18 @@ def attention_blocks(
     places = torch.arange(length, device=batch.tokens.device)
     places = places if queries is None else places[list(queries)]
     block = block or block_size([decoder], batch)
-    x, context = decoder.start(batch.tokens, batch_rows(batch) if rows is None else rows)
+    x, context = decoder.start(batch.tokens, batch_layout(batch) if layout is None else layout)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         left: list[Heads] = []
         x = module(x, replace(context, left=left))
-        yield from _layer(layer, normalizer, left.pop(), context.rows, places.split(block), dtype, heads)
+        yield from _layer(layer, normalizer, left.pop(), context.layout, places.split(block), dtype, heads)
 
 
 def in_lockstep(
     decoders: Sequence[Decoder],
     batch: Batch,
     queries: Sequence[int] | None = None,
-    rows: Rows | None = None,
+    layout: AttentionLayout | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[AttentionBlock, ...]]:
     """The attention of several decoders on one batch, as `attention_blocks`: for the same layer and queries a block of each.
@@ -84,7 +84,7 @@ def in_lockstep(
         ValueError: decoders of different numbers of layers.
     """
     block = block_size(decoders, batch)
-    return zip(*(attention_blocks(decoder, batch, queries, rows, dtype, block) for decoder in decoders), strict=True)
+    return zip(*(attention_blocks(decoder, batch, queries, layout, dtype, block) for decoder in decoders), strict=True)
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
@@ -94,11 +94,11 @@ def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
 
 
 def _layer(
-    layer: int, normalizer: Normalizer, heads: Heads, rows: Rows, blocks: Sequence[Tensor], dtype: torch.dtype, keep: bool
+    layer: int, normalizer: Normalizer, heads: Heads, layout: AttentionLayout, blocks: Sequence[Tensor], dtype: torch.dtype, keep: bool
 ) -> Iterator[AttentionBlock]:
     """The blocks of one layer, whose queries and keys are let go with the last of them."""
     for places in blocks:
         n_keys = int(places.max()) + 1  # no query sees a later one
-        part = rows.part(places, n_keys)
+        part = layout.part(places, n_keys)
         scores = normalizer.scores(heads.q[:, :, places].to(dtype), heads.k[:, :, :n_keys].to(dtype), part)
         yield AttentionBlock(layer, places, part, scores, normalizer.normalize(scores, part), heads if keep else None)

@@ -1,6 +1,6 @@
 """What a layer is made of: attention or a gated attention unit, an MLP, their norms; and what a layer remembers while decoding.
 
-Shapes: B rows, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
+Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention.documents import by_documents
-from lm.attention.layout import Rows
-from lm.attention.normalizer import Normalizer, Shape, grouped, make_normalizer
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer, grouped, make_normalizer
 from lm.config.model_config import ModelConfig
 from lm.model.rope import Rotation, rotate
 
@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 class Context:
     """What a layer knows of its tokens beside their vectors."""
 
-    rows: Rows
+    layout: AttentionLayout
     rotation: Rotation | None  # RoPE's, of the queries
     logit_factor: float  # of a rescaled RoPE
     cache: Cache | None
@@ -83,7 +83,9 @@ class AttentionBase(nn.Module):
         size = config.key_dims
         self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(config.normalizer.of_layer(layer), Shape(config.n_head, size, config.n_embd, seq_len))
+        self.normalizer: Normalizer = make_normalizer(
+            config.normalizer.of_layer(layer), LayerSpec(config.n_head, size, config.n_embd, seq_len)
+        )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), made from x (B, T, C), T the new tokens."""
@@ -95,15 +97,15 @@ class AttentionBase(nn.Module):
         q, k = _with(q, self.normalizer.query_features(x)), _with(k, grouped(self.normalizer.key_features(x), k.size(1)))
         if context.cache:
             states = context.cache.states
-            out, states[self] = self.normalizer.decode(q, k, v, context.rows, states.get(self))
+            out, states[self] = self.normalizer.decode(q, k, v, context.layout, states.get(self))
         else:
             k, v = self.normalizer.of_each_query_head(k, v)
             if context.left is not None:
                 context.left.append(Heads(x, q, k, v))
-            if context.rows.documents is None:
-                out = self.normalizer(q, k, v, context.rows)
+            if context.layout.documents is None:
+                out = self.normalizer(q, k, v, context.layout)
             else:
-                out = by_documents(self.normalizer, q, k, v, context.rows)
+                out = by_documents(self.normalizer, q, k, v, context.layout)
         return out.transpose(1, 2).flatten(2)
 
 

@@ -97,7 +97,7 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+def argmax_tokens(hidden: Tensor, weight: Tensor) -> Tensor:
     """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
     return _of_logits(lambda logits: logits.argmax(-1), hidden, weight)
 

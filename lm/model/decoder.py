@@ -1,6 +1,6 @@
 """The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
 
-Shapes: B rows, T tokens, C width, V vocabulary.
+Shapes: B sequences, T tokens, C width, V vocabulary.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lm.attention.layout import Rows
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         for normalizer in self.normalizers()[1:]:
-            normalizer.share(self.normalizers()[0])
+            normalizer.tie_parameters(self.normalizers()[0])
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tied:
@@ -72,39 +72,39 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
 
-    def forward(self, tokens: Tensor, rows: Rows | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
-            rows: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
+            layout: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
             cache: of the tokens before, which these go on from and are added to.
 
         Raises:
             ValueError: positions beyond learned ones.
         """
-        x, context = self.start(tokens, rows, cache)
+        x, context = self.start(tokens, layout, cache)
         for block in self.blocks:
             x = block(x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
 
-    def start(self, tokens: Tensor, rows: Rows | None = None, cache: Cache | None = None) -> tuple[Tensor, Context]:
+    def start(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: Cache | None = None) -> tuple[Tensor, Context]:
         """What `forward` gives the first layer: vectors (B, T, C), and the context that all layers share."""
-        if rows is None and cache:
-            rows = Rows.next(cache.seen, tokens.size(1), cache.length, tokens.device)
-        rows = rows or Rows.full(tokens.size(1), tokens.device)
+        if layout is None and cache:
+            layout = AttentionLayout.next(cache.seen, tokens.size(1), cache.length, tokens.device)
+        layout = layout or AttentionLayout.full(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
         if self.position is not None:
-            last = int(rows.positions.max()) if cache or rows.documents is not None else tokens.size(1) - 1
+            last = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
             if last >= self.seq_len:
                 raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {last + 1}")
-            x = x + self.position(rows.positions)
+            x = x + self.position(layout.positions)
         rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.config.position.rotates:
-            rotation = rope_rotation(rows.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
+            rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
-        return self.dropout(x), Context(rows, rotation, factor, cache)
+        return self.dropout(x), Context(layout, rotation, factor, cache)
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""
@@ -121,14 +121,14 @@ class Decoder(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
-        return self(batch.tokens, batch_rows(batch))
+        return self(batch.tokens, batch_layout(batch))
 
 
-def batch_rows(batch: Batch) -> Rows:
+def batch_layout(batch: Batch) -> AttentionLayout:
     """Where the tokens of a batch stand: in one document each sequence, or in documents that don't see each other."""
     if batch.positions is None:
-        return Rows.full(batch.tokens.size(1), batch.tokens.device)
-    return Rows.isolated(batch.positions)
+        return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
+    return AttentionLayout.isolated(batch.positions)
 
 
 def is_normalizer(parameter: str) -> bool:

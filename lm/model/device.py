@@ -20,7 +20,7 @@ COMPILE_PAYS_FLOPS = {"cpu": 2e14, "gpu": 2e16}
 
 
 @dataclass(frozen=True)
-class Choice:
+class Resolved:
     """A setting resolved from `auto`, with the reason to print."""
 
     value: str
@@ -44,14 +44,14 @@ def resolve_device(config: Config) -> tuple[str, str]:
     return "gpu", torch.cuda.get_device_name(0)
 
 
-def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]) -> Choice:
+def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]) -> Resolved:
     """`32` or `bf16-mixed`. `auto` takes bf16 where the device has it natively, or what the resumed run had."""
     if config.trainer.precision != "auto":
-        return Choice(str(config.trainer.precision), "")
+        return Resolved(str(config.trainer.precision), "")
     if "precision" in before:
-        return Choice(before["precision"], "as the run was started")
+        return Resolved(before["precision"], "as the run was started")
     native = has_native_bf16(accelerator)
-    return Choice("bf16-mixed", f"auto: {native}") if native else Choice("32", "auto: no native bf16 here")
+    return Resolved("bf16-mixed", f"auto: {native}") if native else Resolved("32", "auto: no native bf16 here")
 
 
 def has_native_bf16(accelerator: str) -> str:
@@ -66,7 +66,7 @@ def has_native_bf16(accelerator: str) -> str:
     return f"the CPU has {found[0]}" if found else ""
 
 
-def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain]) -> Choice:
+def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain]) -> Resolved:
     """`true` or `false`. `auto` compiles runs of enough FLOPs (`flops`: of the whole run) if a C++ compiler is there."""
     asked = config.trainer.compile
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -74,13 +74,13 @@ def resolve_compile(config: Config, flops: float, accelerator: str, before: dict
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
         raise ConfigError([problem])
     if asked != "auto":
-        return Choice(str(asked).lower(), "")
+        return Resolved(str(asked).lower(), "")
     if "compile" in before:
-        return Choice(str(before["compile"]).lower(), "as the run was started")
+        return Resolved(str(before["compile"]).lower(), "as the run was started")
     if not compiler:
-        return Choice("false", "auto: no C++ compiler found")
+        return Resolved("false", "auto: no C++ compiler found")
     pays = flops >= COMPILE_PAYS_FLOPS[accelerator]
-    return Choice(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))
+    return Resolved(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))
 
 
 # ---------------------------------------------------------------- measuring there
@@ -114,12 +114,12 @@ class Device:
         return replace(self, until=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
-        """Raises OutOfTime. Call it between batches, within `over_ranks`."""
+        """Raises OutOfTime. Call it between batches, within `all_reduce_sum`."""
         if self.until is not None and time.monotonic() > self.until:
             raise OutOfTime("took longer than its max_seconds")
 
 
-def over_ranks(where: Device, local: Callable[[], Tensor]) -> Tensor:
+def all_reduce_sum(where: Device, local: Callable[[], Tensor]) -> Tensor:
     """The sum over ranks of what `local` gives on each, on the CPU. Collective.
 
     What `local` raises on one rank is raised on it, and a RunError on the others: none is left waiting.
@@ -141,7 +141,7 @@ def over_ranks(where: Device, local: Callable[[], Tensor]) -> Tensor:
 
 
 @contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[None]:
+def eval_mode(*models: nn.Module) -> Iterator[None]:
     """Models in evaluation mode, without gradients; afterwards their modes and the random state are as before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:

@@ -37,7 +37,7 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
     new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
     for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
-        ours.match(theirs)
+        ours.init_from(theirs)
     return new.train(old.training)
 
 

@@ -21,7 +21,7 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
         torch.save(checkpoint, file)
 
 
-def point(name: str, path: Path) -> None:
+def link_checkpoint(name: str, path: Path) -> None:
     """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where links are not to be had."""
     target, fresh = path.parent / name, path.parent / f".{name}"
     try:

@@ -34,7 +34,7 @@ def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
     flops = flops_per_token(decoder)
     memory = estimated_memory(decoder, config.micro_batch * data.seq_len, machine.bf16)
     on = "cuda" if machine.accelerator == "gpu" else "cpu"
-    kernels = dict.fromkeys(normalizer.explain(on) for normalizer in decoder.normalizers())
+    kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_rows // config.micro_batch
     rows = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",

@@ -6,7 +6,7 @@ import lightning as L
 
 from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
-from lm.runs.checkpoints import BEST, FORMAT, LAST, point, save_checkpoint, step_of, step_path, steps_saved
+from lm.runs.checkpoints import BEST, FORMAT, LAST, link_checkpoint, save_checkpoint, step_of, step_path, steps_saved
 from lm.runs.folder import CHECKPOINTS
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
@@ -49,9 +49,9 @@ class Checkpoints(StepCallback):
         if trainer.is_global_zero:
             path = step_path(self.folder, self.saved)
             save_checkpoint(self.content(module), path)
-            point(LAST, path)
+            link_checkpoint(LAST, path)
             if is_best(module, self.saved):
-                point(BEST, path)
+                link_checkpoint(BEST, path)
             self.prune()
         trainer.strategy.barrier()
         self.clock.paused(started)

@@ -20,7 +20,7 @@ from lm.files import write_text
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
-from lm.runs.checkpoints import BEST, LAST, load_checkpoint, point, step_path
+from lm.runs.checkpoints import BEST, LAST, link_checkpoint, load_checkpoint, step_path
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
@@ -32,7 +32,7 @@ from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
-from lm.training.starting import Start, check_resume, check_trained, cut_back, fresh, going_on
+from lm.training.starting import Start, check_resume, check_trained, fresh, going_on, truncate_after
 from lm.training.whole_run import Machine, WholeRun
 
 
@@ -97,12 +97,12 @@ def _write_down(config: Config, store: Store, start: Start, checkpoint: Path | N
     write_json(folder / ENVIRONMENT, facts)
     write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
     if checkpoint and checkpoint.name != LAST:
-        point(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
-    for note in cut_back(folder, start.step):
+        link_checkpoint(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
+    for note in truncate_after(folder, start.step):
         print(note, flush=True)
     best = start.state.best
     if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
-        point(BEST, step_path(folder / CHECKPOINTS, best["step"]))
+        link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best["step"]))
 
 
 def _phases(run: WholeRun, start: Start) -> int:

@@ -106,7 +106,7 @@ class TrainModule(L.LightningModule):
         optim, state = self.config.optim, self.start.state
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # of the mean over tokens, not targets
-        nll, targets, stop = self._over_ranks()
+        nll, targets, stop = self._all_reduced()
         nll, targets, stop, grad_norm = torch.stack((nll, targets, stop, norm.double())).tolist()
         targets = max(1, int(targets))
         if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
@@ -121,7 +121,7 @@ class TrainModule(L.LightningModule):
             where = f"step {self.global_step + 1}: the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
             leave_out(self.decoder, state, optim.on_nonfinite, where)
 
-    def _over_ranks(self) -> Tensor:
+    def _all_reduced(self) -> Tensor:
         """Loss, targets, and how many ranks were told to stop: (3,) float64, sums over all ranks; starts the next step's."""
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.told_to_stop())))), None
         if self.trainer.world_size > 1:

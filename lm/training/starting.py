@@ -207,7 +207,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     return notes
 
 
-def cut_back(run: Path, step: int) -> list[str]:
+def truncate_after(run: Path, step: int) -> list[str]:
     """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
     evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
     """

@@ -25,9 +25,9 @@ def train(config: Config) -> int:
     checkpoint = find_checkpoint(config)
     created = main and not folder.exists()
     if main and not checkpoint:
-        claim(folder, resume=bool(config.resume))
+        create_run_folder(folder, resume=bool(config.resume))
     try:
-        with hold(folder) if main else contextlib.nullcontext():
+        with lock_run_folder(folder) if main else contextlib.nullcontext():
             store = prepare(config.data, progress=main)
             check_rows(store, config)
             from lm.training.fit import fit  # torch and Lightning take seconds to import, and what is refused before needs neither
@@ -59,7 +59,7 @@ def find_checkpoint(config: Config) -> Path | None:
     raise RunError(f"{path}: no such checkpoint (resume)")
 
 
-def claim(folder: Path, resume: bool) -> None:
+def create_run_folder(folder: Path, resume: bool) -> None:
     """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def claim(folder: Path, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def lock_run_folder(folder: Path) -> Iterator[None]:
     """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

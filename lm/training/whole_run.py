@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.evaluation.measurement import Measurement
-from lm.model.device import Choice
+from lm.model.device import Resolved
 from lm.progress import StepProgress
 from lm.training.metrics import MetricLog
 
@@ -16,8 +16,8 @@ class Machine:
 
     accelerator: str
     device: str
-    precision: Choice
-    compiled: Choice
+    precision: Resolved
+    compiled: Resolved
 
     @property
     def bf16(self) -> bool:
