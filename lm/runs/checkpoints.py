@@ -10,7 +10,7 @@ import torch
 from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
 
-FORMAT = 3  # of checkpoints; raised when older files can no longer be read
+FORMAT = 4  # of checkpoints; raised when older files can no longer be read
 LAST, BEST = "last.ckpt", "best.ckpt"
 FACTS = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}  # of every model, and more
 

@@ -30,7 +30,7 @@ from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, wri
 from lm.schema import Plain, to_plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of a model folder
-MODEL_FORMAT = 4  # of the description; raised when older ones can no longer be read
+MODEL_FORMAT = 5  # of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 
 
