@@ -9,36 +9,56 @@ import typer
 from lm.errors import ConfigError, LMError
 
 app = typer.Typer(
-    help="What does an attention normalizer do to a language model?",
+    help=(
+        "Train small language models with different attention normalizers, and compare them.\n\n\b\n"
+        "Compare two normalizers on the default corpus:\n"
+        "  lm train configs/softmax.yaml\n"
+        "  lm train configs/ssmax.yaml\n"
+        "  lm report runs/softmax runs/ssmax\n\n"
+        "All configuration keys: lm config --reference"
+    ),
+    context_settings={"max_content_width": 120},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-data = typer.Typer(help="Look into prepared text.", no_args_is_help=True)
+data = typer.Typer(help="Inspect token stores.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Configuration = Annotated[
-    list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files and overrides, later ones win", show_default=False)
+    list[str],
+    typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win", show_default=False),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders", show_default=False)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax", show_default=False)]
 RunsAndOverrides = Annotated[
-    list[str], typer.Argument(metavar="RUN... [KEY=VALUE]...", help="run folders, and e.g. eval.rows=512", show_default=False)
+    list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.rows=512", show_default=False)
 ]
-Suite = Annotated[str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: as the run says]", show_default=False)]
+Suite = Annotated[
+    str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]", show_default=False)
+]
 NeedleOption = Annotated[
-    bool, typer.Option("--needle", help="needles at 1x to 16x the training length; base models want eval.needle.finetune.steps=300")
+    bool,
+    typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
 ]
-Results = Annotated[Path | None, typer.Option("--out", "-o", help="a .csv or .json file for all numbers", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. eval.rows=512", show_default=False)]
-Reference = Annotated[bool, typer.Option("--reference", help="print all keys with their meaning instead (docs/config.md)")]
-Checkpoint = Annotated[str, typer.Option(help="`last`, `best`, a step, or a checkpoint's path")]
+Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. eval.rows=512", show_default=False)]
+Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
+Checkpoint = Annotated[str, typer.Option(help="last, best (lowest validation loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
-To = Annotated[str, typer.Option(help="the new normalizer; its options as e.g. model.normalizer.bias=true", show_default=False)]
-Init = Annotated[str | None, typer.Option(help="its first values: match, unit, a number, or fit (least KL to the old model)")]
-New = Annotated[Path, typer.Option("--out", "-o", help="folder to make", show_default=False)]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="folder to write [default: the run's, or `report` beside several]")]
+To = Annotated[
+    str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true", show_default=False)
+]
+Init = Annotated[
+    str | None,
+    typer.Option(help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model)"),
+]
+New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="folder to write [default: the run's own folder; of several runs, `report` beside the first]"),
+]
 
 
 def _allow(packages: list[str] | None) -> None:
@@ -50,15 +70,21 @@ def _allow(packages: list[str] | None) -> None:
 AllowPlugin = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="PACKAGE", callback=_allow, help="import normalizers of this package where the model names them", show_default=False
+        metavar="PACKAGE", callback=_allow, help="allow the model to import its normalizers from this package", show_default=False
     ),
 ]
-Baseline = Annotated[str | None, typer.Option(help="run or arm that others are compared with [default: the first]")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the first]"),
+]
 
 
 @app.command()
 def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
-    """Print the resolved configuration, or every problem in it."""
+    """Print the resolved configuration.
+
+    If something is wrong with it, print every problem instead and exit with status 2.
+    """
     from lm.config.load import load, reference_markdown, to_yaml
 
     print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
@@ -66,7 +92,10 @@ def config(arguments: Configuration = [], reference: Reference = False) -> None:
 
 @app.command()
 def normalizers() -> None:
-    """Print the table of normalizers: formula, parameters, kernel, source, options (docs/normalizers.md)."""
+    """Print the table of attention normalizers.
+
+    Formula, parameters, kernel, source and options of each (docs/normalizers.md).
+    """
     from lm.attention.catalogue import markdown
 
     print(markdown(), end="")
@@ -74,10 +103,15 @@ def normalizers() -> None:
 
 @app.command("check-normalizer")
 def check_normalizer(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="as in model.normalizer; package.module:Class for one of your own")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="e.g. bias=true", show_default=False)] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a normalizer, e.g. ssmax; one of your own: package.module:Class")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true", show_default=False)
+    ] = None,
 ) -> None:
-    """Put a normalizer to what all of them promise: a line for each promise; exit status 1 if one is broken."""
+    """Test a normalizer against the common contract.
+
+    Prints one line for each promise of the contract; exit status 1 if one is broken (docs/normalizers-own.md).
+    """
     from lm.config.load import load_normalizer
 
     normalizer = load_normalizer(name, options or [])
@@ -94,7 +128,10 @@ def check_normalizer(
 
 @app.command()
 def prepare(arguments: Configuration) -> None:
-    """Make the token store of a configuration (`lm train` does it by itself)."""
+    """Build the token store of a configuration.
+
+    `lm train` does this by itself if the store does not exist.
+    """
     _require_file(arguments)
     from lm.config.load import load
 
@@ -106,11 +143,16 @@ def prepare(arguments: Configuration) -> None:
 
 @data.command("inspect")
 def inspect_data(
-    arguments: Annotated[list[str], typer.Argument(metavar="STORE | CONFIG...", help="a token store, or a configuration of one")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="the picture, .png or .svg [default: beside the store]")] = None,
-    samples: Annotated[int, typer.Option(help="documents of each source to show", min=0)] = 2,
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="file of the picture, .png or .svg [default: beside the store]")] = None,
+    samples: Annotated[int, typer.Option(help="how many documents of each source to print", min=0)] = 2,
 ) -> None:
-    """Check a token store to the byte, and show what is in it: counts, lengths of documents, samples."""
+    """Verify a token store and summarize its contents.
+
+    Compares every file with its checksum; prints counts, document lengths and samples.
+    """
     from lm.data.inspect import inspect
 
     inspect(arguments, out, samples)
@@ -118,7 +160,11 @@ def inspect_data(
 
 @app.command()
 def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
-    """Train a model; the run is kept in a folder of its own (runs/NAME)."""
+    """Train a model.
+
+    Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
+    unless name=NAME is given. resume=auto continues a run from its last checkpoint.
+    """
     _require_file(arguments)
     from lm.config.load import load
 
@@ -137,7 +183,10 @@ def evaluate(
     out: Results = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
-    """Measure checkpoints of runs; kept in their evaluations/. What was measured before is not measured again."""
+    """Evaluate trained models.
+
+    Results are written to evaluations/ in each run folder; what was measured before is not measured again.
+    """
     from lm.evaluation.evaluate import evaluate_runs
 
     folders = [Path(one) for one in arguments if "=" not in one]
@@ -157,7 +206,10 @@ def swap(
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
-    """Replace the normalizer of a trained model and measure what that did; the new model is a run folder of its own."""
+    """Replace the normalizer of a trained model.
+
+    Writes the new model as a run folder of its own, and measures how far its outputs differ from the old model's.
+    """
     from lm.evaluation.swap import swap_run
 
     swap_run(source, checkpoint, to, init, out, overrides or [])
@@ -165,7 +217,10 @@ def swap(
 
 @app.command()
 def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plugin: AllowPlugin = None) -> None:
-    """Write a trained model as safetensors, JSON and tokenizer, for `lm.load` and others."""
+    """Export a trained model.
+
+    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model.
+    """
     from lm.runs.loading import export
 
     print(export(source, checkpoint, out))
@@ -174,16 +229,19 @@ def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plug
 @app.command()
 def generate(
     source: Source,
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to write at most")] = 200,
-    temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the likeliest token")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest only")] = None,
-    top_p: Annotated[float | None, typer.Option(help="draw among the likeliest with this probability in all")] = None,
-    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="largest number of tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="sample from the k most probable tokens only")] = None,
+    top_p: Annotated[float | None, typer.Option(help="sample from the most probable tokens whose probabilities sum to this")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
-    """Write text with a trained model, as it comes."""
+    """Generate text with a trained model.
+
+    Tokens are printed as they are sampled.
+    """
     from lm.evaluation.generation import generate_text
 
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
@@ -194,19 +252,24 @@ def generate(
 @app.command()
 def harness(
     source: Source,
-    tasks: Annotated[str, typer.Option(help="names or patterns of tasks, separated by commas", show_default=False)],
+    tasks: Annotated[
+        str, typer.Option(help="names or patterns of tasks, separated by commas, e.g. lambada_openai,arc_easy", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.precision=32", show_default=False)
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. trainer.precision=32", show_default=False)
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="folder of your own task files")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder with task files of your own")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
-    limit: Annotated[float | None, typer.Option(help="documents of each task at most; below 1: a share of them")] = None,
-    max_length: Annotated[int | None, typer.Option(help="tokens the model is given at once [default: the training length]")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in the run's evaluations/]")] = None,
+    limit: Annotated[float | None, typer.Option(help="largest number of documents of each task; below 1: a fraction of them")] = None,
+    max_length: Annotated[int | None, typer.Option(help="context length in tokens [default: the training length]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in evaluations/ of the run folder]")] = None,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
-    """Measure downstream tasks of the lm-evaluation-harness (docs/evaluation.md); needs the package lm-eval."""
+    """Run tasks of the lm-evaluation-harness.
+
+    Needs the package lm-eval (docs/evaluation.md).
+    """
     from lm.evaluation.downstream import measure
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -215,7 +278,10 @@ def harness(
 
 @app.command()
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
-    """Write the report of one run, or of several side by side: report.html, picture and tables."""
+    """Write the report of one run, or compare several.
+
+    Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
+    """
     from lm.report.html import write_report
     from lm.report.tables import print_table
 
@@ -238,7 +304,7 @@ def main() -> None:
 
 
 def _require_file(arguments: list[str]) -> None:
-    """A command that works for hours is not started on defaults because a file's name was forgotten."""
+    """Refuse to start a long command on the defaults because the configuration file was forgotten."""
     if all("=" in one for one in arguments):
         raise ConfigError("no configuration file given, e.g. configs/softmax.yaml")
 

@@ -18,7 +18,7 @@ class RunError(LMError):
 
 
 def one_line(error: BaseException, longest: int | None = 300) -> str:
-    """An exception's text on one line of at most `longest` characters (None: all of it); its kind if it has no text."""
+    """An exception's text on one line of at most `longest` characters (None: all of it); the name of its class if it has no text."""
     return " ".join(str(error).split())[:longest] or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and last through a power cut."""
+"""Atomic writes: files and folders are written completely or not at all, and synced to disk."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) whole or not at all. Raises RunError naming the file and the reason."""
+    """Write `text` (UTF-8) completely or not at all. Raises RunError naming the file and the reason."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -72,7 +72,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was renamed in `folder` last."""
+    """Sync `folder` to disk, so that a rename within it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""How far long work is: bars on a terminal, lines elsewhere, all on stderr; or nothing."""
+"""Progress of long operations, on stderr: bars on a terminal, lines elsewhere, or nothing."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-LINE_SECONDS = 30.0  # between lines about bytes
-LINES = 20  # about the steps of a run
+LINE_SECONDS = 30.0  # between the lines of a stage that is measured in bytes
+LINES = 20  # lines in a training run
 
 
 class Progress:
-    """Where it is shown, and what is said there.
+    """Shows messages and progress.
 
     Args:
         mode: `auto`: bars on a terminal, lines elsewhere; `bar` or `lines` everywhere; `none`: silent.
@@ -33,16 +33,16 @@ class Progress:
         self.lines = mode == "lines" or (mode == "auto" and not self.console.is_terminal)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print one line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, name: str, total: int | None, done: int = 0, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
-        """A bar, where there are bars. Gives a function: units done since the last call, and `text` to show beside it.
+        """A progress bar, if bars are shown. Yields a function of the units done since its last call, and of `text` to show beside the bar.
 
         Args:
-            total, done: units in all, and before.
-            columns: to the right of the bar; none: how many are done, and the time that is left.
+            total, done: all units, and those done before.
+            columns: to the right of the bar; by default the units done and the remaining time.
         """
         shown = columns or (MofNCompleteColumn(), TimeRemainingColumn())
         bars = Bars(
@@ -59,7 +59,7 @@ class Progress:
 
     @contextmanager
     def bytes(self, name: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
-        """A stage of so many bytes, `done` of them before, with MB/s and the time that is left. Gives a function: bytes done."""
+        """A stage of `total` bytes, `done` of them before, with MB/s and the remaining time. Yields a function of the bytes done."""
         rate = _Rate(name, total, done)
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {done:,} of them done before" if done else "") if total else name)
@@ -76,7 +76,7 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """The steps of a run, with loss, speed and the time that is left; as lines every twentieth of the run."""
+    """The steps of a training run, with loss, speed and remaining time; as lines, one every twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)
@@ -84,13 +84,13 @@ class StepProgress(Progress):
         self.started, self.first, self.step, self._bars = 0.0, 0, 0, ExitStack()
 
     def start(self, step: int) -> None:
-        """Training goes on from `step`."""
+        """Training starts or continues at `step`."""
         self.started, self.first, self.step = time.perf_counter(), step, step
         columns = (TextColumn("{task.completed}/{task.total}  {task.fields[text]}"), TimeElapsedColumn(), TextColumn("ETA"))
         self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, *columns, TimeRemainingColumn()))
 
     def advance(self, step: int, loss: float | None = None, speed: float = 0.0) -> None:
-        """`step` is done; loss and tokens/s where they were measured."""
+        """`step` is done, with its loss and tokens/s if they were measured."""
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         self._show(step - self.step, **text)
         self.step = step
@@ -100,23 +100,23 @@ class StepProgress(Progress):
             self.say(f"step {step}/{self.max_steps}  {text['text']}  ETA {left:.0f} s")
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bars.close()
 
 
 class _Rate:
-    """Bytes done and how fast."""
+    """Bytes done, and their rate."""
 
     def __init__(self, name: str, total: int | None, done: int):
         self.name, self.total, self.before, self.done = name, total, done, done
-        self.started = self.told = time.monotonic()
+        self.started = self.last_line = time.monotonic()
 
     def advance(self, n_bytes: int) -> bool:
-        """Count; True if it is time for a line."""
+        """Count bytes; True if the next line is due."""
         self.done += n_bytes
         now = time.monotonic()
-        due = now - self.told >= LINE_SECONDS
-        self.told = now if due else self.told
+        due = now - self.last_line >= LINE_SECONDS
+        self.last_line = now if due else self.last_line
         return due
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class _Rate:
         return f"{text}, {speed / 1e6:.1f} MB/s"
 
     def end(self) -> str:
-        """The line of a stage that is done."""
+        """The line that ends a stage."""
         seconds = time.monotonic() - self.started
         n_bytes = self.done - self.before
         return f"{self.name}: {n_bytes / 1e6:,.1f} MB in {seconds:,.1f} s, {n_bytes / max(seconds, 1e-9) / 1e6:,.1f} MB/s"

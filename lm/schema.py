@@ -45,14 +45,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key affects. Blocks pass theirs on to their keys; what a key says itself comes first.
+    """What a key affects. A block's effect holds for all of its keys; a key may declare its own.
 
     Attributes:
-        affects: `model`: the function that trained weights stand for; `training`: which weights are learned; `seed`: which of many alike;
-            `numerics`: the same up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run
-            is named, kept and shown.
-        on_resume: whether a run may go on with another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come.
-        acts_in: the commands that it acts in, `train` or others that a trained model is given to.
+        affects: `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random
+            numbers of training; `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured;
+            `label`: how a run is named, stored and displayed.
+        on_resume: whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come.
+        acts_in: the commands in which the key has an effect: `train`, or commands on a trained model.
     """
 
     affects: str = "training"
@@ -60,15 +60,15 @@ class Effect:
     acts_in: tuple[str, ...] = ("train",)
 
 
-class Said(typing.TypedDict, total=False):
-    """What a field says of its `Effect`; the rest it has from the block that it stands in."""
+class DeclaredEffect(typing.TypedDict, total=False):
+    """The part of an `Effect` that a field declares; the rest comes from the block that contains it."""
 
     affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
     on_resume: typing.Literal["same", "free", "ahead"]
     acts_in: tuple[str, ...]
 
 
-def key(default, help: str, effect: Said | None = None, **limits: float):
+def key(default, help: str, effect: DeclaredEffect | None = None, **limits: float):
     """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`)."""
     metadata = {"help": help, "effect": effect, "limits": Limits(**limits)}
     if isinstance(default, list | dict):
@@ -76,22 +76,22 @@ def key(default, help: str, effect: Said | None = None, **limits: float):
     return field(default=default, metadata=metadata)
 
 
-def section(schema: type, help: str, effect: Said | None = None):
+def section(schema: type, help: str, effect: DeclaredEffect | None = None):
     """A nested block of keys, described by the dataclass `schema`."""
     return field(default_factory=schema, metadata={"help": help, "effect": effect})
 
 
-def sections(schema: type, help: str, default: tuple = (), effect: Said | None = None):
+def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
     """A list of blocks, each described by the dataclass `schema`."""
     return field(default_factory=lambda: list(default), metadata={"help": help, "effect": effect, "item": schema})
 
 
-def variant(table: Mapping[str, type], default: str, help: str, effect: Said | None = None):
+def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None):
     """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults."""
     return field(default_factory=lambda: table[default](), metadata={"help": help, "effect": effect, "table": table})
 
 
-def variants(table: Mapping[str, type], help: str, effect: Said | None = None):
+def variants(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):
     """A list of blocks, each as in `variant`; empty by default."""
     return field(default_factory=list, metadata={"help": help, "effect": effect, "list_table": table})
 
@@ -99,13 +99,13 @@ def variants(table: Mapping[str, type], help: str, effect: Said | None = None):
 def effect(schema: type, path: str) -> Effect | None:
     """What the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
 
-    Below a key that holds plain data, or an option that the table of its block does not have, all affect what the block does.
+    Everything below a key of plain data has that key's effect; so has an option of a block that is not in its table (one of a plugin).
     """
     first, *rest = path.split(".")
     spec = _field(schema, first)
     if spec is None:
         return None
-    found = said(Effect(), spec)
+    found = effect_within(Effect(), spec)
     for name in rest:
         table = spec.metadata.get("table") or spec.metadata.get("list_table")
         inner = list(table.values()) if table else [spec.metadata.get("item") or spec.type]
@@ -114,25 +114,25 @@ def effect(schema: type, path: str) -> Effect | None:
         spec = next((known for one in inner if (known := _field(one, name))), None)
         if spec is None:
             return found if table else None
-        found = said(found, spec)
+        found = effect_within(found, spec)
     return found
 
 
-def said(above: Effect, spec: dataclasses.Field) -> Effect:
-    """The effect of a field in a block whose effect is `above`: what affects neither the model nor training may change on resume."""
+def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
+    """The effect of a field in a block with the effect `block`. What affects neither the model nor training may change on resume."""
     changes = dict(spec.metadata["effect"] or {})
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
-    return dataclasses.replace(above, **changes)
+    return dataclasses.replace(block, **changes)
 
 
 def _field(schema: type, name: str) -> dataclasses.Field | None:
-    """The field of a name, of which an item may be named: `phases[1]`."""
+    """The field called `name`; the index of a list's item is ignored (`phases[1]`)."""
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)
 
 
 class Unavailable(KeyError):
-    """A name of a variant that can't be had: the reason, and what to do. Raised by tables that know names beyond their own."""
+    """A variant's name that is known and can't be used: the reason, and what to do. Raised by tables that import variants by name."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason)
@@ -255,9 +255,9 @@ def _literals(hint: type) -> tuple:
 
 
 def own_problems(block, path: str = "") -> list[Problem]:
-    """What the blocks of a configuration say is wrong with themselves, by full key paths.
+    """The problems that the blocks of a configuration find in themselves, by full key paths.
 
-    A block that has rules of its own has a method `problems() -> list[Problem]`, whose paths are relative to the block.
+    A block with rules beyond those of its single keys has a method `problems() -> list[Problem]`, whose paths are relative to the block.
     """
     found = [dataclasses.replace(one, path=_join(path, one.path)) for one in getattr(block, "problems", list)()]
     for spec in fields(block):

@@ -46,27 +46,27 @@ def written(tmp_path: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def test_missing_file(train, tmp_path: Path):
+def test_a_missing_text_file_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=tmp_path / "nowhere.txt"), "nowhere.txt")
 
 
-def test_empty_file(train, tmp_path: Path):
+def test_an_empty_text_file_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "empty.txt", b"")), "empty.txt", "empty")
 
 
-def test_non_utf8_file(train, tmp_path: Path):
+def test_a_text_file_that_is_not_utf8_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "latin.txt", b"caf\xe9 " * 100)), "latin.txt", "UTF-8")
 
 
-def test_damaged_gzip(train, tmp_path: Path):
+def test_a_truncated_gzip_file_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "cut.txt.gz", gzip.compress(os.urandom(5000))[:2000])), "cut.txt.gz")
 
 
-def test_corpus_of_one_document(train, corpus: Path, tmp_path: Path):
+def test_a_corpus_of_one_document_can_not_be_split(train, corpus: Path, tmp_path: Path):
     refused(tmp_path, train(paths=corpus / "00.txt"), "data.source.separator")
 
 
-def test_corpus_shorter_than_a_row(train, tmp_path: Path):
+def test_a_corpus_shorter_than_a_sequence_is_refused(train, tmp_path: Path):
     paths = ",".join(str(written(tmp_path, f"{i}.txt", f"a few words {i} ".encode() * 40)) for i in range(4))
     refused(
         tmp_path,
@@ -76,15 +76,15 @@ def test_corpus_shorter_than_a_row(train, tmp_path: Path):
     )
 
 
-def test_vocabulary_larger_than_the_corpus_supports(train, tmp_path: Path):
+def test_a_vocabulary_larger_than_the_corpus_supports_is_refused(train, tmp_path: Path):
     refused(tmp_path, train("data.tokenizer.vocab_size=60000"), "data.tokenizer.vocab_size = 60000", "supports only")
 
 
-def test_rows_beyond_the_longest_held_out_document(train, tmp_path: Path):
+def test_an_evaluation_beyond_the_longest_held_out_document_is_refused(train, tmp_path: Path):
     refused(tmp_path, train("data.seq_len=4096", "optim.batch_tokens=4096"), "eval.long_context.length_factor", status=2)
 
 
-def test_a_token_store_with_a_flipped_byte(train, tmp_path: Path):
+def test_a_token_store_with_a_flipped_byte_is_refused(train, tmp_path: Path):
     assert train().returncode == 0
     shutil.rmtree(tmp_path / "runs")
     (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
@@ -94,16 +94,16 @@ def test_a_token_store_with_a_flipped_byte(train, tmp_path: Path):
     refused(tmp_path, train(), "train-00000.bin")
 
 
-def test_batch_tokens_not_divisible(train, tmp_path: Path):
+def test_batch_tokens_that_are_no_multiple_are_refused(train, tmp_path: Path):
     refused(tmp_path, train("optim.batch_tokens=1000"), "optim.batch_tokens", "992 or 1024", status=2)
 
 
-def test_normalizer_typo(train, tmp_path: Path):
+def test_a_misspelt_normalizer_is_refused_with_the_nearest_name(train, tmp_path: Path):
     refused(tmp_path, train("model.normalizer=smax"), "model.normalizer.name", "did you mean", status=2)
 
 
 @pytest.mark.parametrize("blocks", [20, 200])
-def test_full_disk_while_preparing(corpus: Path, tmp_path: Path, blocks: int):
+def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
     """A file-size limit (in kilobytes) stands in for the full disk."""
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -116,7 +116,7 @@ def test_full_disk_while_preparing(corpus: Path, tmp_path: Path, blocks: int):
     refused(tmp_path, result, "File too large")
 
 
-def test_a_command_line_mistake_is_told_plainly():
+def test_a_mistake_on_the_command_line_prints_the_usage():
     for arguments in (["train"], ["trian"], ["train", "--fast", "x"], ["report"]):
         result = lm(*arguments)
         assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""The configuration says everything that is wrong, and nothing is silently ignored."""
+"""Configurations: every problem is reported at once, and nothing is silently ignored."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_every_shipped_configuration_is_valid(path: Path):
     assert config.name == path.stem
 
 
-def test_resolved_yaml_gives_the_same_configuration_back():
+def test_the_resolved_yaml_loads_as_the_same_configuration():
     import yaml
 
     config = load([str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"])
@@ -138,7 +138,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
     assert back.model.normalizer.bias
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path):
+def test_configuration_files_that_cannot_be_read_are_named(tmp_path: Path):
     (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
         load([])
 
 
-def test_the_reference_in_the_docs_is_true():
+def test_the_generated_references_in_the_docs_are_current():
     assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), "run: lm config --reference > docs/config.md"
     assert (ROOT / "docs" / "normalizers.md").read_text() == catalogue.markdown(), "run: lm normalizers > docs/normalizers.md"
 
@@ -171,7 +171,7 @@ def test_every_key_has_a_description_and_a_valid_default():
     assert parse({**to_plain(Config()), "name": "x"}) == Config(name="x")
 
 
-def test_every_normalizer_has_a_row_with_its_source():
+def test_every_normalizer_has_a_formula_and_a_source():
     for name, entry in catalogue.ENTRIES.items():
         assert entry.options.name == name
         assert entry.options.full_formula

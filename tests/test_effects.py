@@ -1,8 +1,8 @@
-"""What a key affects is said at the key, and all that follows from it agrees with what was true before it was."""
+"""Each key declares what it affects; what distinguishes arms, and what resume and evaluation may change, follows from that."""
 
 import pytest
 
-from lm.config.effects import counted_as_used, effect_of, function_of, is_learned
+from lm.config.effects import effect_of, function_of, is_learned, recorded_per_start
 from lm.config.load import acting_in, merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
@@ -17,12 +17,12 @@ def test_every_key_has_an_effect(path: str):
     assert effect(Config, path) is not None
 
 
-def test_keys_that_do_not_exist_have_none():
+def test_unknown_keys_have_no_effect_and_options_of_plugins_have_their_blocks():
     assert [effect(Config, path) for path in ("nothing", "optim.nothing", "model.n_layer2", "trainer.threads2")] == [None] * 4
     assert effect(Config, "model.normalizer.an_option_of_a_plugin") == effect(Config, "model.normalizer")
 
 
-def test_a_key_of_another_version_counts_as_learned_and_is_never_free_to_change():
+def test_a_key_of_another_version_distinguishes_arms_and_must_not_change_on_resume():
     assert is_learned("optim.nothing")
     assert effect_of("optim.nothing").on_resume == "same"
 
@@ -35,23 +35,23 @@ def test_a_key_of_another_version_counts_as_learned_and_is_never_free_to_change(
         ("data.root", False), ("eval.needle.finetune.steps", False), ("log.every", False), ("resume", False), ("init_from", True),
     ],
 )  # fmt: skip
-def test_what_tells_arms_apart(path: str, learned: bool):
+def test_which_keys_distinguish_arms(path: str, learned: bool):
     assert is_learned(path) == learned
 
 
-def test_what_a_resumed_run_may_change_although_it_is_learned():
-    assert sorted(counted_as_used()) == ["optim.on_nonfinite", "trainer.compile", "trainer.max_steps", "trainer.precision"]
+def test_which_keys_that_affect_learning_may_change_on_resume():
+    assert sorted(recorded_per_start()) == ["optim.on_nonfinite", "trainer.compile", "trainer.max_steps", "trainer.precision"]
     ahead = {path.partition(".")[0].removesuffix("[]") for path in KEYS if effect_of(path).on_resume == "ahead"}
     assert ahead == {"phases", "model"}
     assert effect_of("phases[2].warmup_steps").on_resume == effect_of("model.normalizer.init").on_resume == "ahead"
 
 
-def test_dropout_and_first_values_are_no_part_of_the_function():
+def test_dropout_and_initial_weights_are_no_part_of_a_models_function():
     assert {"dropout", "init_std"}.isdisjoint(function_of(ModelConfig()))
     assert {"n_layer", "normalizer.name", "position.theta"} <= set(function_of(ModelConfig()))
 
 
-def test_commands_take_the_keys_that_act_in_them():
+def test_each_command_accepts_the_keys_that_act_in_it():
     assert set(acting_in("harness")) == {"trainer.accelerator", "trainer.precision", "trainer.threads"}
     assert set(acting_in("eval")) == {*acting_in("harness"), "data.root", "eval"}
     assert set(acting_in("swap")) == {*acting_in("eval"), "model.normalizer"}
@@ -59,11 +59,11 @@ def test_commands_take_the_keys_that_act_in_them():
 
 
 @pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "optim.groups.head.lr_factor=2"])
-def test_an_override_that_would_be_ignored_is_refused(override: str):
+def test_an_override_that_a_command_would_ignore_is_refused(override: str):
     with pytest.raises(ConfigError, match=r"can't be changed in lm eval; free to change: data\.root, "):
         overrides_in("eval", [override])
 
 
-def test_an_override_of_no_key_is_left_to_the_configuration_which_says_what_was_meant():
+def test_a_misspelt_key_of_an_override_is_reported_with_the_nearest_key():
     with pytest.raises(ConfigError, match=r"eval\.rowz = 3: unknown key; did you mean 'rows'\?"):
         parse(merge(to_plain(Config(name="a")), overrides_in("eval", ["eval.rowz=3"])))

@@ -119,9 +119,9 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ([], r"^data\.source\.of\[1\]\.weight = 0\.004: comes to 0\.26 of the 64 rows of the run.* train for more steps"),
-        (["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"], r"of\[1\]\.weight = 0\.004: comes to 0\.96 of the 2,400"),
-        (["data.tasks=[{weight: 0.01, task: needle}]"], r"data\.tasks\[0\]\.weight = 0\.01: comes to 0\.64 of the 64 rows"),
+        ([], r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more steps"),
+        (["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"], r"of\[1\]\.weight = 0\.004: gives 0\.96 of the 2,400"),
+        (["data.tasks=[{weight: 0.01, task: needle}]"], r"data\.tasks\[0\]\.weight = 0\.01: gives 0\.64 of the 64 sequences"),
     ],
 )
 def test_a_weight_of_which_the_run_has_no_row_is_refused(options: list[str], problem: str):

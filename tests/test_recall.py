@@ -345,7 +345,7 @@ def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path
 
 def test_a_task_without_a_validation_row_is_refused(tiny):
     rare = "data.tasks=[{weight: 0.9, task: {name: copy}}, {weight: 0.1, task: {name: copy, symbols: 30}}]"
-    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: comes to less than one of eval\.rows = 8"):
+    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.rows = 8"):
         tiny(rare, *SYMBOLS[1:], "eval.rows=8")
 
 

@@ -1,4 +1,4 @@
-"""What a configuration's single keys can't say: missing values, contradictory pairs."""
+"""Problems that involve several keys of a configuration: missing values, contradictory pairs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from lm.schema import own_problems
 
 
 def check(config: Config) -> list[Problem]:
-    """What single keys can't say: missing values and contradictory pairs."""
+    """Problems beyond those of single keys: missing values and contradictory pairs."""
     problems = own_problems(config)
 
     def problem(wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
@@ -24,26 +24,27 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
 
     problem(
-        data.symbolic and data.documents == "isolate", "data.documents", "isolate", "rows of tasks are documents by themselves", "drop it"
-    )
+        data.symbolic and data.documents == "isolate",
+        "data.documents", data.documents, "each sequence of a task is a document of its own", "drop it",
+    )  # fmt: skip
     problems += check_phases(config)
 
     problems += check_lengths(config)
 
-    problems += check_tasks(config) + check_shares(config)
+    problems += check_tasks(config) + check_weights(config)
 
-    step_row = data.seq_len * config.world_size
-    below, above = optim.batch_tokens // step_row * step_row, -(-optim.batch_tokens // step_row) * step_row
+    step_length = data.seq_len * config.world_size
+    below, above = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
     problem(
-        optim.batch_tokens % step_row != 0,
+        optim.batch_tokens % step_length != 0,
         "optim.batch_tokens", optim.batch_tokens,
-        f"is not a multiple of data.seq_len x devices x num_nodes = {step_row}",
+        f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}",
         "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
     )  # fmt: skip
-    if trainer.micro_batch and optim.batch_tokens % step_row == 0:
+    if trainer.micro_batch and optim.batch_tokens % step_length == 0:
         problem(
-            config.rank_rows % trainer.micro_batch != 0,
-            "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_rows} rows a process has in a step",
+            config.rank_sequences % trainer.micro_batch != 0,
+            "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
         )  # fmt: skip
     problem(
         optim.warmup_steps > trainer.max_steps,
@@ -122,25 +123,26 @@ def check_phases(config: Config) -> list[Problem]:
     if phases[-1].until != 1:
         problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1"))
     if phases[0].warmup_steps:
-        problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, "warms up from no swap", "set optim.warmup_steps"))
+        reason = "follows no swap, so there is nothing to warm up"
+        problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps"))
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
         problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
     return problems
 
 
-def check_shares(config: Config) -> list[Problem]:
-    """Weights of which a run has less than one row: it would be drawn by luck, if at all."""
-    data, text = config.data, 1 - sum(share.weight for share in config.data.tasks)
-    weights = {f"data.tasks[{index}].weight": (share.weight, share.weight) for index, share in enumerate(data.tasks)}
+def check_weights(config: Config) -> list[Problem]:
+    """Tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
+    data, text = config.data, 1 - sum(weighted.weight for weighted in config.data.tasks)
+    weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
     if len(data.parts) > 1 and text > 1e-6:
         weights |= {f"data.source.of[{index}].weight": (part.weight, part.weight * text) for index, part in enumerate(data.parts)}
-    rows = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
+    sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     remedy = "raise it, train for more steps, or leave it out"
     return [
-        Problem(path, weight, f"comes to {share * rows:.2g} of the {rows:,} rows of the run, and may never be drawn", remedy)
-        for path, (weight, share) in weights.items()
-        if weight > 0 and share * rows < 1 - 1e-6
+        Problem(path, weight, f"gives {fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn", remedy)
+        for path, (weight, fraction) in weights.items()
+        if weight > 0 and fraction * sequences < 1 - 1e-6
     ]
 
 
@@ -149,16 +151,16 @@ def check_tasks(config: Config) -> list[Problem]:
     data, problems = config.data, []
     if not data.tasks:
         return []
-    for index, share in enumerate(data.tasks):
-        if data.symbolic and share.weight * config.eval.rows < 1 - 1e-6:
-            reason = f"comes to less than one of eval.rows = {config.eval.rows} validation rows: its loss would not be measured"
-            problems.append(Problem(f"data.tasks[{index}].weight", share.weight, reason, "raise eval.rows"))
-    weights = sum(share.weight for share in data.tasks)
+    for index, weighted in enumerate(data.tasks):
+        if data.symbolic and weighted.weight * config.eval.rows < 1 - 1e-6:
+            reason = f"gives less than one of eval.rows = {config.eval.rows} validation sequences: its loss would not be measured"
+            problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.rows"))
+    weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
         problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))
-    if any(share.task.vocab_size for share in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
-        names = ", ".join(share.task.name for share in data.tasks if share.task.vocab_size)
-        reason = "are over symbols of their own, which text and tasks in text don't share"
+    if any(weighted.task.vocab_size for weighted in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
+        names = ", ".join(weighted.task.name for weighted in data.tasks if weighted.task.vocab_size)
+        reason = "use a vocabulary of symbols, which text and tasks in text don't have"
         problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
     if data.lengths == "documents":
         problems.append(Problem("data.lengths", data.lengths, "tasks have no documents", "give lengths, or drop data.tasks"))

@@ -1,27 +1,27 @@
-"""What follows from what each key affects: what tells runs and models apart."""
+"""What follows from the effects of the keys: which keys distinguish experimental arms, and which define a model's function."""
 
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.schema import Effect, Plain, effect, flatten, reference, to_plain
 
-LEARNED = ("model", "training", "numerics")  # what decides what a run learns, its seed aside
+LEARNED = ("model", "training", "numerics")  # effects on what a run learns, its seed aside
 
 
 def effect_of(path: str) -> Effect:
-    """What the key at a dotted path affects; one that this version does not know may have affected what was learned."""
+    """The effect of the key at a dotted path; a key that this version does not know is taken to affect training."""
     return effect(Config, path) or Effect()
 
 
 def is_learned(path: str) -> bool:
-    """True if runs that differ in the key learn differently: if it tells arms apart."""
+    """True if the key affects what a run learns: runs that differ in it belong to different arms."""
     return effect_of(path).affects in LEARNED
 
 
-def counted_as_used() -> list[str]:
-    """The keys that tell arms apart and that a resumed run may change: what each start used counts, which environment.json says."""
+def recorded_per_start() -> list[str]:
+    """Keys that distinguish arms and may change on resume; environment.json records the value that each start of a run used."""
     return [path for path, *_ in reference(Config) if is_learned(path) and effect_of(path).on_resume == "free"]
 
 
 def function_of(model: ModelConfig) -> dict[str, Plain]:
-    """What decides the function that a model's weights stand for, by dotted paths within `model`."""
+    """The options that define the function of a model's weights, by dotted paths within `model`."""
     return {path: value for path, value in flatten(to_plain(model)).items() if effect_of(f"model.{path}").affects == "model"}

@@ -17,7 +17,7 @@ from lm.config.checks import check
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, one_line
-from lm.schema import Effect, Plain, build, effect, own_problems, reference, said, suggest, to_plain
+from lm.schema import Effect, Plain, build, effect, effect_within, own_problems, reference, suggest, to_plain
 
 
 def load(arguments: list[str]) -> Config:
@@ -58,11 +58,12 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 
 
 def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """What a user wrote, with its interpolations `${...}` resolved. What is read back of others' is data, and never comes here:
-    a model could ask for its user's environment.
+    """The user's own keys, with their interpolations `${...}` resolved.
+
+    Configurations of checkpoints and exports are data, and are never interpolated: they could read the user's environment.
 
     Raises:
-        ConfigError: an interpolation of nothing.
+        ConfigError: an interpolation can't be resolved.
     """
     try:
         return OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
@@ -71,7 +72,7 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def parse(plain: dict[str, Plain]) -> Config:
-    """The checked configuration from plain data, in which nothing is interpolated.
+    """The checked configuration from plain data, without interpolation.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -133,10 +134,10 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 
 
 def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
-    """`key=value` texts as nested plain data, for a command that a trained model is given to: `eval`, `swap`, `harness`.
+    """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `harness`.
 
     Raises:
-        ConfigError: naming each key that does not act there: it belongs to the checkpoint, or would be ignored.
+        ConfigError: naming each key that has no effect there, since it belongs to the checkpoint or to training.
     """
     changes = interpolated(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
@@ -148,10 +149,10 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
 
 
 def acting_in(command: str, schema: type = Config, above: Effect | None = None, path: str = "") -> list[str]:
-    """The keys that act in a command; of blocks that do as a whole, the block."""
+    """The keys that act in a command; a block, if all of its keys do."""
     found = []
     for spec in fields(schema):
-        here, where = said(above or Effect(), spec), f"{path}{spec.name}"
+        here, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
         if command in here.acts_in:
             found.append(where)
         elif is_dataclass(spec.type):
@@ -161,12 +162,12 @@ def acting_in(command: str, schema: type = Config, above: Effect | None = None, 
 
 def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
     """`over` laid on `under`. A block whose `name` changes replaces the old block whole,
-    so that options of one normalizer never leak into another."""
+    so that options of one normalizer are never applied to another."""
     merged = dict(under)
     for name, value in over.items():
         old = merged.get(name)
         if value is None and _is_block(old):
-            continue  # an empty block changes nothing
+            continue  # an empty block in YAML is null
         if isinstance(value, str) and _is_block(old):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):
@@ -180,7 +181,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def _is_block(value: Plain) -> bool:
-    """True for a block of keys; False for a map, whose keys are values, too."""
+    """True for a block of keys; False for a map whose keys are data, such as numbers."""
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
@@ -193,10 +194,11 @@ def reference_markdown() -> str:
         "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;",
         "a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.",
         "",
-        "What a key affects: `model`, the function that trained weights stand for; `training`, which weights are learned; `seed`, which",
-        "of many alike; `numerics`, the same up to rounding; `execution`, where and how fast; `evaluation`, what is measured; `label`,",
-        "how a run is named, kept and shown. Model, training and numerics tell arms apart. A resumed run must agree in model, training",
-        "and seed but for what is marked *free*, or *ahead*: for steps that are still to come.",
+        "What a key affects: `model`, the function that trained weights define; `training`, the weights that are learned; `seed`, the",
+        "random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; `evaluation`, what is measured;",
+        "`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to different arms. A",
+        "resumed run must have the same values of all keys that affect model, training or seed, except those marked *free* and those",
+        "marked *ahead*, which may change for steps that are still to come.",
         "",
         "| key | type | default | affects | what it is |",
         "|---|---|---|---|---|",
@@ -207,7 +209,7 @@ def reference_markdown() -> str:
 
 
 def _affects(path: str) -> str:
-    """What a key affects, and if a resumed run may change it nevertheless."""
+    """What a key affects, and whether a resumed run may change it although it affects what is learned."""
     found = effect(Config, path)
     strict = found.affects in ("model", "training", "seed")
     return f"{found.affects}, *{found.on_resume}*" if strict and found.on_resume != "same" else found.affects

@@ -1,4 +1,4 @@
-"""The keys of `model`: the decoder's shape and choices."""
+"""The keys of `model`: the decoder's dimensions and architecture."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
@@ -10,11 +10,11 @@ from lm.schema import key, variant
 
 
 class Position:
-    """How a model knows where tokens stand.
+    """How a model encodes the positions of tokens.
 
     Attributes:
-        rotates: queries and keys are turned, by angles that can be rescaled.
-        ends: there are no positions beyond the training length.
+        rotates: queries and keys are rotated by angles that can be rescaled.
+        ends: positions beyond the training length have no encoding.
     """
 
     name: ClassVar[str]
@@ -23,7 +23,7 @@ class Position:
 
     @property
     def label(self) -> str:
-        """In words."""
+        """In words, for tables and the banner."""
         return f"position {self.name}"
 
 
@@ -34,14 +34,14 @@ class Rope(Position):
     name: ClassVar[str] = "rope"
     rotates: ClassVar[bool] = True
     theta: float = key(10000.0, "base of the rotation periods", gt=1)
-    fraction: float = key(1.0, "share of each head's dimensions that rotates, fastest first (p-RoPE below 1)", gt=0, le=1)
+    fraction: float = key(1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1)
 
     @property
     def label(self) -> str:
         return f"rope theta {self.theta:g}"
 
     def rotated(self, head_size: int) -> int:
-        """How many of a head's dimensions turn: an even number."""
+        """How many of a head's dimensions rotate: an even number."""
         return int(head_size * self.fraction) // 2 * 2
 
 
@@ -71,7 +71,7 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The model's key that they follow from, and its value."""
+        """The key of the model that determines `key_dims`, and its value."""
         return ("n_embd", model.n_embd) if model.head_size is None else ("head_size", model.head_size)
 
     def value_dims(self, model: "ModelConfig") -> int:
@@ -79,11 +79,11 @@ class AttentionBlock:
         return self.key_dims(model)
 
     def label(self, model: "ModelConfig") -> str:
-        """What comes with attention, in words."""
+        """The rest of the layer, in words."""
         return f"{model.mlp} {model.mlp_width}"
 
     def problems_of(self, model: "ModelConfig") -> list[Problem]:
-        """What of the model does not go with this block, by the model's keys."""
+        """Options of the model that contradict this block, by the model's keys."""
         problems = []
         if model.head_size is None and model.n_embd % model.n_head:
             remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
@@ -106,7 +106,7 @@ class GAUBlock:
         return self.key_size
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The model's key that they follow from, and its value."""
+        """The key of the model that determines `key_dims`, and its value."""
         return "block.key_size", self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
@@ -114,11 +114,11 @@ class GAUBlock:
         return int(self.expansion * model.n_embd)
 
     def label(self, model: "ModelConfig") -> str:
-        """In words."""
+        """In words, for tables and the banner."""
         return f"gated attention units of width {self.value_dims(model)}"
 
     def problems_of(self, model: "ModelConfig") -> list[Problem]:
-        """What of the model does not go with this block, by the model's keys."""
+        """Options of the model that contradict this block, by the model's keys."""
         problems = []
         if model.n_head != 1:
             problems.append(Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1"))
@@ -140,7 +140,7 @@ class GAUBlock:
 @dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1)
-    block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer is made of")
+    block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of")
     n_head: int = key(4, "attention heads; 1 for gau", ge=1)
     n_kv_head: int | None = key(
         None, "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head", ge=1
@@ -190,7 +190,7 @@ class ModelConfig:
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
     def problems(self) -> list[Problem]:
-        """What single keys can't say."""
+        """Problems that involve several keys."""
         problems, dims = self.block.problems_of(self), self.key_dims
         if self.position.rotates and dims % 2:
             where, value = self.block.dims_from(self)

@@ -25,7 +25,7 @@ class Cosine:
     """Half a cosine from the peak to `final_fraction` of it."""
 
     name: ClassVar[str] = "cosine"
-    final_fraction: float = key(0.1, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
+    final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
         """As `Constant.factor`."""
@@ -38,8 +38,8 @@ class WSD:
     """Warm-up, stable, then a linear decay over the last `decay_fraction` of the steps."""
 
     name: ClassVar[str] = "wsd"
-    decay_fraction: float = key(0.2, "share of all steps that decays", gt=0, le=1)
-    final_fraction: float = key(0.0, "the learning rate that is approached at the end, as a share of the peak", ge=0, le=1)
+    decay_fraction: float = key(0.2, "fraction of all steps over which the rate decays", gt=0, le=1)
+    final_fraction: float = key(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
         """As `Constant.factor`."""
@@ -63,18 +63,18 @@ OPTIMIZERS = {v.name: v for v in (AdamW,)}  # each has a builder in lm.training.
 
 @dataclass
 class Group:
-    """What a group of parameters has of its own."""
+    """Learning rate and weight decay of a group of parameters."""
 
-    lr_factor: float = key(1.0, "the group's learning rate, in learning rates of the schedule", ge=0)
+    lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
 
 
 @dataclass
 class Groups:
-    """Each trained parameter is in one of these."""
+    """The groups of parameters; each trained parameter is in exactly one."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
-    embedding: Group = section(Group, "tokens' vectors (a tied head, too) and learned positions")
+    embedding: Group = section(Group, "token embeddings (also a tied head) and learned positions")
     head: Group = section(Group, "the output matrix")
     vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
     normalizer: Group = section(Group, "all parameters of normalizers")
@@ -88,7 +88,7 @@ class OptimConfig:
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",
-        "at a loss or gradient that is not finite: stop and say where, or leave the step's update out and count it",
+        "at a loss or gradient that is not finite: stop and name the place, or skip the step's update and count it",
         {"on_resume": "free"},
     )
     warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
@@ -103,14 +103,14 @@ class OptimConfig:
 
 @dataclass
 class Phase:
-    """A part of training with a normalizer of its own; at its start the normalizers are swapped, all else goes on."""
+    """A phase of training with its own normalizer; at its start the normalizers are swapped and all other state is kept."""
 
-    until: float = key(1.0, "where the phase ends, as a share of trainer.max_steps; 1 for the last", gt=0, le=1)
+    until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
-    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters alone", ge=0)
+    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0)
 
 
-EVERYWHERE = ("train", "eval", "swap", "harness")  # where a model runs, whatever for
+EVERYWHERE = ("train", "eval", "swap", "harness")  # the commands that run a model
 
 
 @dataclass
@@ -119,7 +119,7 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": EVERYWHERE})
     devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1)
     num_nodes: int = key(1, "machines", ge=1)
-    micro_batch: int | None = key(None, "rows in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
+    micro_batch: int | None = key(None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
     precision: Literal["auto", 32, "bf16-mixed"] = key(
         "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": EVERYWHERE}
     )

@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch. `lm.config.load` loads it, `lm.config.checks` says what contradicts itself."""
+"""The configuration: one tree of dataclasses, without torch. `lm.config.load` reads it, `lm.config.checks` finds contradictions in it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class Config:
     )
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
-    seed: int = key(1, "of initial weights, dropout and the order of the batches", {"affects": "seed"}, ge=0, lt=2**31)
-    data: DataConfig = section(DataConfig, "corpus, tokenizer and rows")
+    seed: int = key(1, "seed of initial weights, dropout and the order of the batches", {"affects": "seed"}, ge=0, lt=2**31)
+    data: DataConfig = section(DataConfig, "corpus, tokenizer and sequences")
     model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
     phases: list[Phase] = sections(
         Phase, "swap the normalizer during training; empty: `model.normalizer` throughout", effect={"on_resume": "ahead"}
@@ -45,15 +45,15 @@ class Config:
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
-    def rank_rows(self) -> int:
-        """Rows that each process sees in one optimizer step."""
+    def rank_sequences(self) -> int:
+        """Sequences that each process sees in one optimizer step."""
         return self.optim.batch_tokens // (self.data.seq_len * self.world_size)
 
     @property
     def micro_batch(self) -> int:
-        """Rows in one forward pass: as set, or the largest divisor of `rank_rows` within 16,384 tokens."""
+        """Sequences in one forward pass: as set, or the largest divisor of `rank_sequences` within 16,384 tokens."""
         fitting = max(1, 16384 // self.data.seq_len)
-        divisors = [rows for rows in range(1, min(self.rank_rows, fitting) + 1) if self.rank_rows % rows == 0]
+        divisors = [size for size in range(1, min(self.rank_sequences, fitting) + 1) if self.rank_sequences % size == 0]
         return self.trainer.micro_batch or divisors[-1]
 
     @property
@@ -63,18 +63,18 @@ class Config:
 
     @property
     def normalizer_names(self) -> set[str]:
-        """Those of all phases and layers."""
+        """Names of the normalizers of all phases and layers."""
         return {part.name for phase in self.plan for part in phase.normalizer.parts()}
 
     @property
     def phase_ends(self) -> list[int]:
-        """The step each phase of the plan ends at: so many steps are done when the next begins."""
+        """How many steps are done when each phase of the plan ends."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
 
     def phase_at(self, step: int) -> int:
-        """Which phase of the plan makes the step after `step` steps are done; the last one at the end."""
+        """Index of the phase of the plan that the training is in after `step` steps; at the end, the last one."""
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
-        """The model as it is in a phase of the plan."""
+        """The model configuration in a phase of the plan."""
         return replace(self.model, normalizer=self.plan[phase].normalizer)

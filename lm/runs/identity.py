@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from lm.config.effects import counted_as_used, is_learned
+from lm.config.effects import is_learned, recorded_per_start
 from lm.schema import Plain, flatten
 
 _UNLIKE_EACH_TIME = ("step", "time", "command")
@@ -20,7 +20,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     found = environment.get("starts", [{"step": 0}])
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) and isinstance(one.get("step"), int) for one in found):
         raise ValueError("starts is no list of objects with a step")
-    names = ("lm", "git_commit", "git_dirty", "device", "versions", "threads", "world_size", *map(_last_part, counted_as_used()))
+    names = ("lm", "git_commit", "git_dirty", "device", "versions", "threads", "world_size", *map(_last_part, recorded_per_start()))
     last = {name: environment[name] for name in names if name in environment} | found[-1]
     kept: list[dict[str, Plain]] = []
     for start in (*found[:-1], last):
@@ -64,7 +64,7 @@ def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str
     named by the arm they are of, not by their path.
     """
     found = {key: value for key, value in flatten(config).items() if is_learned(key)}
-    as_used = {key: used(environment, _last_part(key)) for key in counted_as_used()}
+    as_used = {key: used(environment, _last_part(key)) for key in recorded_per_start()}
     found |= {key: value for key, value in as_used.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:

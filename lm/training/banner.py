@@ -35,7 +35,7 @@ def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
     memory = estimated_memory(decoder, config.micro_batch * data.seq_len, machine.bf16)
     on = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
-    accumulation = config.rank_rows // config.micro_batch
+    accumulation = config.rank_sequences // config.micro_batch
     rows = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "

@@ -52,7 +52,7 @@ class TrainModule(L.LightningModule):
         if compiled:
             lengths = len(train_rows(run.store, config).shares(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
-        self.accumulation = config.rank_rows // config.micro_batch
+        self.accumulation = config.rank_sequences // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # tokens that are no target
         self.sums: Tensor | None = None  # of this rank's micro-batches so far: loss (nats), targets; (2,) float64 on the device
         self.told_to_stop, self.row_length = told_to_stop, config.data.seq_len
