@@ -118,7 +118,7 @@ def check_normalizer(
     from lm.attention.contract import results
 
     broken = 0
-    for part in normalizer.parts():
+    for part in normalizer.layer_options():
         for promise, how in results(part):
             broken += bool(how)
             print(f"{part.label()}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))

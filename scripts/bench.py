@@ -5,9 +5,9 @@ python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT'
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py documents               step time where documents of one size or of many don't see each other, over packed rows
-python scripts/bench.py long                    loss by position of one row of 131,072 tokens: seconds, and peak memory over what was there
-python scripts/bench.py data                    start-up, memory and rows a second of a store of 1e9 tokens; its own options: --help
+python scripts/bench.py documents               step time where documents of one size or of many don't see each other,, over packed
+python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
+python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its own options: --help
 """
 
 import argparse
@@ -27,10 +27,10 @@ import torch
 
 from lm.attention import catalogue
 from lm.attention import options as opt
+from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.pointwise_sums import pointwise, why_tiles
-from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
@@ -42,17 +42,17 @@ Step = Callable[[], None]
 DENSE = ("softmax", "relu2", "sigmoid")
 
 
-def train_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, bf16: bool) -> Step:
+def train_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], sequences: torch.Tensor, bf16: bool) -> Step:
     """One whole optimizer step: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
-            value = loss(rows)
+        with torch.autocast(sequences.device.type, torch.bfloat16, enabled=bf16):
+            value = loss(sequences)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rows.is_cuda:
+        if sequences.is_cuda:
             torch.cuda.synchronize()
 
     return step
@@ -90,26 +90,26 @@ def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def made(config: ModelConfig, arguments: argparse.Namespace, rows: torch.Tensor, bf16: bool, compiled: bool) -> Step:
+def made(config: ModelConfig, arguments: argparse.Namespace, sequences: torch.Tensor, bf16: bool, compiled: bool) -> Step:
     """A training step of a fresh decoder."""
-    decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(rows.device)
+    decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(sequences.device)
     loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
-    tokens = rows.size(0) * (rows.size(1) - 1)
-    return train_step(decoder, lambda rows: loss_sum(Batch.of(rows)) / tokens, rows, bf16)
+    tokens = sequences.size(0) * (sequences.size(1) - 1)
+    return train_step(decoder, lambda sequences: loss_sum(Batch.of(sequences)) / tokens, sequences, bf16)
 
 
-def normalizer_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every registered normalizer, and softmax twice: the second shows the noise."""
     options = {"softmax": opt.Softmax(), "softmax again": opt.Softmax()}
     options |= {name: option() for name, option in catalogue.SINGLE.items() if name != "softmax"}
     options |= {"ssmax with bias": opt.SSMax(bias=True)}
     return {
-        name: made(shape(arguments, normalizer=option), arguments, rows, arguments.bf16, arguments.compile)
+        name: made(shape(arguments, normalizer=option), arguments, sequences, arguments.bf16, arguments.compile)
         for name, option in options.items()
     }, "softmax"
 
 
-def nanogpt_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+def nanogpt_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """GPT-2's shape in both code bases: LayerNorm, GELU, learned positions, biases, tied head, no dropout."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", arguments.path)
     module = importlib.util.module_from_spec(spec)
@@ -124,22 +124,22 @@ def nanogpt_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[di
         dropout=0.0,
         bias=True,
     )
-    gpt = module.GPT(config).to(rows.device)
+    gpt = module.GPT(config).to(sequences.device)
     forward = torch.compile(gpt) if arguments.compile else gpt
-    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
     ours = shape(arguments, mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True)
     sizes = [sum(p.numel() for p in m.parameters()) for m in (gpt, Decoder(ours, arguments.vocab_size, arguments.seq_len, seed=None))]
     print(f"parameters: nanoGPT {sizes[0]:,}, ours {sizes[1]:,}")
     return {
-        "nanoGPT": train_step(gpt, lambda batch: forward(inputs, targets)[1], rows, arguments.bf16),
-        "lm softmax": made(ours, arguments, rows, arguments.bf16, arguments.compile),
+        "nanoGPT": train_step(gpt, lambda batch: forward(inputs, targets)[1], sequences, arguments.bf16),
+        "lm softmax": made(ours, arguments, sequences, arguments.bf16, arguments.compile),
     }, "nanoGPT"
 
 
-def compile_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
+def compile_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Precision x compilation."""
     return {
-        f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}": made(shape(arguments), arguments, rows, bf16, compiled)
+        f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}": made(shape(arguments), arguments, sequences, bf16, compiled)
         for bf16 in (False, True)
         for compiled in (False, True)
     }, "fp32 eager"
@@ -169,8 +169,8 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     return step
 
 
-def pointwise_alone(route: Callable[..., torch.Tensor], f: Pointwise, arguments: argparse.Namespace) -> Step:
-    """Forward and backward of one `route` of `lm.attention.pointwise_sums.pointwise`, as `attention`."""
+def elementwise_alone(route: Callable[..., torch.Tensor], f: ScoreFunction, arguments: argparse.Namespace) -> Step:
+    """Forward and backward of one `route` of `lm.attention.elementwise_sums.elementwise_attention`, as `attention`."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
     leaves = [x.detach().requires_grad_() for x in (q / 8, k, v)]
@@ -183,13 +183,15 @@ def pointwise_alone(route: Callable[..., torch.Tensor], f: Pointwise, arguments:
     return step
 
 
-def kernel_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every entry's own route, and the dense definition of three; on CUDA also both routes of weights without competition."""
+def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Every entry's own route, and the dense definition of three; on CUDA also both routes of elementwise attention."""
     sides = {name: attention(option(), arguments) for name, option in catalogue.SINGLE.items()}
-    if rows.is_cuda:
-        print("pointwise:", why_tiles(rows.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
+    if sequences.is_cuda:
+        print("elementwise attention:", why_tiles(sequences.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
         for f in (Relu2(), Relu(), Sigmoid()):
-            sides |= {f"{f.kind} alone, {route.__name__}": pointwise_alone(route, f, arguments) for route in (pointwise, tiles)}
+            sides |= {
+                f"{f.kind} alone, {route.__name__}": elementwise_alone(route, f, arguments) for route in (elementwise_attention, tiles)
+            }
     return sides | {f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
 
 
@@ -216,31 +218,31 @@ def memory_of(arguments: argparse.Namespace) -> None:
     print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")
 
 
-def document_sides(arguments: argparse.Namespace, rows: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Rows packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same tokens."""
-    decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(rows.device)
-    tokens = rows[:, :-1].numel()
+def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Sequences packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same tokens."""
+    decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(sequences.device)
+    tokens = sequences[:, :-1].numel()
 
     def side(positions: torch.Tensor | None) -> Step:
-        batch = Batch.of(rows)._replace(positions=positions)
-        return train_step(decoder, lambda _: decoder.loss(batch) / tokens, rows, arguments.bf16)
+        batch = Batch.of(sequences)._replace(positions=positions)
+        return train_step(decoder, lambda _: decoder.loss(batch) / tokens, sequences, arguments.bf16)
 
-    place = torch.arange(arguments.seq_len).expand(len(rows), -1)
+    index = torch.arange(arguments.seq_len).expand(len(sequences), -1)
     drawn = torch.Generator().manual_seed(0)
-    mixed = place.clone()
-    for row in mixed:
+    mixed = index.clone()
+    for sequence in mixed:
         begin = 0
         while begin < arguments.seq_len:
             size = int(16 * (arguments.seq_len / 16) ** torch.rand(1, generator=drawn))  # as many of each octave
-            row[begin : begin + size] -= begin
+            sequence[begin : begin + size] -= begin
             begin += size
-    sizes = {f"documents of {size}": place % size for size in (64, 256, 1024) if size <= arguments.seq_len}
+    sizes = {f"documents of {size}": index % size for size in (64, 256, 1024) if size <= arguments.seq_len}
     sizes[f"documents of 16 to {arguments.seq_len:,}"] = mixed
-    return {"packed": side(None), **{name: side(positions.to(rows.device)) for name, positions in sizes.items()}}, "packed"
+    return {"packed": side(None), **{name: side(positions.to(sequences.device)) for name, positions in sizes.items()}}, "packed"
 
 
 def measure_long(arguments: argparse.Namespace) -> None:
-    """Seconds, and peak memory over model and row, of the loss by position of one long row."""
+    """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
     where = Device(torch.device(arguments.device), arguments.bf16)
     decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
@@ -272,7 +274,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
     parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long`")
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--compile", action="store_true")
@@ -289,17 +291,17 @@ def main() -> None:
         return measure_long(arguments)
     torch.manual_seed(0)
     random.seed(0)
-    rows = torch.randint(arguments.vocab_size, (arguments.rows, arguments.seq_len + 1), device=arguments.device)
+    sequences = torch.randint(arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device)
     sides, base = {
         "normalizers": normalizer_sides,
         "nanogpt": nanogpt_sides,
         "compile": compile_sides,
         "kernels": kernel_sides,
         "documents": document_sides,
-    }[arguments.what](arguments, rows)
-    name = torch.cuda.get_device_name() if rows.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    }[arguments.what](arguments, sequences)
+    name = torch.cuda.get_device_name() if sequences.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
-    print_ratios(interleaved(sides, arguments.rounds), base, arguments.rows * arguments.seq_len)
+    print_ratios(interleaved(sides, arguments.rounds), base, arguments.sequences * arguments.seq_len)
 
 
 if __name__ == "__main__":

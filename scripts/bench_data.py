@@ -1,6 +1,6 @@
 """What the data side costs: python scripts/bench.py data [--tokens 1e9] [--megabytes 0]
 
-Start-up, memory and rows a second on a store of `--tokens` tokens (a sparse file: its content is zeros); with
+Start-up, memory and sequences a second on a store of `--tokens` tokens (a sparse file: its content is zeros); with
 `--megabytes`, also the preparation of a made-up folder of that size. Each is measured in a process of its own.
 """
 
@@ -32,20 +32,20 @@ def memory(name):
 imported, begin = memory("RssAnon"), time.perf_counter()
 store = Store.open(Path(sys.argv[1]))
 opened = time.perf_counter()
-rows = TrainRows(store, DataConfig(seq_len=1024), 64, seed=1)
-rows.batch(0)
+sequences = TrainRows(store, DataConfig(seq_len=1024), 64, seed=1)
+sequences.batch(0)
 first, after = time.perf_counter(), memory("RssAnon")
 peak = memory("VmHWM")
 steps = 0
 while time.perf_counter() - first < 5:
     steps += 1
-    rows.batch(steps)
+    sequences.batch(steps)
 seconds = time.perf_counter() - first
 print(json.dumps({
     "open, s": opened - begin, "first batch, s": first - opened,
     "memory after imports, MB": imported, "memory after the first batch, MB": after, "memory at the end, MB": memory("RssAnon"),
     "peak RSS of start-up, MB": peak, "pages of the store mapped at the end, MB": memory("RssFile"),
-    "rows of 1,024 a second": steps * 64 / seconds, "tokens a second": steps * 65536 / seconds,
+    "sequences of 1,024 a second": steps * 64 / seconds, "tokens a second": steps * 65536 / seconds,
 }))
 """
 PREPARE = """
@@ -70,8 +70,8 @@ def made_up_folder(folder: Path, megabytes: int) -> None:
     """Files of JSON lines, 64 MB each: documents of 1 to 30 kB of made-up words, no two the same."""
     drawn = np.random.default_rng(0)
     words = np.array(["".join(drawn.choice(list("abcdefghiklmnoprstuvw"), drawn.integers(2, 9))) for _ in range(20_000)])
-    share = 1 / np.arange(10, len(words) + 10)
-    pool = " ".join(drawn.choice(words, 2_000_000, p=share / share.sum()))
+    frequency = 1 / np.arange(10, len(words) + 10)
+    pool = " ".join(drawn.choice(words, 2_000_000, p=frequency / frequency.sum()))
     folder.mkdir(parents=True)
     written = number = 0
     while written < megabytes * 1_000_000:

@@ -2,8 +2,8 @@
 
 python scripts/gau_lengths.py [--seeds 1 2 3] [--runs runs/gau] [--jobs 2]
 
-Each arm is trained on rows of 256 tokens, and on a mixture of 32, 64, 128 and 256 (the same tokens in every step), then
-measured on the same held-out tokens cut into rows of 32 to 512. Finished runs are kept; a stopped one goes on.
+Each arm is trained on sequences of 256 tokens, and on a mixture of 32, 64, 128 and 256 (the same tokens in every step), then
+measured on the same held-out tokens cut into sequences of 32 to 512. Finished runs are kept; a stopped one goes on.
 """
 
 import argparse
@@ -55,15 +55,15 @@ def train(arm: str, lengths: str, seed: int, runs: Path) -> str:
 
 
 def measure(run: Path) -> list[float]:
-    """Loss (nats per token) on rows of each of LENGTHS, cut from the same held-out tokens."""
+    """Loss (nats per token) on sequences of each of LENGTHS, cut from the same held-out tokens."""
     loaded = lm.load(run)
     store = prepare(loaded.config.data, progress=False)
     starts = validation_starts(store.val, LONGEST, ROWS)
     where, losses = Device(torch.device("cpu"), bf16=False), []
     for length in LENGTHS:
         cut = (starts[:, None] + length * np.arange(LONGEST // length)).ravel()
-        rows = HeldOut(windows(store.val, cut, length), store.token_bytes)
-        losses.append(float(nll_by_token(loaded.decoder, rows, where).mean(dtype=np.float64)))
+        held_out = HeldOut(windows(store.val, cut, length), store.token_bytes)
+        losses.append(float(nll_by_token(loaded.decoder, held_out, where).mean(dtype=np.float64)))
     return losses
 
 

@@ -26,9 +26,9 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import catalogue
+from lm.attention.elementwise_sums import why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.pointwise_sums import why_tiles
 from lm.attention.query_scale import QueryScale
 from lm.config.load import load
 from lm.config.model_config import ModelConfig
@@ -158,12 +158,12 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
     decoder = Decoder(model(normalizer), vocab, length).to(DEVICE)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
     loss = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss
-    rows = torch.randint(vocab, (step_tokens // length, length + 1), device=DEVICE)
+    sequences = torch.randint(vocab, (step_tokens // length, length + 1), device=DEVICE)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
 
     def step() -> None:
-        for part in rows.split(max(1, 16384 // length)):
+        for part in sequences.split(max(1, 16384 // length)):
             with torch.autocast(DEVICE.type, torch.bfloat16):
                 value = loss(Batch.of(part))
             (value / step_tokens).backward()
@@ -177,7 +177,7 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
 
 
 def long(out: Path) -> list[Line]:
-    """The loss by position of one row of 131,072 tokens, at GPT-2's shape with RoPE."""
+    """The loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE."""
     length, vocab, lines = (131072, 50304, []) if ON_GPU else (256, 100, [])
     for normalizer in ("softmax", "ssmax", "relu2"):
         decoder = Decoder(model(normalizer), vocab, 1024).to(DEVICE)

@@ -2,7 +2,7 @@
 
 python scripts/retrieval.py [--seeds 1 2 3] [--runs runs/retrieval] [--jobs 2]
 
-Each arm learns associative recall on rows of 64 symbols (configs/retrieval.yaml) and is then asked on rows of up to 32 times
+Each arm learns associative recall on sequences of 64 symbols (configs/retrieval.yaml) and is then queried on sequences of up to 32 times
 that length, with the same number of pairs and more filler. Finished runs are kept; a stopped one goes on.
 """
 
@@ -31,9 +31,9 @@ ARMS = {
     "GAU, relu^2, n = sample": [*GAU, "model.normalizer={name: relu2, n: sample}"],
 }
 FACTORS = (1, 2, 4, 8, 16, 32)  # as in eval.recall of the configuration
-WAYS = {
+INFERENCE = {
     "as trained": "right answers to earlier questions given",
-    "as trained, roll-out": "its own answers to earlier questions in their place",
+    "as trained, roll-out": "with the model's own answers to earlier questions",
 }
 
 
@@ -51,21 +51,21 @@ def train(arm: str, seed: int, runs: Path) -> str:
 
 
 def measured(run: Path) -> dict[str, Series]:
-    """The run's recall at each of FACTORS in each of WAYS, as it was measured when training ended."""
+    """The run's recall at each of FACTORS in each of INFERENCE, as it was measured when training ended."""
     content = read_json(evaluation_path(run, "recall", lm.config.load.load([CONFIG]).trainer.max_steps))
     return {one.setting: one for one in Evaluation.of(content).series if one.metric == "answers right"}
 
 
 def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], path: Path) -> None:
-    """Accuracy by length, a panel for each way to measure it: a line an arm, the mean over seeds, and each seed as a dot."""
+    """Accuracy by length, a panel for each inference setting: a line for each arm, the mean over seeds, and each seed as a dot."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(found), figsize=(12, 4), layout="constrained", sharey=True)
-    for axes, (key, shares) in zip(panels, found.items(), strict=True):
-        for number, (arm, values) in enumerate(shares.items()):  # (seeds, lengths)
+    for axes, (key, accuracies) in zip(panels, found.items(), strict=True):
+        for number, (arm, values) in enumerate(accuracies.items()):  # (seeds, lengths)
             style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--")[number % 2]}  # lines that lie on each other stay apart
             axes.plot(FACTORS, values.mean(0), color=f"C{number}", label=arm if key == "as trained" else None, **style)
             axes.plot(FACTORS, values.T, ".", color=f"C{number}", alpha=0.5)
@@ -75,7 +75,7 @@ def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], pat
         )
         axes.set_xscale("log", base=2)
         axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
-        axes.set(title=WAYS[key], xlabel="length of the row, in training lengths of 64", ylim=(0, 1.02))
+        axes.set(title=INFERENCE[key], xlabel="length of the sequence, in training lengths of 64", ylim=(0, 1.02))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("answers right")
     figure.legend(frameon=False, loc="outside right center")
@@ -98,11 +98,11 @@ def main() -> None:
             if error:
                 sys.exit(1)
     runs = {arm: [measured(folder_of(arm, seed, arguments.runs)) for seed in arguments.seeds] for arm in ARMS}
-    every = [run[key] for arm in runs.values() for run in arm for key in WAYS]
+    every = [run[key] for arm in runs.values() for run in arm for key in INFERENCE]
     chances = {key: next(iter(run.references.values())) for key, run in runs["softmax"][0].items()}
-    found = {key: {arm: np.array([run[key].means for run in runs[arm]]) for arm in ARMS} for key in WAYS}
-    for key, way in WAYS.items():
-        print(f"\n{way} (chance: {chances[key]:.1%}):\n\n| weights | {' | '.join(f'{factor}x' for factor in FACTORS)} |")
+    found = {key: {arm: np.array([run[key].means for run in runs[arm]]) for arm in ARMS} for key in INFERENCE}
+    for key, name in INFERENCE.items():
+        print(f"\n{name} (chance: {chances[key]:.1%}):\n\n| weights | {' | '.join(f'{factor}x' for factor in FACTORS)} |")
         print("|---" * (len(FACTORS) + 1) + "|")
         for arm, values in found[key].items():
             intervals = [over_seeds(column) for column in 100 * values.T]

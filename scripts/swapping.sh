@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes docs/swapping.md's figures: softmax for 200 steps, then swapped three ways and trained 100 steps more.
+# Makes docs/swapping.md's figures: softmax for 200 steps, then swapped in three variants and trained 100 steps more.
 # Arguments are configuration overrides for every run, e.g. scripts/swapping.sh trainer.max_steps=20
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 runs=runs/swapping
@@ -14,7 +14,7 @@ done
 say "swap: affine"
 [ -d "$runs/swapped-affine" ] || lm swap "$runs/base" --to ssmax -o "$runs/swapped-affine" model.normalizer.bias=true
 
-# What goes on reads other rows (seed=2) with fresh optimizer state, the softmax of the comparison too.
+# The continued runs read other sequences (seed=2) with fresh optimizer state, the softmax of the comparison too.
 more=("${common[@]}" seed=2 trainer.max_steps=100 optim.warmup_steps=10 eval.long_context.length_factor=8 resume=auto)
 say "going on: softmax"
 lm train configs/softmax.yaml name=softmax "init_from=$runs/base" "${more[@]}" "$@"

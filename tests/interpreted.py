@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.attention import elementwise_sums
 from lm.attention import options as opt
-from lm.attention import pointwise_sums
 from lm.attention.contract import gradients
+from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.pointwise_sums import pointwise, why_tiles
-from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
 
 every_function = pytest.mark.parametrize("f", [Relu2(), Relu(), Sigmoid()], ids=lambda f: f.kind)
@@ -24,26 +24,26 @@ either_sum = pytest.mark.parametrize("over_sum", [False, True], ids=["plain", "o
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
-def dense(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
+def dense(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
     """The definition."""
     w = f(q @ k.transpose(-2, -1) + shift.unsqueeze(-1).to(q.dtype)).tril()
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if over_sum else w) @ v
 
 
-def inputs(length: int, size: int, width: int, dtype: torch.dtype, rows: int = 1) -> list[Tensor]:
+def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
     """q, k, v in `dtype`, shift (2, 1) in fp32 as for two heads, the output's gradient.
 
     Scores come out exact in fp32, in any order of summation: no rounding decides on which side of relu's kink one lies.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(rows, 2, length, n, generator=generator) for n in (size, size, width, width))
+    q, k, v, grad = (torch.randn(batch, 2, length, n, generator=generator) for n in (size, size, width, width))
     shift = torch.randn(2, 1, generator=generator)
     q, k, shift = ((8 * x).round() / 8 for x in (q, k, shift))
     return [(q / 8).to(dtype), k.to(dtype), v.to(dtype), shift, grad.to(dtype)]
 
 
 def results(
-    route: Callable[..., Tensor], f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor, over_sum: bool = False
+    route: Callable[..., Tensor], f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor, over_sum: bool = False
 ) -> list[Tensor]:
     """Output and gradients of q, k, v and the shift."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
@@ -54,9 +54,9 @@ def results(
 @either_sum
 @every_function
 @every_size
-def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: Pointwise, length: int, size: int, width: int, over_sum: bool):
+def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: ScoreFunction, length: int, size: int, width: int, over_sum: bool):
     given = inputs(length, size, width, torch.float32)
-    found, tiled = (results(route, f, *given, over_sum) for route in (pointwise, tiles))
+    found, tiled = (results(route, f, *given, over_sum) for route in (elementwise_attention, tiles))
     for a, b, exact in zip(found, tiled, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
         allowed = (1e-4 if over_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
@@ -66,9 +66,9 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: Pointwise,
 @either_sum
 @every_function
 @every_size
-def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: Pointwise, length: int, size: int, width: int, over_sum: bool):
+def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: ScoreFunction, length: int, size: int, width: int, over_sum: bool):
     given = inputs(length, size, width, torch.bfloat16)
-    found, plain = (results(route, f, *given, over_sum) for route in (pointwise, dense))
+    found, plain = (results(route, f, *given, over_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32]
     for a, b, exact in zip(found, plain, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
         allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum  # two roundings; small sums are divided by
@@ -76,11 +76,11 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: Pointwise
 
 
 @every_function
-def test_without_a_shift_and_with_strided_inputs(f: Pointwise):
-    *given, shift, grad = inputs(50, 16, 32, torch.float32, rows=2)
+def test_without_a_shift_and_with_strided_inputs(f: ScoreFunction):
+    *given, shift, grad = inputs(50, 16, 32, torch.float32, batch=2)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
     leaves = [x.detach().requires_grad_() for x in strided]
-    found = pointwise(f, *leaves)
+    found = elementwise_attention(f, *leaves)
     found = [found.detach(), *torch.autograd.grad(found, leaves, grad.expand_as(found))]
     expected = results(dense, f, *given, 0 * shift, grad)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected[:4], strict=True))
@@ -90,7 +90,7 @@ def test_without_a_shift_and_with_strided_inputs(f: Pointwise):
 def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object):
     normalizer, layout = make_normalizer(options, LayerSpec(2, 16, 32, 64)), AttentionLayout.full(40)
     assert normalizer.kernel_description().startswith("Triton")
-    q, k, v, _, grad = inputs(40, 16, 16, torch.float32, rows=2)
+    q, k, v, _, grad = inputs(40, 16, 16, torch.float32, batch=2)
     leaves = [*(x.requires_grad_() for x in (4 * q, k, v)), *normalizer.parameters()]
     fast, slow = normalizer(*leaves[:3], layout), normalizer.weights(*leaves[:2], layout) @ v
     assert torch.allclose(fast, slow, atol=1e-5)
@@ -104,48 +104,48 @@ def test_a_function_that_the_kernel_does_not_have_is_an_error():
 
     q, k, v, shift, _ = inputs(40, 16, 16, torch.float32)
     with pytest.raises(Exception, match="no function of this kind"):
-        pointwise(Cube(), q, k, v, shift)
+        elementwise_attention(Cube(), q, k, v, shift)
 
 
-def test_the_gradient_of_a_row_with_one_weight_is_nothing_in_bf16():
+def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
     """Its weight is 1 whatever the score: what is left of a difference of gradients must not be their rounding."""
     q, k, v, grad = (x[..., :1, :].contiguous() for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:])
     q = k * 1e-2  # a small positive score
-    found = results(pointwise, Relu2(), q, k, v, torch.zeros(2, 1), grad, over_sum=True)
+    found = results(elementwise_attention, Relu2(), q, k, v, torch.zeros(2, 1), grad, over_sum=True)
     assert torch.equal(found[0], v)
     assert found[1].abs().max() < 1e-2 * grad.abs().max()
 
 
 @every_function
-def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: Pointwise):
+def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: ScoreFunction):
     q, k, v, shift, grad = inputs(40, 16, 16, torch.float32)
-    for x in results(pointwise, f, 1e4 * q, 1e4 * k, v, shift, grad):
+    for x in results(elementwise_attention, f, 1e4 * q, 1e4 * k, v, shift, grad):
         assert x.isfinite().all()
     q[0, 0, 20] = torch.nan
-    out = pointwise(f, q, k, v, shift)
+    out = elementwise_attention(f, q, k, v, shift)
     assert out[0, 0, 20].isnan().all()
     assert not out[0, 0, :20].isnan().any()
     assert not out[0, 0, 21:].isnan().any()
 
 
-def test_what_the_kernel_does_not_serve_takes_tiles(monkeypatch: pytest.MonkeyPatch):
+def test_inputs_that_the_kernel_does_not_support_use_tiles(monkeypatch: pytest.MonkeyPatch):
     cpu = torch.device("cpu")
     assert not why_tiles(cpu, torch.bfloat16, 128)
     assert "float64" in why_tiles(cpu, torch.float64, 64)
     assert "head size" in why_tiles(cpu, torch.float32, 136)
     monkeypatch.setattr("triton.__version__", "3.2.0")
-    assert "3.2.0" in pointwise_sums._unusable.__wrapped__(cpu)
+    assert "3.2.0" in elementwise_sums._unusable.__wrapped__(cpu)
 
 
-def test_the_trial_accepts_the_kernel_and_tells_of_one_that_fails_or_errs(monkeypatch: pytest.MonkeyPatch):
+def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(monkeypatch: pytest.MonkeyPatch):
     from lm.attention import triton_kernels
 
-    trial = pointwise_sums._trial
+    trial = elementwise_sums._trial
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
-    monkeypatch.setattr(triton_kernels, "pointwise", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))
+    monkeypatch.setattr(triton_kernels, "elementwise_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))
     with pytest.warns(UserWarning, match="tiles take its place"):
         assert "not those of the tiles" in trial(torch.device("cpu"))
-    monkeypatch.setattr(triton_kernels, "pointwise", lambda *_: 1 / 0)
+    monkeypatch.setattr(triton_kernels, "elementwise_attention", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="tiles take its place"):
         assert "ZeroDivisionError" in trial(torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.config.model_config import Learned, ModelConfig, Rope
-from lm.model.blocks import Cache
+from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 
 V, C, T = 60, 48, 20
@@ -49,7 +49,7 @@ def agrees(decoder: Decoder, expected: Tensor, tokens: Tensor) -> None:
     """Read as a whole, and token by token."""
     with torch.no_grad():
         assert torch.allclose(decoder.logits(tokens[None])[0], expected, atol=1e-6)
-        cache = Cache(T)
+        cache = DecodingCache(T)
         steps = [decoder.head(decoder(token, cache=cache))[0] for token in tokens[None].split(1, 1)]
     assert torch.allclose(torch.cat(steps), expected, atol=1e-6)
 

@@ -26,7 +26,7 @@ from lm.model.inference import for_inference
 VOCAB, LENGTH, SIZE = 50, 37, 8
 
 
-def made(normalizer: Options, block: str = "attention", n_layer: int = 2) -> Decoder:
+def make_decoder(normalizer: Options, block: str = "attention", n_layer: int = 2) -> Decoder:
     """A decoder with the normalizers' parameters off their first values."""
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
     shape |= {"n_kv_head": 1} if block == "grouped queries" else {}
@@ -48,9 +48,9 @@ def batch(length: int = LENGTH, documents: bool = False) -> Batch:
 def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
     """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by one."""
     found = []
-    for block in attention_blocks(decoder, given, [0], heads=True):
-        heads, normalizer = block.heads, decoder.normalizers()[block.layer]
-        q, k = heads.q.double(), heads.k.double()
+    for block in attention_blocks(decoder, given, [0], inputs=True):
+        inputs, normalizer = block.inputs, decoder.normalizers()[block.layer]
+        q, k = inputs.q.double(), inputs.k.double()
         found.append((normalizer.scores(q, k, batch_layout(given)), normalizer.weights(q, k, batch_layout(given))))
     return found
 
@@ -59,10 +59,10 @@ def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
 @pytest.mark.parametrize("block", ["attention", "grouped queries", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str, block: str, documents: bool):
-    decoder, given = made(catalogue.OPTIONS[name](), block), batch(documents=documents)
+def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(name: str, block: str, documents: bool):
+    decoder, given = make_decoder(catalogue.OPTIONS[name](), block), batch(documents=documents)
     expected, covered = dense(decoder, given), torch.zeros(2, LENGTH)
-    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
+    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, inputs=True):
         keys = one.weights.size(-1)
         scores, weights = (x[:, :, one.queries, :keys] for x in expected[one.layer])
         seen = one.layout.visible().expand_as(scores)
@@ -78,8 +78,8 @@ def test_blocks_are_the_dense_definition_and_give_what_the_layer_gives(name: str
 def gives_what_the_layers_give(decoder: Decoder, given: Batch) -> None:
     """Weights of the stream times values are what the model computes, by its fast routes."""
     outputs: list[list[Tensor]] = [[] for _ in decoder.blocks]
-    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, heads=True):
-        outputs[one.layer].append(one.weights @ one.heads.v[:, :, : one.weights.size(-1)].double())
+    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, inputs=True):
+        outputs[one.layer].append(one.weights @ one.inputs.v[:, :, : one.weights.size(-1)].double())
     for found, attended in zip(outputs, given_to_the_projection(decoder, given), strict=True):
         torch.testing.assert_close(torch.cat(found, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)
 
@@ -98,13 +98,13 @@ def given_to_the_projection(decoder: Decoder, given: Batch) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_chosen_queries_are_those_of_all_and_layers_differ_as_listed():
-    decoder = made(catalogue.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
+def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_as_listed():
+    decoder = make_decoder(catalogue.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
     whole = [torch.cat([F.pad(one.weights, (0, LENGTH - one.weights.size(-1))) for one in blocks], 2) for blocks in by_layer(decoder)]
     for one in attention_blocks(decoder, batch(), [-1, 4]):
         assert one.queries.tolist() == [LENGTH - 1, 4]
         torch.testing.assert_close(one.weights, whole[one.layer][:, :, [LENGTH - 1, 4]])
-        assert one.heads is None
+        assert one.inputs is None
     windowed = [(layer_weights > 0).sum(-1).max().item() == 5 for layer_weights in whole]
     assert windowed == [True, False, True]
 
@@ -119,7 +119,7 @@ def by_layer(decoder: Decoder) -> list[list]:
 @torch.no_grad()
 def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 2 * 2 * LENGTH * 7)
-    decoders = [made(opt.Softmax()), made(opt.Relu2(n="sum"))]
+    decoders = [make_decoder(opt.Softmax()), make_decoder(opt.Relu2(n="sum"))]
     alone = [list(attention_blocks(decoder, batch())) for decoder in decoders]
     together = list(in_lockstep(decoders, batch()))
     assert len(together) == 2 * math.ceil(LENGTH / 7)
@@ -129,23 +129,24 @@ def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.
         for one, by_itself in zip(pair, (blocks[index] for blocks in alone), strict=True):
             assert torch.equal(one.weights, by_itself.weights)
     with pytest.raises(ValueError, match="argument 2"):
-        list(in_lockstep([made(opt.Softmax()), made(opt.Softmax(), n_layer=3)], batch()))
+        list(in_lockstep([make_decoder(opt.Softmax()), make_decoder(opt.Softmax(), n_layer=3)], batch()))
 
 
 @torch.no_grad()
 def test_a_copy_for_another_inference_setting_gives_its_own_attention():
-    decoder = made(opt.LogN(base=8.0))
+    decoder = make_decoder(opt.LogN(base=8.0))
     used = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))
     gives_what_the_layers_give(used, batch())
     one, other = (next(iter(attention_blocks(each, batch()))).weights for each in (decoder, used))
     assert (one - other).abs().max() > 1e-3
 
 
-def test_positions_given_decide_n():
+def test_n_follows_the_given_positions():
     """`layout` for a sequence that is the beginning of a longer document."""
-    decoder = made(opt.SSMax(n="sample"))
+    decoder = make_decoder(opt.SSMax(n="sample"))
     with torch.no_grad():
-        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], AttentionLayout.next(0, LENGTH, n)))) for n in (LENGTH, 1000))
+        layouts = (AttentionLayout.continuing(0, LENGTH, n) for n in (LENGTH, 1000))
+        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], layout))) for layout in layouts)
     torch.testing.assert_close(long.scores, short.scores * math.log(1000) / math.log(LENGTH))
 
 
@@ -173,7 +174,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
     for where in ("attention.query_blocks", "model.attention_stream"):
         monkeypatch.setattr(f"lm.{where}.BLOCK_WEIGHTS", 2**16)
     monkeypatch.setattr("lm.attention.tiles.TILE", 64)
-    decoder, tokens = made(catalogue.OPTIONS[name]()), batch(length).tokens[:1]
+    decoder, tokens = make_decoder(catalogue.OPTIONS[name]()), batch(length).tokens[:1]
     with largest_tensor() as found:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
             pass
@@ -181,15 +182,15 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
 
 
 @torch.no_grad()
-def test_a_layers_queries_and_keys_are_gone_before_the_next_layer_is_computed(monkeypatch: pytest.MonkeyPatch):
-    decoder, alive, of_layer = made(opt.SSMax(), n_layer=3), [], attention_stream._layer
+def test_a_layers_queries_and_keys_are_freed_before_the_next_layer_is_computed(monkeypatch: pytest.MonkeyPatch):
+    decoder, alive, of_layer = make_decoder(opt.SSMax(), n_layer=3), [], attention_stream._layer
 
     def gone() -> None:
         assert all(one() is None for one in alive)
 
-    def watched(layer, normalizer, heads, *rest):
-        alive.extend(weakref.ref(one) for one in (heads.q, heads.k))
-        return of_layer(layer, normalizer, heads, *rest)
+    def watched(layer, normalizer, inputs, *rest):
+        alive.extend(weakref.ref(one) for one in (inputs.q, inputs.k))
+        return of_layer(layer, normalizer, inputs, *rest)
 
     monkeypatch.setattr(attention_stream, "_layer", watched)
     for block in decoder.blocks[1:]:

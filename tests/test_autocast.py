@@ -14,7 +14,7 @@ from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.score_functions import Relu2 as Square
 from lm.attention.tiles import tiles
 from lm.config.model_config import ModelConfig, NoPosition, Rope
-from lm.model.blocks import Attention, Context
+from lm.model.blocks import Attention, ForwardContext
 from lm.model.rope import rope_rotation
 
 HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256
@@ -54,7 +54,7 @@ def results(options: object, length: int, rope: bool, exact: bool, device: str =
     leaves = [one.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for one in (q, k, v)]
     x = x.to(dtype).requires_grad_()
     with torch.autocast(device, torch.bfloat16, enabled=not exact):
-        out = attention.attend(x, *leaves, Context(layout, rotation, 1.0, None))
+        out = attention.attend(x, *leaves, ForwardContext(layout, rotation, 1.0, None))
     parameters = dict(attention.normalizer.named_parameters())
     grad = grad.transpose(1, 2).flatten(2).to(out.dtype)
     wanted = [*leaves, x, *parameters.values()]
@@ -92,7 +92,7 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
 
 
 @pytest.mark.parametrize("options", [opt.Forget(), opt.ASEntmax()], ids=lambda options: options.name)
-def test_features_reach_the_normalizer_as_they_were_made(options: object):
+def test_features_reach_the_normalizer_unrounded(options: object):
     """Without RoPE queries and keys are in bf16; a sum of gates that were rounded with them is off by tenths after 2,048 tokens."""
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * SIZE, position=NoPosition(), normalizer=options)
     attention, seen = Attention(config, TRAIN_LENGTH, 0), []
@@ -103,7 +103,7 @@ def test_features_reach_the_normalizer_as_they_were_made(options: object):
     x = torch.randn(1, 50, HEADS * SIZE, generator=torch.Generator().manual_seed(9))
     q, k, v = x.bfloat16().unflatten(-1, (HEADS, SIZE)).transpose(1, 2).expand(3, 1, HEADS, 50, SIZE)
     with torch.autocast("cpu", torch.bfloat16):
-        attention.attend(x, q, k, v, Context(AttentionLayout.full(50), None, 1.0, None))
+        attention.attend(x, q, k, v, ForwardContext(AttentionLayout.full(50), None, 1.0, None))
     for given, made in zip(seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True):
         if made is not None:
             assert torch.equal(given[..., SIZE:], made)
@@ -126,7 +126,7 @@ def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
 
 
 @pytest.mark.parametrize("route", ["blocks", "tiles"])
-def test_what_a_function_recomputes_for_its_gradient_is_what_it_computed(route: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: str, monkeypatch: pytest.MonkeyPatch):
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
     monkeypatch.setattr("lm.attention.tiles.TILE", 16)
     entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))

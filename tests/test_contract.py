@@ -17,7 +17,7 @@ from lm.attention.query_scale import Softmax as FusedSoftmax
 
 class Drawn(SoftmaxNormalizer):
     def initialise(self) -> None:
-        self.b = nn.Parameter(torch.randn(self.shape.n_head))
+        self.b = nn.Parameter(torch.randn(self.layer.n_head))
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return super().define_scores(q, k, layout) * self.b.to(q.dtype).view(-1, 1, 1)
@@ -108,18 +108,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_promise_is_noticed(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
-    made = contract.make_normalizer
+def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
+    make_normalizer = contract.make_normalizer
 
-    def make(options: Options, shape: LayerSpec) -> Normalizer:
-        return made(options, shape) if isinstance(options, Softmax) else broken(options, shape)
+    def make(options: Options, layer: LayerSpec) -> Normalizer:
+        return make_normalizer(options, layer) if isinstance(options, Softmax) else broken(options, layer)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
     found = {check.__name__: how for check, (_, how) in zip(CHECKS, results(Options()), strict=True)}
     assert {name for name, how in found.items() if how} >= BROKEN[broken], found
 
 
-def test_every_promise_is_broken_by_something():
+def test_every_check_is_failed_by_some_normalizer():
     assert {check.__name__ for check in CHECKS} == set().union(*BROKEN.values())
 
 
@@ -138,7 +138,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
     assert "broken:Acausal: kept: first values are the same each time" in result.stdout
 
 
-def test_check_normalizer_takes_ours_with_options_and_refuses_others():
+def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones():
     result = lm("check-normalizer", "ssmax", "bias=true")
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("ssmax (bias=true): kept: ") == len(CHECKS)

@@ -28,10 +28,10 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(dtype: torch
 
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 500, 64)
-    rows = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    exact = decoder.loss(Batch.of(rows)).item()
+    sequences = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
+    exact = decoder.loss(Batch.of(sequences)).item()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(Batch.of(rows))
+        loss = decoder.loss(Batch.of(sequences))
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-3)
     assert decoder.head.weight.grad.dtype == torch.float32

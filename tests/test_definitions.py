@@ -265,8 +265,8 @@ def mean_over(policy: str, value: Callable[[float], float]) -> float:
     return sum(value(fixed or i + 1) for i in range(TRAIN)) / TRAIN
 
 
-def made(options: object) -> Normalizer:
-    """With parameters all over the place, float64."""
+def randomized(options: object) -> Normalizer:
+    """The normalizer with random parameters, float64."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN)).double()
     drawn = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def made(options: object) -> Normalizer:
 
 
 def inputs(normalizer: Normalizer, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k with their features, v, and the layer's input that those were made of."""
+    """q and k with their features, v, and the layer's input that those are computed from."""
     drawn = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=drawn, dtype=torch.float64) for _ in range(3))
     x = torch.randn(1, length, WIDTH, generator=drawn, dtype=torch.float64)
@@ -316,7 +316,7 @@ def test_first_values_are_as_documented(options: object):
 
 @every_case
 def test_weights_and_the_fast_path_are_the_definition(options: object):
-    normalizer = made(options)
+    normalizer = randomized(options)
     q, k, v, x = inputs(normalizer)
     exact, layout = expected(normalizer, q, k, x), AttentionLayout.full(LENGTH)
     torch.testing.assert_close(normalizer.weights(q, k, layout), exact, rtol=0, atol=2e-6)  # ln n is in fp32
@@ -326,12 +326,12 @@ def test_weights_and_the_fast_path_are_the_definition(options: object):
 @every_case
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 9, 7]], ids=["token by token", "in pieces"])
 def test_decoding_is_the_definition(options: object, steps: list[int]):
-    normalizer = made(options)
+    normalizer = randomized(options)
     q, k, v, x = inputs(normalizer)
     exact, state, seen = expected(normalizer, q, k, x) @ v, None, 0
     for new in steps:
         part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.next(seen, new, LENGTH), state)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(seen, new, LENGTH), state)
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
         seen += new
 
@@ -339,9 +339,9 @@ def test_decoding_is_the_definition(options: object, steps: list[int]):
 @every_case
 def test_packed_sequences_have_the_definitions_gradients(options: object):
     """On the route of sequences that hold several documents, also for the normalizer's own parameters."""
-    normalizer = made(options)
+    normalizer = randomized(options)
     q, k, v, _ = (one.requires_grad_() for one in inputs(normalizer))
-    layout, wanted = AttentionLayout.packed([9, 1, 13]), [q, k, v, *normalizer.parameters()]
+    layout, wanted = AttentionLayout.from_document_lengths([9, 1, 13]), [q, k, v, *normalizer.parameters()]
     fast, exact = normalizer(q, k, v, layout), normalizer.weights(q, k, layout) @ v
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found = [torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]

@@ -44,7 +44,7 @@ def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decod
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
-    monkeypatch.setattr("lm.model.blocks.LONG_TOKENS", 100)
+    monkeypatch.setattr("lm.model.blocks.MLP_TOKENS", 100)
     decoder, held_out = made(name, rows, length)
     used = for_inference(decoder, InferenceSetting(ThetaFactor()))
     found = nll_by_token(used, held_out, CPU)
@@ -77,7 +77,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     with pytest.raises(ValueError, match="broken"):
         nll_by_token(decoder, held_out, CPU, progress=fails)
     with pytest.raises(OutOfTime):
-        nll_by_token(decoder, held_out, CPU.within(-1.0))
+        nll_by_token(decoder, held_out, CPU.with_time_limit(-1.0))
     assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -6,18 +6,18 @@ import lightning as L
 import pytest
 import torch
 from interpreted import SIZES, dense, either_sum, every_function, results
-from interpreted import inputs as pointwise_inputs
+from interpreted import inputs as kernel_inputs
 from test_autocast import check_errors
 from test_normalizers import CASES, every_case
 from test_training import TASK, WITHOUT_TEXT, losses
 from torch import Tensor
 
 from lm.attention import catalogue
-from lm.attention.contract import inputs, made
+from lm.attention.contract import inputs, randomized
 from lm.attention.documents import by_documents
+from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout
-from lm.attention.pointwise_sums import pointwise, why_tiles
-from lm.attention.score_functions import Pointwise
+from lm.attention.score_functions import ScoreFunction
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.training.callbacks import StopOnSignal
 from lm.training.module import TrainModule
@@ -33,7 +33,7 @@ GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 @every_case
 def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(options: object):
     length, sizes = 130, [40, 1, 72, 17]
-    normalizer, exact = made(options, torch.float32).cuda(), made(options)
+    normalizer, exact = randomized(options, torch.float32).cuda(), randomized(options)
     q, k, v = inputs(length, normalizer=exact)
     fast = [x.float().cuda().requires_grad_() for x in (q, k, v)]
     slow = [x.requires_grad_() for x in (q, k, v)]
@@ -54,12 +54,12 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
         close(a, b, f"gradient {number}")
     with torch.no_grad():
         close(
-            by_documents(normalizer, *fast, AttentionLayout.packed(sizes, "cuda")),
-            exact.weights(*slow[:2], AttentionLayout.packed(sizes)) @ slow[2],
+            by_documents(normalizer, *fast, AttentionLayout.from_document_lengths(sizes, "cuda")),
+            exact.weights(*slow[:2], AttentionLayout.from_document_lengths(sizes)) @ slow[2],
             "packed",
         )
-        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), AttentionLayout.next(0, 100, length, "cuda"), None)
-        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), AttentionLayout.next(100, 30, length, "cuda"), state)
+        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), AttentionLayout.continuing(0, 100, length, "cuda"), None)
+        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), AttentionLayout.continuing(100, 30, length, "cuda"), state)
         close(later, expected[:, :, 100:], "decode")
 
 
@@ -75,14 +75,14 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
 def test_the_triton_kernel_is_the_definition_forward_and_backward(
-    f: Pointwise, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
+    f: ScoreFunction, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
 ):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
     assert why_tiles(torch.device("cuda"), dtype, size) == ""
-    given = pointwise_inputs(length, size, width, dtype, rows=3)
+    given = kernel_inputs(length, size, width, dtype, batch=3)
     exact = results(dense, f, *(x.double() for x in given), over_sum)
     on_gpu = [x.cuda() for x in given]
-    found, again, plain = (results(route, f, *on_gpu, over_sum) for route in (pointwise, pointwise, dense))
+    found, again, plain = (results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense))
     for a, b, c, d in zip(found, again, plain, exact, strict=True):
         assert torch.equal(a, b)
         allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()

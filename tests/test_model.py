@@ -19,7 +19,7 @@ from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.errors import ConfigError
-from lm.model.blocks import Cache, Context
+from lm.model.blocks import DecodingCache, ForwardContext
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.inference import for_inference
@@ -45,20 +45,20 @@ SHAPES = [
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: f"{c['norm']}-{c['mlp']}-{c['position'].name}")
 def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(changes: dict):
     decoder = Decoder(small(**changes), 50, 16)
-    rows = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
-    hidden = decoder(rows[:, :-1])
-    changed = rows.clone()
+    sequences = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
+    hidden = decoder(sequences[:, :-1])
+    changed = sequences.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 50
     assert torch.equal(decoder(changed[:, :-1])[:, :10], hidden[:, :10])
-    decoder.loss(Batch.of(rows)).backward()
+    decoder.loss(Batch.of(sequences)).backward()
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
 
 
 def test_loss_of_the_initial_model_is_near_that_of_a_uniform_guess():
-    rows = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    assert Decoder(small(), 500, 64).loss(Batch.of(rows)).item() / 256 == pytest.approx(math.log(500), abs=0.05)
+    sequences = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
+    assert Decoder(small(), 500, 64).loss(Batch.of(sequences)).item() / 256 == pytest.approx(math.log(500), abs=0.05)
 
 
 def test_models_of_one_seed_start_equal_whatever_their_normalizer():
@@ -117,7 +117,7 @@ def test_rope_scores_depend_on_distance_only_and_stay_exact_far_out():
     assert score[131_000] == pytest.approx(score[0], abs=1e-5)
 
 
-def test_rope_keeps_lengths_and_leaves_the_slowest_pairs_of_p_rope_alone():
+def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated():
     x = torch.randn(1, 1, 10, 64, generator=torch.Generator().manual_seed(0))
     whole = rotate(x, rope_rotation(torch.arange(10), 64, Rope()))
     assert torch.allclose(whole.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
@@ -152,7 +152,7 @@ def test_scalings_of_rope_have_their_closed_forms():
     assert (turns >= 4).any()
     assert YaRNScaling().logit_factor(8.0) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
     assert YaRNScaling(temperature=False).logit_factor(8.0) == NTK().logit_factor(8.0) == 1
-    for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a row no longer than in training is used as trained
+    for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a sequence no longer than in training is used as trained
         assert torch.equal(frequencies(64, rope, scaling, trained, trained), plain)
         assert scaling.logit_factor(scaling.s(trained, 50)) == 1
 
@@ -160,8 +160,8 @@ def test_scalings_of_rope_have_their_closed_forms():
 @torch.no_grad()
 @pytest.mark.parametrize("block", ["grouped", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_a_setting_makes_a_copy_that_shares_its_weights_and_leaves_the_model(name: str, block: str):
-    model, tokens = made(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
+def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_model_unchanged(name: str, block: str):
+    model, tokens = make_decoder(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
     changes = {"n": "fixed:7"} if "n" in vars(model.normalizers()[0].options) else {}
     before, state = model(tokens), torch.get_rng_state()
     used = for_inference(model, InferenceSetting(Interpolation(), changes))
@@ -171,7 +171,7 @@ def test_a_setting_makes_a_copy_that_shares_its_weights_and_leaves_the_model(nam
     ours, theirs = dict(used.named_parameters()), dict(model.named_parameters())
     assert list(ours) == list(theirs)
     assert all(ours[name] is theirs[name] for name in ours)
-    alike = made(name, block, changes)
+    alike = make_decoder(name, block, changes)
     alike.load_state_dict(model.state_dict())
     assert torch.equal(for_inference(alike, InferenceSetting(Interpolation()))(tokens), used(tokens))
 
@@ -193,17 +193,17 @@ def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
     assert shapes[0] == shapes[1]
 
 
-def test_what_an_inference_setting_can_not_change_is_refused():
+def test_options_fixed_by_training_are_refused_in_an_inference_setting():
     with pytest.raises(ConfigError, match=r"normalizer\.bias = True: decides whether there is a b"):
         for_inference(Decoder(small(normalizer=opt.SSMax()), 50, 16), InferenceSetting(normalizer={"bias": True}))
 
 
-def test_learned_positions_refuse_longer_rows():
+def test_learned_positions_refuse_longer_sequences():
     with pytest.raises(ValueError, match="learned positions end at 16"):
         Decoder(small(position=Learned()), 50, 16)(torch.zeros(1, 17, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------- decoding and packed rows, for every normalizer and block
+# ---------------------------------------------------------------- decoding and packed documents, for every normalizer and block
 
 BLOCKS = {
     "attention": {"n_head": 2},
@@ -212,7 +212,7 @@ BLOCKS = {
 }
 
 
-def made(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
+def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
     config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **{**BLOCKS[block], **changes})
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
@@ -226,14 +226,14 @@ def made(name: str, block: str, options: Mapping[str, object] = {}, **changes: o
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
-    model = made(name, block)
+    model = make_decoder(name, block)
     tokens = torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(0))
     whole = model(tokens)
-    cache = Cache(24)
+    cache = DecodingCache(24)
     steps = [model(tokens[:, :7], cache=cache), *(model(tokens[:, t : t + 1], cache=cache) for t in range(7, 24))]
     assert torch.allclose(torch.cat(steps, 1), whole, rtol=0, atol=1e-9)
     lengths = [5, 1, 18]
-    packed = model(tokens, layout=AttentionLayout.packed(lengths))
+    packed = model(tokens, layout=AttentionLayout.from_document_lengths(lengths))
     alone = [model(part) for part in tokens.split(lengths, 1)]
     assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
     batched = model(torch.cat((tokens, tokens.flip(1))))
@@ -244,8 +244,8 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
     """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of queries."""
-    shared = made(name, "grouped")
-    whole = made(name, "grouped", n_kv_head=None)
+    shared = make_decoder(name, "grouped")
+    whole = make_decoder(name, "grouped", n_kv_head=None)
     weights = shared.state_dict()
     for layer in range(2):
         where = f"blocks.{layer}.attention.qkv.weight"
@@ -259,13 +259,13 @@ def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["softmax", "forget", "window"])
 def test_the_cache_holds_the_shared_keys_and_values_alone(name: str):
-    model, cache = made(name, "grouped"), Cache(40)
+    model, cache = make_decoder(name, "grouped"), DecodingCache(40)
     model(torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0)), cache=cache)
     features = 4 if name == "forget" else 0  # a gate for each head of queries
     assert sum(part.numel() for state in cache.states.values() for part in state) == 2 * 40 * (2 * 2 * 12 + features)
 
 
-def test_as_many_heads_of_keys_as_of_queries_are_the_default_to_the_bit():
+def test_n_kv_head_equal_to_n_head_is_the_default_to_the_bit():
     plain, said = Decoder(small(), 50, 16), Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16)
     assert same(plain.state_dict(), said.state_dict())
     batch = Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))
@@ -299,14 +299,14 @@ def test_counts_follow_shared_keys_and_head_size():
         ({"n_head": 2, "block": GAUBlock()}, "n_head"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_by_their_key(changes: dict, path: str):
+def test_sizes_that_do_not_fit_are_refused_naming_their_key(changes: dict, path: str):
     assert [problem.path for problem in small(**changes).problems()] == [path]
     assert not small(n_head=4, n_kv_head=2, head_size=20, n_embd=34).problems()
 
 
 @torch.no_grad()
 def test_linear_attention_decodes_with_a_state_that_does_not_grow():
-    model, cache = made("linear", "attention"), Cache(200)
+    model, cache = make_decoder("linear", "attention"), DecodingCache(200)
     sizes = set()
     for tokens in torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(0)).split(10, 1):
         model(tokens, cache=cache)
@@ -316,7 +316,7 @@ def test_linear_attention_decodes_with_a_state_that_does_not_grow():
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_a_gau_model_learns_from_every_part(name: str):
-    model = made(name, "gau", position=Rope())
+    model = make_decoder(name, "gau", position=Rope())
     model.loss(Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))).backward()
     for parameter, value in model.named_parameters():
         assert value.grad is not None, parameter
@@ -325,7 +325,7 @@ def test_a_gau_model_learns_from_every_part(name: str):
 
 def test_gau_is_its_papers_formula():
     """O = (U * relu(Q K^T)^2 / (n s) V) W_o with U, V, Z = SiLU(x W), Q and K = Z with gains and offsets."""
-    model = made("relu2", "gau", position=NoPosition())
+    model = make_decoder("relu2", "gau", position=NoPosition())
     gau = model.blocks[0].gau
     with torch.no_grad():
         for parameter in (gau.q_gain, gau.q_offset, gau.k_gain, gau.k_offset):
@@ -335,7 +335,7 @@ def test_gau_is_its_papers_formula():
     scores = (z * gau.q_gain + gau.q_offset) @ (z * gau.k_gain + gau.k_offset).transpose(1, 2)
     a = (scores.relu() ** 2).tril() / (torch.arange(1, 7).view(6, 1) * 8)
     expected = (u * (a @ v)) @ gau.out.weight.t()
-    assert torch.allclose(gau(x, Context(AttentionLayout.full(6), None, 1.0, None)), expected, atol=1e-9)
+    assert torch.allclose(gau(x, ForwardContext(AttentionLayout.full(6), None, 1.0, None)), expected, atol=1e-9)
 
 
 def test_two_gaus_have_about_the_parameters_of_one_block():

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lm.attention import catalogue, contract
 from lm.attention import options as opt
-from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, made
+from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.options import Options
 
-# One row an entry and choice of options; a new normalizer adds its row here.
+# One case for each entry and choice of options; a new normalizer adds its case here.
 CASES = {
     "softmax": opt.Softmax(),
     "ssmax": opt.SSMax(),
@@ -58,7 +58,7 @@ CASES = {
     "alibi": opt.ALiBi(),
     "window": opt.Window(size=5),
     "window of 1": opt.Window(size=1),
-    "window, longer than the row": opt.Window(size=200),
+    "window, longer than the sequence": opt.Window(size=200),
     "scale_invariant": opt.ScaleInvariant(),
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
@@ -76,13 +76,13 @@ def test_a_normalizer_keeps_the_contract(check: Callable[[Options], None], optio
 
 @every_case
 def test_weights_are_not_negative(options: Options):
-    normalizer = made(options)
+    normalizer = randomized(options)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], AttentionLayout.full(33))
     assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
 
 
 @every_case
-def test_blocks_and_tiles_smaller_than_the_row_change_nothing(options: Options, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(options: Options, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.tiles.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
@@ -102,7 +102,7 @@ def test_row_length_policies():
 
 def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
     q, k, v = inputs(40)
-    normalizer, layout = made(opt.Sink()), AttentionLayout.full(40)
+    normalizer, layout = randomized(opt.Sink()), AttentionLayout.full(40)
     z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -math.inf)
     gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
@@ -118,7 +118,7 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
 
     q, k, _ = inputs(60)
     q = (q * scale).requires_grad_()
-    normalizer, layout = made(options), AttentionLayout.full(60)
+    normalizer, layout = randomized(options), AttentionLayout.full(60)
     z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -1e9)
     expected, found = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, layout)
     assert torch.allclose(found, expected, atol=1e-9)
@@ -130,7 +130,7 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("options", [opt.Relu2(n="sum"), opt.Linear()], ids=["relu2", "linear"])
 def test_rows_over_their_sums_sum_to_one_at_every_scale_of_the_queries(options: object, scale: float):
-    normalizer, layout = made(options, torch.float32), AttentionLayout.full(50)
+    normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(50)
     q, k, _ = inputs(50, torch.float32)
     sums = normalizer.weights(q * scale, k, layout).sum(-1)
     assert torch.allclose(sums[sums > 0], torch.ones(()), atol=1e-5)
@@ -143,9 +143,9 @@ def test_relu2_is_gaus_formula_in_both_forms():
     layout, n = AttentionLayout.full(30), torch.arange(1, 31).double().view(30, 1)
     scores = q @ k.transpose(-2, -1)
     for form, expected in (("1/(n d)", scores.relu() ** 2 / (n * 16)), ("1/n^2", (scores / n).relu() ** 2)):
-        assert torch.allclose(made(opt.Relu2(form=form)).weights(q, k, layout), expected.tril(), rtol=1e-6)
+        assert torch.allclose(randomized(opt.Relu2(form=form)).weights(q, k, layout), expected.tril(), rtol=1e-6)
     total = (scores.relu() ** 2).tril()
-    assert torch.allclose(made(opt.Relu2(n="sum")).weights(q, k, layout), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
+    assert torch.allclose(randomized(opt.Relu2(n="sum")).weights(q, k, layout), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
 
 
 def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
@@ -179,7 +179,7 @@ def test_alibi_has_its_published_slopes():
 
 
 def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query():
-    normalizer = made(opt.Forget())
+    normalizer = randomized(opt.Forget())
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = inputs(9)
     gates = torch.sigmoid(x @ normalizer.w.t() + normalizer.b).transpose(1, 2)  # (B, H, T)
@@ -193,14 +193,14 @@ def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query()
 
 
 def test_asentmax_is_entmax_of_scaled_logits():
-    normalizer = made(opt.ASEntmax())
+    normalizer = randomized(opt.ASEntmax())
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = inputs(9)
     b, g = F.softplus(x @ normalizer.w_b.t()), 2 * (x @ normalizer.w_g.t()).tanh()
     log_n = torch.arange(1, 10).float().log().double().clamp(min=1e-6)
     scale = 1 + b.transpose(1, 2) * log_n ** g.transpose(1, 2)  # (B, H, T)
     found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, AttentionLayout.full(9))
-    assert torch.allclose(found, made(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, AttentionLayout.full(9)), atol=1e-9)
+    assert torch.allclose(found, randomized(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, AttentionLayout.full(9)), atol=1e-9)
 
 
 def test_temperatures_follow_their_formulas():
@@ -332,7 +332,7 @@ def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
 
 
 def test_published_mistake_padded_width_is_not_n():
-    """The first queries of a wide row must see ln of their own few keys."""
+    """The first queries of a long sequence must see ln of their own few keys."""
     scale = make_normalizer(opt.SSMax(init=1.0), LayerSpec(1, 16, WIDTH, TRAIN_LENGTH)).scale(AttentionLayout.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 

@@ -110,7 +110,7 @@ def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers
     assert f"lm swap {folder}" in allowed.stderr
 
 
-def test_phases_lists_and_swaps_take_it(powers: Path, arguments: list[str], tmp_path: Path):
+def test_phases_lists_of_layers_and_swaps_accept_a_plugin(powers: Path, arguments: list[str], tmp_path: Path):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [window, {name: 'powers.attention:Power'}]}]"
     folder = trained(arguments, phases)
     assert "--allow-plugin powers" in lm("eval", str(folder)).stderr
@@ -168,7 +168,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         ("softmaxx", "did you mean 'softmax'"),
     ],
 )
-def test_what_is_no_normalizer_is_said_in_one_line(powers: Path, arguments: list[str], name: str, said: str):
+def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, arguments: list[str], name: str, said: str):
     with pytest.raises(ConfigError, match=said) as error:
         load([*arguments, f"model.normalizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
@@ -219,7 +219,7 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
         parse({"name": "x", "model": {"normalizer": "power"}})
 
 
-def test_code_that_has_changed_since_is_noticed(powers: Path, arguments: list[str]):
+def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, arguments: list[str]):
     folder = trained(arguments, NAMED)
     measured = lm("eval", str(folder), "--allow-plugin", "powers")
     assert "(cached)" in measured.stdout
@@ -237,7 +237,7 @@ def test_code_that_has_changed_since_is_noticed(powers: Path, arguments: list[st
     assert re.search(rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now", again.stderr)
 
 
-def test_a_class_that_is_not_whole_is_refused_before_anything_is_made(powers: Path, arguments: list[str]):
+def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, arguments: list[str]):
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("def normalize(", "def normalise("))
     refused = lm("train", *arguments, "name=power", NAMED)

@@ -28,7 +28,7 @@ from lm.evaluation.numbers import rows_of
 from lm.evaluation.recall import Recall
 from lm.evaluation.statistics import interval_of
 from lm.evaluation.text_loss import Validation
-from lm.model.blocks import Cache
+from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.schema import build
@@ -149,7 +149,7 @@ class Knowing(torch.nn.Module):
             self.said[row, position - 1] = (self.said[row, position - 1] + 1) % self.head.weight.size(0)
         return F.one_hot(self.said, self.head.weight.size(0)).float()
 
-    def forward(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
         """Says what it said in `hidden`, whatever its own answers are."""
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         if not start:
@@ -170,7 +170,7 @@ class Chained(torch.nn.Module):
         self.right = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)  # (B, T + 1)
         return self._said(batch.tokens, torch.arange(len(batch.tokens)))
 
-    def forward(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         before = cache.states.get(self)
         cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)

@@ -37,7 +37,7 @@ def saved(tokenizer: Path, tmp_path: Path) -> Path:
     return save_model(Decoder(MODEL, 400, 32, seed=5), tmp_path / "model", tokenizer)
 
 
-def test_it_is_read_back_as_it_was(saved: Path):
+def test_a_saved_model_is_loaded_unchanged(saved: Path):
     loaded, decoder = lm.load(saved), Decoder(MODEL, 400, 32, seed=5)
     assert torch.equal(loaded.decoder.logits(TOKENS), decoder.logits(TOKENS))
     assert loaded.spec == ModelSpec(MODEL, 400, 32)
@@ -47,7 +47,7 @@ def test_it_is_read_back_as_it_was(saved: Path):
     assert sorted(path.name for path in saved.iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_it_is_exported_as_it_is(saved: Path, tmp_path: Path):
+def test_a_saved_model_is_exported_unchanged(saved: Path, tmp_path: Path):
     again = export(saved, "last", tmp_path / "again")
     assert all((again / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
 
@@ -58,13 +58,13 @@ def test_a_model_without_text_needs_no_tokenizer(tmp_path: Path):
     assert command("generate", str(tmp_path / "model")).stderr.count("no tokenizer.json") == 1
 
 
-def test_it_generates_text(saved: Path):
+def test_a_saved_model_generates_text(saved: Path):
     given = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
     assert given.returncode == 0, given.stderr
     assert given.stdout.startswith("a few")
 
 
-def test_the_harness_measures_it(saved: Path, tmp_path: Path):
+def test_the_harness_evaluates_a_saved_model(saved: Path, tmp_path: Path):
     pytest.importorskip("lm_eval")
     from lm.evaluation.downstream import measure
 
@@ -82,7 +82,7 @@ def test_the_harness_measures_it(saved: Path, tmp_path: Path):
         measure(saved, ["chambers"], include_path=tmp_path, overrides=["trainer.threads=many"])
 
 
-def test_its_normalizer_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
+def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
     old = lm.load(saved).decoder
     new = lm.load(save_model(swapped(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
     assert isinstance(new.config.normalizer, opt.Softmax)
@@ -90,7 +90,7 @@ def test_its_normalizer_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path)
     assert all(torch.equal(kept[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)
 
 
-def test_a_run_starts_from_it(saved: Path, tiny):
+def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
     shape = ["n_head=4", "n_kv_head=2", "head_size=6", "qkv_bias=true", "tied=true", "normalizer={name: ssmax, bias: true}"]
     config = tiny("name=tuned", f"init_from={saved}", *(f"model.{key}" for key in shape))
     train(config)
@@ -98,7 +98,7 @@ def test_a_run_starts_from_it(saved: Path, tiny):
     assert (start["step"], start["tokens"], start["seeds"], len(start["arm"])) == (0, 0, [], 12)
 
 
-def test_what_needs_the_text_of_a_training_run_says_so(saved: Path, tmp_path: Path):
+def test_commands_that_need_the_training_text_refuse_a_saved_model(saved: Path, tmp_path: Path):
     for words, said in {
         ("eval", str(saved)): "model: a model folder: lm eval measures run folders: give the run folder",
         ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",

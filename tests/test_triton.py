@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.attention.pointwise_sums import interpreted, why_tiles
+from lm.attention.elementwise_sums import interpreted, why_tiles
 
 triton = pytest.importorskip("triton", minversion="3.4")
 
@@ -57,5 +57,5 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
 
 
 @pytest.mark.skipif(interpreted(), reason="the interpreter serves the CPU")
-def test_on_a_cpu_tiles_are_taken():
+def test_a_cpu_uses_tiles():
     assert "CUDA" in why_tiles(torch.device("cpu"), torch.float32, 64)

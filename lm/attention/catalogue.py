@@ -17,14 +17,14 @@ from lm.schema import Plain, build, reference, variants
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: the options' dataclass, the class that implements it, and what the docs say."""
+    """One normalizer: the options' dataclass, the class that implements it, and what the docs say."""
 
     options: type[Options]
     implementation: str  # "module:Class"
     parameters: str
-    cost: str  # of a training step, or the kernel that sets it
+    kernel: str  # what computes a training step
     source: str
-    known: str  # figures of others, with their source
+    known: str  # published figures, with their source
 
     def load(self) -> type:
         """The implementing `Normalizer` class (imports torch)."""
@@ -61,7 +61,7 @@ _ROWS = (
     ),
     Entry(
         options.YaRN, "query_scale:YaRN", "none", SDPA, "Peng et al. 2023, arXiv 2309.00071",
-        "one factor a document; softmax up to the training length m",
+        "one factor for each document; softmax up to the training length m",
     ),
     Entry(
         options.InfoScale, "query_scale:InfoScale", "none", SDPA, "arXiv 2501.08570",
@@ -88,15 +88,15 @@ _ROWS = (
         "softmax times sigmoid(lse - b)",
     ),
     Entry(
-        options.Relu2, "pointwise:Relu2Normalizer", "none", TILES, "Hua et al. 2022, arXiv 2202.10447",
+        options.Relu2, "elementwise:Relu2Normalizer", "none", TILES, "Hua et al. 2022, arXiv 2202.10447",
         "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)",
     ),
     Entry(
-        options.Relu, "pointwise:ReluNormalizer", "none", TILES, "Wortsman et al. 2023, arXiv 2309.08586",
+        options.Relu, "elementwise:ReluNormalizer", "none", TILES, "Wortsman et al. 2023, arXiv 2309.08586",
         "no figures known to us",
     ),
     Entry(
-        options.Sigmoid, "pointwise:SigmoidNormalizer", "none (or b per layer and head)", TILES,
+        options.Sigmoid, "elementwise:SigmoidNormalizer", "none (or b per layer and head)", TILES,
         "arXiv 2409.04431",
         "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)",
     ),
@@ -142,14 +142,14 @@ _ROWS = (
 ENTRIES: dict[str, Entry] = {entry.options.name: entry for entry in _ROWS}
 
 
-class Names(dict[str, type[Options]]):
+class OptionsByName(dict[str, type[Options]]):
     """Options by the name of their normalizer. Also finds those from outside, which it does not list (`lm.attention.plugins`)."""
 
     def __missing__(self, name: str) -> type[Options]:
         return PLUGINS.options(str(name))
 
 
-SINGLE = Names({name: entry.options for name, entry in ENTRIES.items()})  # options of one layer's normalizer
+SINGLE = OptionsByName({name: entry.options for name, entry in ENTRIES.items()})  # options of one layer's normalizer
 
 
 @dataclass
@@ -165,20 +165,20 @@ class Layers(Options):
     def problems(self) -> list[Problem]:
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
-    def parts(self) -> list[Options]:
+    def layer_options(self) -> list[Options]:
         """Those of the list that could be read: others are problems already."""
         return [one for one in self.of if isinstance(one, Options)]
 
     def of_layer(self, layer: int) -> Options:
         return self.of[layer % len(self.of)]
 
-    def used_with(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
-        return Layers([one.used_with(changes, path, problems) for one in self.parts()])
+    def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
+        return Layers([one.with_changes(changes, path, problems) for one in self.layer_options()])
 
     def label(self) -> str:
         return _listed(one.label() for one in self.of)
 
-    def arguments(self) -> str:
+    def swap_arguments(self) -> str:
         return f"layers 'model.normalizer.of=[{', '.join(one.name for one in self.of)}]'"
 
 
@@ -186,7 +186,7 @@ def _listed(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = Names({**SINGLE, Layers.name: Layers})
+OPTIONS = OptionsByName({**SINGLE, Layers.name: Layers})
 
 
 def implementation(name: str) -> type:
@@ -223,9 +223,9 @@ def markdown() -> str:
         "products inside PyTorch's fused softmax have bf16 operands. A row that is divided by a sum below 1e-24 has weights 0.",
         "",
         "Kernels: *fused softmax* is PyTorch's (no T x T weights); *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32",
-        "sums, on CUDA GPUs in a Triton kernel; *query blocks* take the definition for some queries at a time and make it again in the",
-        "backward pass. Rows that are not one document each (packed, decoding) take query blocks where tiles or *chunks* (a running",
-        "state) would serve whole rows.",
+        "sums, on CUDA GPUs in a Triton kernel; *query blocks* compute the definition for some queries at a time and recompute it in the",
+        "backward pass. Sequences that are not one document each (packed, decoding) take query blocks where tiles or *chunks* (a running",
+        "state) would serve whole documents.",
         "",
         "The Triton kernel has been compiled for GPUs and run in Triton's interpreter, but never on a GPU: the first call compares it with",
         "the tiles on the device, and takes tiles, with a warning, if it fails or differs. It wants triton 3.4 (CUDA builds of torch bring",
@@ -236,7 +236,7 @@ def markdown() -> str:
     ]
     for name, entry in ENTRIES.items():
         sums = "with `n: sum`" if entry.options.over_sum else "yes" if entry.options.sums_to_one else "no"
-        cells = (f"`{name}`", entry.options.full_formula, entry.parameters, sums, entry.cost, entry.source, entry.known)
+        cells = (f"`{name}`", entry.options.full_formula, entry.parameters, sums, entry.kernel, entry.source, entry.known)
         lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():

@@ -1,4 +1,4 @@
-"""What every normalizer promises, each promise as a check: lm's own are put to them by its tests, others by `lm check-normalizer`.
+"""What every normalizer promises, each promise as a check: lm's own are checked by its tests, others by `lm check-normalizer`.
 
 Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
 """
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lm.attention.documents import by_documents
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, grouped, make_normalizer
+from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
 from lm.attention.options import Options, Softmax
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
-AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be so many times softmax's
+AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
-def made(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
+def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
     """The normalizer with its parameters moved off their first values."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -58,12 +58,12 @@ def require(kept: bool | Tensor, broken: str) -> None:
         raise AssertionError(broken)
 
 
-def close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> None:
+def assert_close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> None:
     """Raises AssertionError if two tensors differ by more than `atol` somewhere."""
     torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
-def is_definition(
+def assert_is_definition(
     normalizer: Normalizer,
     route: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
     leaves: list[Tensor],
@@ -80,16 +80,16 @@ def is_definition(
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
     names += [f"gradient of parameter {number}" for number in range(1, len(parameters) + 1)]
     for name, a, b in zip(names, *found, strict=True):
-        close(a, b, name, atol)
+        assert_close(a, b, name, atol)
 
 
-def decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tensor, steps: list[int]) -> None:
-    """Raises AssertionError unless decoding in `steps` of so many tokens gives what the whole row gave."""
+def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tensor, steps: list[int]) -> None:
+    """Raises AssertionError unless decoding in `steps` of so many tokens gives what the whole sequence gave."""
     seen, state = 0, None
     for new in steps:
-        part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.next(seen, new, whole.size(2)), state)
-        close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from what was remembered")
+        part, layout = slice(seen, seen + new), AttentionLayout.continuing(seen, new, whole.size(2))
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
+        assert_close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from the decoding state")
         seen += new
 
 
@@ -107,15 +107,15 @@ def first_values(options: Options) -> None:
 def fast_path(options: Options) -> None:
     """the fast path is the definition, forward and backward, for heads of 16 and of 40"""
     for size in (16, 40):
-        normalizer = made(options, size=size)
+        normalizer = randomized(options, size=size)
         for length in (1, 2, 7, 64, 129):
             leaves = inputs(length, size=size, normalizer=normalizer)
-            is_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
+            assert_is_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
 
 
 def finite_differences(options: Options) -> None:
     """gradients are right by finite differences"""
-    normalizer, layout = made(options, size=4), AttentionLayout.full(6)
+    normalizer, layout = randomized(options, size=4), AttentionLayout.full(6)
     leaves = [x.requires_grad_() for x in inputs(6, batch=1, size=4, normalizer=normalizer)]
     names = [name for name, _ in normalizer.named_parameters()]
 
@@ -126,8 +126,8 @@ def finite_differences(options: Options) -> None:
 
 
 def row_sums(options: Options) -> None:
-    """weights are causal, and rows with any sum to one if the options say so"""
-    normalizer, layout = made(options), AttentionLayout.full(33)
+    """weights are causal, and rows with any weight sum to one if the options say so"""
+    normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
     require((weights.triu(1) == 0).all(), "a key after the query has weight")
     sums = weights.sum(-1)
@@ -137,8 +137,8 @@ def row_sums(options: Options) -> None:
 
 
 def scores_apart(options: Options) -> None:
-    """weights are made of scores, each row of its own, and of visible keys alone"""
-    normalizer, layout = made(options), AttentionLayout.packed([6, 5])
+    """each row of weights depends on its own row of scores and on visible keys alone"""
+    normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
     scores = normalizer.scores(q, k, layout)
     require(torch.equal(normalizer.normalize(scores, layout), normalizer.weights(q, k, layout)), "weights are not normalize(scores)")
@@ -152,7 +152,7 @@ def scores_apart(options: Options) -> None:
 
 def causality(options: Options) -> None:
     """a later token changes nothing earlier, to the bit"""
-    normalizer, layout = made(options), AttentionLayout.full(40)
+    normalizer, layout = randomized(options), AttentionLayout.full(40)
     q, k, v = inputs(40, normalizer=normalizer)
     before = normalizer(q, k, v, layout)
     for x in (q, k, v):
@@ -161,51 +161,52 @@ def causality(options: Options) -> None:
 
 
 def decoding(options: Options) -> None:
-    """decoding, token by token and in pieces, gives what the whole row gives"""
-    normalizer, length = made(options), 30
+    """decoding, token by token and in pieces, gives what the whole sequence gives"""
+    normalizer, length = randomized(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
     whole = normalizer(q, k, v, AttentionLayout.full(length))
     for t in range(length):
-        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], AttentionLayout.full(length).part(slice(t, t + 1), t + 1))
-        close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
+        layout = AttentionLayout.full(length).select(slice(t, t + 1), t + 1)
+        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout)
+        assert_close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
-        decodes(normalizer, q, k, v, whole, steps)
+        assert_decodes(normalizer, q, k, v, whole, steps)
 
 
 def shared_keys(options: Options) -> None:
     """decoding with keys and values that two heads share gives what heads with their own give"""
-    normalizer = made(options)
+    normalizer = randomized(options)
     q, own, v = inputs(30, normalizer=normalizer)
-    k, v = torch.cat((own[:, ::2, :, :SIZE], grouped(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
-    whole = normalizer(q, *normalizer.of_each_query_head(k, v), AttentionLayout.full(30))
-    decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
+    k, v = torch.cat((own[:, ::2, :, :SIZE], group_key_features(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
+    whole = normalizer(q, *normalizer.expand_kv_heads(k, v), AttentionLayout.full(30))
+    assert_decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
 
 
 def packed(options: Options) -> None:
-    """documents packed in a row give what each gives alone"""
-    normalizer, lengths = made(options), [5, 1, 19, 8]
+    """documents packed into a sequence give what each gives alone"""
+    normalizer, lengths = randomized(options), [5, 1, 19, 8]
     given = inputs(sum(lengths), normalizer=normalizer)
-    out = normalizer(*given, AttentionLayout.packed(lengths))
+    out = normalizer(*given, AttentionLayout.from_document_lengths(lengths))
     for length, found, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
-        close(found, normalizer(*alone, AttentionLayout.full(length)), f"a document of {length}")
+        assert_close(found, normalizer(*alone, AttentionLayout.full(length)), f"a document of {length}")
 
 
 def documents(options: Options) -> None:
-    """documents that begin at different places in each row are the definition, forward and backward"""
-    normalizer = made(options)
+    """documents that begin at different positions in each sequence are the definition, forward and backward"""
+    normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
     leaves = inputs(33, batch=3, normalizer=normalizer)
-    is_definition(normalizer, partial(by_documents, normalizer), leaves, AttentionLayout.isolated(positions))
+    assert_is_definition(normalizer, partial(by_documents, normalizer), leaves, AttentionLayout.from_positions(positions))
 
 
 def row_length(options: Options) -> None:
     """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone"""
-    normalizer, short, long = made(options), 9, 21
+    normalizer, short, long = randomized(options), 9, 21
     q, k, v = inputs(long, normalizer=normalizer)
     alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], AttentionLayout.full(short))
     positions = torch.arange(long).expand(2, long)
     batched = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short], [long]]), causal=True))
-    close(batched[:1, :, :short], alone, "the shorter document", 1e-12)
+    assert_close(batched[:1, :, :short], alone, "the shorter document", 1e-12)
 
 
 def one_device(options: Options) -> None:
@@ -220,15 +221,15 @@ def one_device(options: Options) -> None:
         require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
         out = normalizer(q, k, v, layout)
         out.backward(torch.empty_like(out))
-    first, state = normalizer.decode(q, k, v, AttentionLayout.next(0, 20, 30, "meta"), None)
-    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.next(20, 1, 30, "meta"), state)
+    first, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
+    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state)
     require(first.is_meta and later.is_meta, "what is decoded is on another device")
 
 
 def extreme_scores(options: Options) -> None:
     """extreme and identical scores give finite outputs and gradients in fp32"""
     for fill in (0.0, 1e4, -1e4):
-        normalizer = made(options, torch.float32)
+        normalizer = randomized(options, torch.float32)
         q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
         large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
@@ -239,7 +240,7 @@ def extreme_scores(options: Options) -> None:
 
 def autocast_weights(options: Options) -> None:
     """weights are in fp32 whatever autocast says, and of bf16 inputs, too"""
-    normalizer, layout = made(options, torch.float32), AttentionLayout.full(20)
+    normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     plain = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
@@ -259,7 +260,7 @@ def _autocast_errors(options: Options) -> dict[str, float]:
     """Relative errors, against fp64, of what training computes: q and k in fp32, values in bf16."""
     length, found = 256, []
     for exact in (True, False):
-        normalizer = made(options, torch.float64 if exact else torch.float32)
+        normalizer = randomized(options, torch.float64 if exact else torch.float32)
         q, k, v = (x.bfloat16() for x in inputs(length, normalizer=normalizer))
         q, k = ((x.double() if exact else x.float()).requires_grad_() for x in (q, k))
         v = (v.double() if exact else v).requires_grad_()

@@ -1,4 +1,4 @@
-"""Softmax of logits that depend on how far back a key is."""
+"""Softmax of position-dependent scores: they depend on how far back a key is."""
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,15 @@ class ALiBi(SoftmaxNormalizer):
     """
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        heads = torch.arange(1, self.shape.n_head + 1, device=q.device)
-        slopes = (2.0 ** (-8 * heads / self.shape.n_head)).view(-1, 1, 1)
+        heads = torch.arange(1, self.layer.n_head + 1, device=q.device)
+        slopes = (2.0 ** (-8 * heads / self.layer.n_head)).view(-1, 1, 1)
         return logits(q, k) - (slopes * layout.distance()).to(q.dtype)
 
 
 class Window(SoftmaxNormalizer):
-    """softmax(z) over the latest w keys, the query's own among them: sliding windows, for the local layers of a mixture.
+    """softmax(z) over the latest w keys, the query's own among them: sliding windows, for local layers.
 
-    A row is cut into blocks of w queries, which look at their own block and the one before: O(T w) time and memory on the fused kernel.
+    A sequence is cut into blocks of w queries, which see their own block and the one before: O(T w) time and memory on the fused kernel.
     """
 
     options: options.Window
@@ -84,8 +84,8 @@ class Forget(SoftmaxNormalizer):
     """
 
     def initialise(self) -> None:
-        self.w = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))
-        self.b = nn.Parameter(torch.full((self.shape.n_head,), 5.0))
+        self.w = nn.Parameter(torch.zeros(self.layer.n_head, self.layer.width))
+        self.b = nn.Parameter(torch.full((self.layer.n_head,), 5.0))
 
     def key_features(self, x: Tensor) -> Tensor:
         """ln f, (B, H, T, 1)."""

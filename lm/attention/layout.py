@@ -1,4 +1,4 @@
-"""What n means: the length of an attention row, from positions alone."""
+"""Where queries and keys stand in their documents, and n: the length of a row of attention weights, from positions alone."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,8 +31,8 @@ class AttentionLayout:
     key_documents: Tensor | None = None
 
     @cached_property
-    def grouped(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """Documents of like size side by side, by the number of sequences: `lm.attention.documents` keeps them here."""
+    def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
+        """Documents of similar size side by side, by the number of sequences: `lm.attention.documents` caches them here."""
         return {}
 
     @classmethod
@@ -42,12 +42,12 @@ class AttentionLayout:
         return cls(positions, positions, torch.full_like(positions, length), causal=True)
 
     @classmethod
-    def packed(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
-        """a sequence of several documents side by side, of `lengths` tokens; a token sees its own document only."""
-        return cls.isolated(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
+    def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
+        """One sequence of several documents one after the other, of `lengths` tokens; a token sees its own document only."""
+        return cls.from_positions(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
-    def isolated(cls, positions: Tensor) -> "AttentionLayout":
+    def from_positions(cls, positions: Tensor) -> "AttentionLayout":
         """Sequences whose documents don't see each other, from `positions` (B, T) that begin at 0 with each document and sequence."""
         documents = (positions == 0).cumsum(-1)
         sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
@@ -55,13 +55,13 @@ class AttentionLayout:
         return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
 
     @classmethod
-    def next(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
+    def continuing(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """Tokens `seen` to `seen + new` of a document that will have `length`: queries; keys are all up to there."""
         keys = torch.arange(seen + new, device=device)
         return cls(keys[seen:], keys, torch.full((new,), length, device=device), causal=seen == 0)
 
-    def part(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
-        """Some of the queries, by their places, and the first `keys` keys."""
+    def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
+        """The layout of some of the queries, by their index in the sequence, and of the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]

@@ -1,4 +1,4 @@
-"""Linear attention: weights that are products of features, so that a row of T tokens costs O(T)."""
+"""Linear attention: weights are products of features, so that a sequence of T tokens costs O(T)."""
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class Linear(DividedNormalizer):
 
     def log_decay(self, like: Tensor) -> Tensor:
         """ln g of each head, (H,) <= 0."""
-        heads = torch.arange(self.shape.n_head, device=like.device, dtype=like.dtype)
+        heads = torch.arange(self.layer.n_head, device=like.device, dtype=like.dtype)
         return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -49,14 +49,14 @@ class Linear(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Remembers one D x E matrix a head of queries, however many tokens there were."""
-        k, v = self.of_each_query_head(k, v)
+        """The state is one D x E matrix for each query head, whatever the number of tokens."""
+        k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
         factor, width, dtype = self.factor(layout), v.size(-1), v.dtype
         v = v.to(wide)
         if factor is None:
-            v = F.pad(v, (0, 1), value=1.0)  # one more value, 1: it sums the row
+            v = F.pad(v, (0, 1), value=1.0)  # a further value of 1 gives the row's sum
         with without_autocast(q.device):  # the state sums over all tokens
             out, state = self.chunks(q, k, v, state)
         return divided(out[..., :width], out[..., width:], factor).to(dtype), state
@@ -64,17 +64,17 @@ class Linear(DividedNormalizer):
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk, weights within and a D x E state from before; and the state after."""
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
-        place = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
-        within = (log_g * (place.unsqueeze(1) - place).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
-        since, until = (log_g * (place + 1).unsqueeze(1)).exp(), (log_g * place.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
+        index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
+        within = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
+        from_before, to_end = (log_g * (index + 1).unsqueeze(1)).exp(), (log_g * index.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         parts = []
         for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
             t = qc.size(2)
-            parts.append((qc @ kc.transpose(-2, -1) * within[:, :t, :t]) @ vc + (qc * since[:, :t]) @ state)
-            state = state * since[:, t - 1 : t] + (kc * until[:, CHUNK - t :]).transpose(-2, -1) @ vc
+            parts.append((qc @ kc.transpose(-2, -1) * within[:, :t, :t]) @ vc + (qc * from_before[:, :t]) @ state)
+            state = state * from_before[:, t - 1 : t] + (kc * to_end[:, CHUNK - t :]).transpose(-2, -1) @ vc
         return torch.cat(parts, 2), state
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a row costs O(T)"
+        return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence costs O(T)"

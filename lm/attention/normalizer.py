@@ -1,7 +1,7 @@
 """Normalizers: how attention scores become weights. The base of every family, and how one is made.
 
 Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
-the fastest exact route. Shapes: B sequences, H heads, T queries, S keys, D head size.
+the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
 """
 
 import math
@@ -28,7 +28,7 @@ class LayerSpec:
         n_head: heads H.
         head_size: dimensions D of each head's queries and keys.
         width: of the layer's input, C.
-        train_length: tokens in a training row, for first values and bases "at the training length".
+        train_length: tokens in a training sequence, for first values and bases "at the training length".
     """
 
     n_head: int
@@ -44,14 +44,14 @@ class Normalizer(nn.Module, ABC):
 
     Args:
         options: the entry's options (`lm.attention.options`).
-        shape: of the layer.
+        layer: the layer it is made for.
     """
 
     schema: ClassVar[type[Options]]
 
-    def __init__(self, options: Options, shape: LayerSpec):
+    def __init__(self, options: Options, layer: LayerSpec):
         super().__init__()
-        self.options, self.shape = options, shape
+        self.options, self.layer = options, layer
         self.initialise()
 
     def initialise(self) -> None:
@@ -67,11 +67,11 @@ class Normalizer(nn.Module, ABC):
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
-        """What a query brings along that its layer's input x (B, T, C) decides: (B, H, T, F), appended to q; None for nothing."""
+        """Features of the queries computed from the layer's input x (B, T, C): (B, H, T, F), appended to q; None for none."""
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Likewise of a key; kept with it in the cache."""
+        """Features of the keys, likewise; appended to k and cached with it."""
         return None
 
     def constants(self) -> dict[str, float]:
@@ -95,9 +95,9 @@ class Normalizer(nn.Module, ABC):
             return self.normalize(scores, layout)
 
     def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """What each query makes of each key before weights are made of it, (B, H, T, S), in fp32, or wider if q or k is.
+        """Scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
 
-        All that depends on q, k and their features is in the scores, and every factor of a temperature. Keys that a query does not
+        Everything that depends on q, k and their features is in the scores, temperatures included. Keys that a query does not
         see have scores, too. q, k: as in `weights`.
         """
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
@@ -105,7 +105,7 @@ class Normalizer(nn.Module, ABC):
             return self.define_scores(q.to(wide), k.to(wide), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """`scores` for q and k of one dtype, fp32 or wider, and without autocast: what a family writes down; z unless it does."""
+        """`scores` for q and k of one dtype, fp32 or wider, and without autocast; a family overrides this. The default is z."""
         return logits(q, k)
 
     @abstractmethod
@@ -118,28 +118,28 @@ class Normalizer(nn.Module, ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
 
-        q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). Unless a family knows
-        better, the definition block by block of queries, made again in the backward pass.
+        q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). The default computes the
+        definition for some queries at a time and recomputes it in the backward pass.
         """
         return by_query_blocks(_Definition(self), q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """`forward` for tokens that go on from earlier ones: (weights x values, what to remember).
+        """`forward` for tokens that go on from earlier ones: (weights x values, state).
 
-        q, k, v: of the new tokens, k and v as `of_each_query_head` takes them; layout: `AttentionLayout.next`; state: what was remembered,
-        None at first. Unless a family knows better, all keys and values; or, of one that remembers less, the latest.
+        q, k, v: of the new tokens, k and v as `expand_kv_heads` takes them; layout: `AttentionLayout.continuing`;
+        state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
         layout = replace(layout, key_positions=layout.key_positions[..., -k.size(2) :])
-        return self(q, *self.of_each_query_head(k, v), layout), (k, v)
+        return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
-    def of_each_query_head(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, D + F) and values (B, H, S, E) from those that heads of queries share in groups: (B, K, S, .), H / K heads each.
 
         The features of a key, F for each head of queries, lie side by side behind it (`grouped`).
         """
-        group, size = self.shape.n_head // k.size(1), self.shape.head_size
+        group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
         own = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
@@ -147,7 +147,7 @@ class Normalizer(nn.Module, ABC):
 
     def kernel_description(self, device: str = "cpu") -> str:
         """The kernel `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why."""
-        return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel has this function"
+        return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this function"
 
 
 class SoftmaxNormalizer(Normalizer):
@@ -165,11 +165,11 @@ class DividedNormalizer(Normalizer):
     """f(score), of each score alone, over the row's sum (`n: sum`) or times a factor of n."""
 
     def f(self, scores: Tensor) -> Tensor:
-        """What is divided; the scores themselves unless a family has another function."""
+        """The undivided weights; by default the scores themselves."""
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """1 / n as fp32, or what a family has for it, broadcastable to (B, H, T); None: rows are divided by their sum."""
+        """The factor of each row, fp32, broadcastable to (B, H, T), by default 1 / n; None: rows are divided by their sum."""
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -188,7 +188,7 @@ class _Definition(nn.Module):
         return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
-def grouped(features: Tensor | None, n_kv_head: int) -> Tensor | None:
+def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
     """Key features (B, H, T, F) of the heads that share a key side by side: (B, K, T, F H / K)."""
     return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 
@@ -198,6 +198,6 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
 
 
-def make_normalizer(options: Options, shape: LayerSpec) -> Normalizer:
-    """The normalizer that `options` (a row of the table) describes."""
-    return implementation(options.name)(options, shape)
+def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
+    """The normalizer that `options` describe, for a layer."""
+    return implementation(options.name)(options, layer)

@@ -1,4 +1,4 @@
-"""The options of every normalizer, and what they say of themselves: what contradicts, the formula, the label.
+"""The options of every normalizer: their keys, which of them contradict each other, the formula and the label.
 
 Nothing here imports torch, so that a configuration is checked before anything heavy is loaded.
 """
@@ -12,20 +12,20 @@ from lm.errors import Problem
 from lm.schema import Plain, build, key, own_problems, to_plain
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
-FIRST_VALUE = "is a first value, which training has replaced"
+FIRST_VALUE = "is an initial value, which training has replaced"
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
 
 
 @dataclass
 class Options:
-    """What the options of a normalizer say of themselves. A subclass is a dataclass of keys (`lm.schema.key`).
+    """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`).
 
     Attributes:
         name: in `model.normalizer`.
         full_formula: the weights, with all that options can add.
-        sums_to_one: rows of weights do, whatever the options.
+        sums_to_one: each row of weights sums to 1, whatever the options.
         over_sum: `n` may be `sum`: each row is divided by its sum.
-        fixed_by_training: options that decide which parameters there are, or their first values: why another value comes too late.
+        fixed_by_training: why an option can't be changed in a trained model, by its name.
     """
 
     name: ClassVar[str]
@@ -39,13 +39,13 @@ class Options:
         return self.full_formula
 
     def problems(self) -> list[Problem]:
-        """What the types of the options can't say: a row length of no kind, contradictory pairs."""
+        """What the types of the options can't express: an unknown row length, contradictory options."""
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
         return [Problem("n", n, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)")]
 
-    def parts(self) -> list["Options"]:
+    def layer_options(self) -> list["Options"]:
         """The options of single normalizers: themselves."""
         return [self]
 
@@ -53,7 +53,7 @@ class Options:
         """The options of one layer's normalizer."""
         return self
 
-    def used_with(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
+    def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
         """Those of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
         own = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         late = [Problem(f"{path}.{option}", own[option], reason) for option, reason in self.fixed_by_training.items() if option in own]
@@ -61,17 +61,17 @@ class Options:
         problems += late or own_problems(found, path)
         return found
 
-    def changed(self) -> dict[str, Plain]:
+    def non_defaults(self) -> dict[str, Plain]:
         """The options that aren't their defaults."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
     def label(self) -> str:
         """The name with the options that aren't their defaults: `ssmax (init=1.0)`."""
-        return labelled(self.name, self.changed())
+        return labelled(self.name, self.non_defaults())
 
-    def arguments(self) -> str:
+    def swap_arguments(self) -> str:
         """As `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; first values left out."""
-        changed = {option: value for option, value in self.changed().items() if option != "init"}
+        changed = {option: value for option, value in self.non_defaults().items() if option != "init"}
         return " ".join([self.name, *(f"model.normalizer.{option}={shown(value)}" for option, value in changed.items())])
 
 
@@ -332,7 +332,7 @@ class ASEntmax(Options):
 
 @dataclass
 class Linear(Options):
-    """Linear attention, arXiv 2006.16236: phi(q / D^(1/4)).phi(k / D^(1/4)), at O(T) a row; the scaling by D is ours."""
+    """Linear attention, arXiv 2006.16236: phi(q / D^(1/4)).phi(k / D^(1/4)), at O(T) a sequence; the scaling by D is ours."""
 
     name = "linear"
     full_formula = "phi(q).phi(k) (g^t) / sum, or / n"

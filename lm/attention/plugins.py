@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lm.attention.options import Options
 from lm.schema import Unavailable
 
-GROUP = "lm.normalizers"  # of entry points
+GROUP = "lm.normalizers"  # entry points of this group name normalizers
 
 
 class Plugin(NamedTuple):
@@ -26,7 +26,7 @@ class Plugin(NamedTuple):
 
     options: type[Options]
     implementation: type
-    version: str  # of its distribution, or the sha256 of its source
+    version: str  # its distribution's, or the sha256 of its source
 
 
 class Plugins:

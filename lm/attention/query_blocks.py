@@ -1,4 +1,4 @@
-"""The route of every definition: some queries at a time, O(T x block) memory, made again in the backward pass.
+"""Attention from the definition: some queries at a time, O(T x block) memory, recomputed in the backward pass.
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values.
 """
@@ -14,9 +14,9 @@ BLOCK_WEIGHTS = 2**21  # weights held at a time
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
-    """(first query, last query + 1, number of keys to look at) of each block.
+    """(first query, last query + 1, number of keys) of each block.
 
-    Keys that causal queries can't see are left out, in eighths of the row: blocks of few different sizes reuse memory.
+    Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory.
     """
     length, keys = q.size(2), k.size(2)
     step, eighth = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
@@ -25,7 +25,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 
 
 class _ByQueryBlocks(torch.autograd.Function):
-    """Forward block by block without a graph; the backward pass makes each block's graph again.
+    """Forward block by block without a graph; the backward pass builds each block's graph again.
 
     Both without autocast, which does not reach the backward pass: the dtypes given decide alone, so that it recomputes the same function.
     """
@@ -40,7 +40,7 @@ class _ByQueryBlocks(torch.autograd.Function):
         values = dict(zip(names, parameters, strict=True))
         with without_autocast(v.device):
             parts = [
-                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.part(slice(a, b), s)))
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)))
                 for a, b, s in _blocks(q, k, layout)
             ]
         return torch.cat(parts, 2)
@@ -55,12 +55,12 @@ class _ByQueryBlocks(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.part(slice(a, b), s)))
+                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.select(slice(a, b), s)))
                 found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
-            places = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
-            for place, value in zip(places, found, strict=True):
+            slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
+            for total, value in zip(slices, found, strict=True):
                 if value is not None:
-                    place += value
+                    total += value
         return None, None, *grads
 
 

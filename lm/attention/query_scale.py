@@ -17,7 +17,7 @@ class QueryScale(SoftmaxNormalizer):
     """softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
     Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
-    formed in the precision q comes in (fp32 in training) and rounded to v's dtype once.
+    computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
     """
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
@@ -25,11 +25,11 @@ class QueryScale(SoftmaxNormalizer):
         return None
 
     def scale_by_position(self) -> Tensor | None:
-        """c at each position of a training row: (H, L) float64; None if it isn't a factor on softmax's own logits."""
+        """c at each position of a training sequence: (H, L) float64; None if it isn't a factor on softmax's own logits."""
         device = next((p.device for p in self.parameters()), "cpu")
-        scale = self.scale(AttentionLayout.full(self.shape.train_length, device))
+        scale = self.scale(AttentionLayout.full(self.layer.train_length, device))
         c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
-        return c.double().expand(self.shape.n_head, self.shape.train_length)
+        return c.double().expand(self.layer.n_head, self.layer.train_length)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z, scale = logits(q, k), self.scale(layout)
@@ -55,7 +55,7 @@ class Softmax(QueryScale):
 class SSMax(QueryScale):
     """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
 
-    s starts at 1 / mean ln n over a training row (the mean logit scale is then softmax's 1), at 1 (`unit`) or
+    s starts at 1 / mean ln n over a training sequence (the mean logit scale is then softmax's 1), at 1 (`unit`) or
     at the given number; b, if any, at 0. `scale: none` fixes s = 1.
     """
 
@@ -64,17 +64,17 @@ class SSMax(QueryScale):
     def initialise(self) -> None:
         if self.options.scale == "learned":
             first = {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
-            self.s = nn.Parameter(torch.full((self.shape.n_head,), first))
+            self.s = nn.Parameter(torch.full((self.layer.n_head,), first))
         if self.options.bias:
-            self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+            self.b = nn.Parameter(torch.zeros(self.layer.n_head))
 
     def log_n(self) -> Tensor:
-        """ln n at each position of a training row: (L,) float64."""
-        return AttentionLayout.full(self.shape.train_length).n(self.options.n).double().log()
+        """ln n at each position of a training sequence: (L,) float64."""
+        return AttentionLayout.full(self.layer.train_length).n(self.options.n).double().log()
 
     @torch.no_grad()
     def init_from(self, other: Normalizer) -> None:
-        """With `init: match`, follow the factor c(n) of `other` over a training row, head by head.
+        """With `init: match`, follow the factor c(n) of `other` over a training sequence, head by head.
 
         s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
         least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
@@ -99,19 +99,19 @@ class SSMax(QueryScale):
         return scale + self.b.unsqueeze(-1) if self.options.bias else scale
 
 
-class AtBase(QueryScale):
+class ScaleFromBase(QueryScale):
     """A factor that is 1 at n = m, the option `base` (`train`: the training length)."""
 
     options: options.LogN | options.InfoScale | options.YaRN
 
     def initialise(self) -> None:
-        self.base = float(self.shape.train_length if self.options.base == "train" else self.options.base)
+        self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
 
     def constants(self) -> dict[str, float]:
         return {"base": self.base}
 
 
-class LogN(AtBase):
+class LogN(ScaleFromBase):
     """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
 
     `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
@@ -127,14 +127,14 @@ class LogN(AtBase):
 class SqrtLogN(QueryScale):
     """softmax(c sqrt(2 ln n) z), the growth of the largest of n Gaussian logits; c learned per layer and head.
 
-    c starts at 1 / mean sqrt(2 ln n) over a training row.
+    c starts at 1 / mean sqrt(2 ln n) over a training sequence.
     """
 
     options: options.SqrtLogN
 
     def initialise(self) -> None:
-        growth = self.growth(AttentionLayout.full(self.shape.train_length)).double().mean().item()
-        self.c = nn.Parameter(torch.full((self.shape.n_head,), 1 / growth))
+        growth = self.growth(AttentionLayout.full(self.layer.train_length)).double().mean().item()
+        self.c = nn.Parameter(torch.full((self.layer.n_head,), 1 / growth))
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """sqrt(2 ln n), (1, T) or (B, 1, T)."""
@@ -154,10 +154,10 @@ class Llama4(QueryScale):
         return (1 + self.options.attn_scale * torch.log1p(steps)).unsqueeze(-2)
 
 
-class YaRN(AtBase):
+class YaRN(ScaleFromBase):
     """softmax(z (0.1 ln(n / m) + 1)^2) where n, here the document's length, is above m: YaRN's temperature, arXiv 2309.00071.
 
-    The temperature alone; RoPE's frequencies are a matter of evaluation.
+    The temperature alone; RoPE's frequencies are rescaled by an inference setting.
     """
 
     options: options.YaRN
@@ -166,17 +166,17 @@ class YaRN(AtBase):
         return (0.1 * (self.row_length(layout) / self.base).clamp(min=1.0).log() + 1).square()
 
 
-class InfoScale(AtBase):
+class InfoScale(ScaleFromBase):
     """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))), D the head size: arXiv 2501.08570. Equal to softmax at n = m."""
 
     options: options.InfoScale
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        power = -2 / self.shape.head_size
+        power = -2 / self.layer.head_size
         return (1 - self.row_length(layout) ** power).sqrt() / math.sqrt(1 - self.base**power)
 
 
-def unit(x: Tensor) -> Tensor:
+def unit_vectors(x: Tensor) -> Tensor:
     """Vectors of length 1 along the last dimension, in fp32 or wider."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
@@ -190,8 +190,8 @@ class Cosine(QueryScale):
     options: options.Cosine
 
     def initialise(self) -> None:
-        growth = self.growth(AttentionLayout.full(self.shape.train_length)).double().mean().item()
-        self.g = nn.Parameter(torch.full((self.shape.n_head,), math.sqrt(self.shape.head_size) / growth))
+        growth = self.growth(AttentionLayout.full(self.layer.train_length)).double().mean().item()
+        self.g = nn.Parameter(torch.full((self.layer.n_head,), math.sqrt(self.layer.head_size) / growth))
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """ln n, or 1: (1, T) or (B, 1, T)."""
@@ -199,29 +199,29 @@ class Cosine(QueryScale):
         return n.log() if self.options.log_n else torch.ones_like(n)
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.shape.head_size)  # undoes 1 / sqrt(D)
+        return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
 
     def scale_by_position(self) -> Tensor | None:
         return None  # a factor on other logits than softmax's
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().define_scores(unit(q), unit(k), layout)
+        return super().define_scores(unit_vectors(q), unit_vectors(k), layout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().forward(unit(q), unit(k), v, layout)
+        return super().forward(unit_vectors(q), unit_vectors(k), v, layout)
 
 
 class PN(QueryScale):
     """softmax((s p_n + b) z) with a table p_n, n = 1 ... training length, that all layers and heads share (arXiv 2501.19399, sec. 2.1).
 
-    s and b are learned per layer and head. p starts at 1, s at 1 and b at 0 (our choice): the whole as softmax. p is known
-    up to its scale and offset only, which s and b take up. Beyond the training length its last entry goes on.
+    s and b are learned per layer and head. p starts at 1, s at 1 and b at 0 (our choice): the whole as softmax. p is
+    identifiable only up to scale and offset, which s and b absorb. Beyond the training length its last entry is used.
     """
 
     def initialise(self) -> None:
-        self.p = nn.Parameter(torch.ones(self.shape.train_length))
-        self.s = nn.Parameter(torch.ones(self.shape.n_head))
-        self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+        self.p = nn.Parameter(torch.ones(self.layer.train_length))
+        self.s = nn.Parameter(torch.ones(self.layer.n_head))
+        self.b = nn.Parameter(torch.zeros(self.layer.n_head))
 
     def tie_parameters(self, first: Normalizer) -> None:
         if isinstance(first, PN):
@@ -256,15 +256,15 @@ class QASSMax(SoftmaxNormalizer):
     options: options.QASSMax
 
     def initialise(self) -> None:
-        self.base = _MLP(1, self.shape.n_head * self.shape.head_size, 1.0)
-        self.gate = _MLP(self.shape.head_size, self.shape.head_size, 0.0)
+        self.base = _MLP(1, self.layer.n_head * self.layer.head_size, 1.0)
+        self.gate = _MLP(self.layer.head_size, self.layer.head_size, 0.0)
 
     def scaled(self, q: Tensor, layout: AttentionLayout) -> Tensor:
         """q (B, H, T, D) times both factors, in fp32 or wider."""
         q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
         with without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
-            base = self.base(log_n).unflatten(-1, (self.shape.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
+            base = self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
         return q * base * gate
 

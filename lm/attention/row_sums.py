@@ -1,4 +1,4 @@
-"""Rows of weights over their sums, or times a factor."""
+"""Rows of weights divided by their sums, or times a factor."""
 
 import torch
 from torch import Tensor

@@ -1,12 +1,12 @@
-"""Functions of a single score: weights that depend on their own score alone."""
+"""Functions of a single score, for elementwise attention."""
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor
 
 
-class Pointwise(ABC):
-    """A function f of a score, plain and for tiles; `kind` names it to the Triton kernels."""
+class ScoreFunction(ABC):
+    """A function f of a score, as defined and in place for tiles; `kind` names it to the Triton kernels."""
 
     kind: str
 
@@ -23,7 +23,7 @@ class Pointwise(ABC):
         """(f(z), grad x f'(z)); overwrites z and grad."""
 
 
-class Relu(Pointwise):
+class Relu(ScoreFunction):
     """max(z, 0)."""
 
     kind = "relu"
@@ -38,7 +38,7 @@ class Relu(Pointwise):
         return z.relu_(), grad.mul_(z > 0)
 
 
-class Relu2(Pointwise):
+class Relu2(ScoreFunction):
     """max(z, 0)^2."""
 
     kind = "relu2"
@@ -55,7 +55,7 @@ class Relu2(Pointwise):
         return z.square_(), grad
 
 
-class Sigmoid(Pointwise):
+class Sigmoid(ScoreFunction):
     """1 / (1 + e^-z)."""
 
     kind = "sigmoid"

@@ -1,4 +1,4 @@
-"""Softmax with somewhere else to look: a row sum below 1, by one more logit whose value is zero."""
+"""Softmax with an attention sink: one more logit whose value is zero, so that a row of weights sums to less than 1."""
 
 import math
 
@@ -22,7 +22,7 @@ class Sink(Normalizer):
     options: options.Sink
 
     def initialise(self) -> None:
-        self.b = nn.Parameter(torch.full((self.shape.n_head,), self.options.init))
+        self.b = nn.Parameter(torch.full((self.layer.n_head,), self.options.init))
 
     def sink(self, device: torch.device) -> Tensor:
         """b, (H,), on the device of the scores."""
@@ -59,7 +59,7 @@ class Softmax1(Sink):
         """No parameters."""
 
     def sink(self, device: torch.device) -> Tensor:
-        return torch.zeros(self.shape.n_head, device=device)
+        return torch.zeros(self.layer.n_head, device=device)
 
     def kernel_description(self, device: str = "cpu") -> str:
         return "SDPA with one more key, of logit 0 and value 0"

@@ -12,7 +12,7 @@ from lm.attention.normalizer import Normalizer, logits
 from lm.attention.precision import without_autocast
 
 
-def below_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
+def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
     """Logits with their row's largest visible entry subtracted, entries below -2 raised to it and masked ones set to it.
 
     Neither sparsemax nor 1.5-entmax gives weight to anything that far below the largest.
@@ -25,11 +25,11 @@ class Sparsemax(Normalizer):
     """relu(z - tau), tau such that the row sums to one: the projection onto the simplex, arXiv 1602.02068."""
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        z = below_largest(scores, layout)
+        z = relative_to_largest(scores, layout)
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         above = high.cumsum(-1) - 1
-        size = (rank * high > above).sum(-1, keepdim=True)  # of the support
+        size = (rank * high > above).sum(-1, keepdim=True)  # keys in the support
         tau = above.gather(-1, size - 1) / size
         return (z - tau).relu()
 
@@ -39,11 +39,11 @@ class Entmax15(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         # From 0 to 1; what is 0 has no weight, so that sums of many such entries have nothing to cancel.
-        z = 1 + below_largest(scores, layout) / 2
+        z = 1 + relative_to_largest(scores, layout) / 2
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
         mean = high.cumsum(-1) / rank
-        spread = high.square().cumsum(-1) - rank * mean.square()  # of the first `rank` entries
+        spread = high.square().cumsum(-1) - rank * mean.square()  # sum of squared deviations of the first `rank` entries
         inside = (1 - spread) / rank
         candidates = mean - inside.clamp(min=1e-30).sqrt()
         size = ((candidates <= high) & (inside > 0) & (high > 0)).sum(-1, keepdim=True).clamp(min=1)
@@ -59,8 +59,8 @@ class ASEntmax(Entmax15):
     options: options.ASEntmax
 
     def initialise(self) -> None:
-        self.w_b = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))
-        self.w_g = nn.Parameter(torch.zeros(self.shape.n_head, self.shape.width))
+        self.w_b = nn.Parameter(torch.zeros(self.layer.n_head, self.layer.width))
+        self.w_g = nn.Parameter(torch.zeros(self.layer.n_head, self.layer.width))
 
     def query_features(self, x: Tensor) -> Tensor:
         """b and g, (B, H, T, 2)."""

@@ -1,4 +1,4 @@
-"""The route of elementwise attention on any device: causal tiles of keys and queries, forward and backward.
+"""Elementwise attention on any device: causal tiles of keys and queries, forward and backward.
 
 Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
 """
@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.precision import without_autocast
 from lm.attention.row_sums import SMALLEST_SUM, gradient_of_sums
-from lm.attention.score_functions import Pointwise
+from lm.attention.score_functions import ScoreFunction
 
 TILE = 256  # queries and keys of one tile
 
@@ -18,19 +18,19 @@ def _tiles(length: int) -> list[tuple[int, int]]:
     return [(a, min(a + TILE, length)) for a in range(0, length, TILE)]
 
 
-class _Pointwise(torch.autograd.Function):
+class _ElementwiseAttention(torch.autograd.Function):
     """Causal tiles of f(q.k + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None; `over_sum`: divided by each row's sum.
 
     Scores, f and sums are in fp32 (or wider), weights as wide as v.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, f: Pointwise, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, f: ScoreFunction, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
         wide = torch.promote_types(v.dtype, torch.float32)
         out = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
         sums = torch.empty((*v.shape[:2], 1), dtype=wide, device=v.device) if over_sum else None
         qw, kw = q.to(wide), k.to(wide)
-        summed = v.to(out.dtype)  # of rows over their sums nothing is rounded: their gradients are what is left of a difference
+        summed = v.to(out.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
             for a, b in _tiles(q.size(1)):
                 total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
@@ -82,8 +82,8 @@ def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, 
     return z if shift is None else z.add_(shift[:, a:b].unsqueeze(-1))
 
 
-def tiles(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """`lm.attention.pointwise_sums.pointwise` on any device, holding one tile of weights a head."""
+def tiles(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+    """`lm.attention.elementwise_sums.elementwise_attention` on any device, holding one tile of weights a head."""
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    return _Pointwise.apply(f, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
+    return _ElementwiseAttention.apply(f, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])

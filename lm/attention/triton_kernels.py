@@ -1,6 +1,6 @@
 """Causal sums of f(q.k + b) v as Triton kernels: no weight leaves the chip, forward or backward.
 
-Importing this needs `triton`; whether it is used is decided in `lm.attention.pointwise_sums`. Sums and f are in fp32 whatever
+Importing this needs `triton`; whether it is used is decided in `lm.attention.elementwise_sums`. Sums and f are in fp32 whatever
 the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
 bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
 b, (N, T). `SUMMED`: rows are divided by their sums, (N, T), and gradients of weights are relative to their row's mean, (N, T).
@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.row_sums import SMALLEST_SUM, gradient_of_sums
-from lm.attention.score_functions import Pointwise
+from lm.attention.score_functions import ScoreFunction
 
 FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
-PIECE = 128  # values a program holds at a time; wider ones are further programs, which make the weights again
+PIECE = 128  # values a program holds at a time; wider ones are further programs, which compute the weights again
 
 
 @triton.jit
 def _function(z, KIND: tl.constexpr):
-    """(f(z), f'(z)) for `Pointwise.kind`; NaN stays NaN."""
+    """(f(z), f'(z)) for `ScoreFunction.kind`; NaN stays NaN."""
     if KIND == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
@@ -62,16 +62,16 @@ def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _row(b, i, T, THERE: tl.constexpr):
+def _row(b, i, T, PRESENT: tl.constexpr):
     """b[i]; zeros if there is none."""
-    if THERE:
+    if PRESENT:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:
         return tl.zeros(i.shape, tl.float32)
 
 
 @triton.jit
-def _place(T, BLOCK: tl.constexpr):
+def _block_start(T, BLOCK: tl.constexpr):
     """(which of the N, first token of the block) of this program."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -84,7 +84,7 @@ def _forward(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs, of one piece of the values: over the keys up to it."""
-    n, first = _place(T, BLOCK)
+    n, first = _block_start(T, BLOCK)
     i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
     q_i, b_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED)
@@ -112,7 +112,7 @@ def _backward_queries(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of dq and db: over the keys up to it."""
-    n, first = _place(T, BLOCK)
+    n, first = _block_start(T, BLOCK)
     i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
     q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
@@ -144,7 +144,7 @@ def _backward_keys(
 
     All tiles are (keys, queries), so that no tile of weights is ever transposed.
     """
-    n, first = _place(T, BLOCK)
+    n, first = _block_start(T, BLOCK)
     j, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     if not FIRST:
         e += (tl.program_id(1) + 1) * BLOCK_E
@@ -191,7 +191,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
     }
 
 
-class _Pointwise(torch.autograd.Function):
+class _ElementwiseAttention(torch.autograd.Function):
     """On contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
 
     @staticmethod
@@ -200,8 +200,8 @@ class _Pointwise(torch.autograd.Function):
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         out = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
         sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None
-        nothing = q  # stands for what there is not
-        given = q, k, v, nothing if shift is None else shift, out, sums if summed else nothing
+        unused = q  # passed for arguments that the kernel does not read
+        given = q, k, v, unused if shift is None else shift, out, sums if summed else unused
         with torch.cuda.device_of(q):
             _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*given, q.size(1), **ctx.options)
         ctx.save_for_backward(q, k, v, shift, *((out, sums) if summed else ()))
@@ -224,10 +224,10 @@ class _Pointwise(torch.autograd.Function):
         return None, None, dq, dk, dv, None if shift is None else db
 
 
-def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """As `lm.attention.pointwise_sums.pointwise`, for tensors that `why_tiles` there has nothing against."""
+def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
+    """As `lm.attention.elementwise_sums.elementwise_attention`, for tensors that `why_tiles` there has nothing against."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _Pointwise.apply(f.kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])
+    return _ElementwiseAttention.apply(f.kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])

@@ -128,8 +128,8 @@ class InferenceSetting:
     def normalizers(self, trained: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
         """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""
         problems: list[Problem] = []
-        used = [options.used_with(self.normalizer, path, problems) for options in trained]
-        known = {spec.name for options in trained for one in options.parts() for spec in fields(one)}
+        used = [options.with_changes(self.normalizer, path, problems) for options in trained]
+        known = {spec.name for options in trained for one in options.layer_options() for spec in fields(one)}
         problems += [
             Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
             for name, value in self.normalizer.items()

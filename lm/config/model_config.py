@@ -198,7 +198,7 @@ class ModelConfig:
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
-        if (listed := len(self.normalizer.parts())) > self.n_layer:
+        if (listed := len(self.normalizer.layer_options())) > self.n_layer:
             reason, remedy = (
                 f"lists more than the {self.n_layer} layers of model.n_layer",
                 "shorten the list: it is repeated over the layers",

@@ -64,7 +64,7 @@ class Config:
     @property
     def normalizer_names(self) -> set[str]:
         """Names of the normalizers of all phases and layers."""
-        return {part.name for phase in self.plan for part in phase.normalizer.parts()}
+        return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
 
     @property
     def phase_ends(self) -> list[int]:

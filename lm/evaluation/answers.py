@@ -12,7 +12,7 @@ from lm.data.tasks.examples import Example
 from lm.data.tasks.in_text import Text
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence
-from lm.model.blocks import Cache
+from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -93,7 +93,7 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Ten
     row, position = torch.searchsorted(rows, place[0, mine]), place[1, mine]
     tokens, spoken = batch.tokens[rows], said[mine]
     first = int(position.min()) + 1  # no answer stands before it
-    cache, later, shown = Cache(tokens.size(1)), position >= first, position + 1 < tokens.size(1)
+    cache, later, shown = DecodingCache(tokens.size(1)), position >= first, position + 1 < tokens.size(1)
     decoder(tokens[:, :first], cache=cache)
     for _ in range(int(row.bincount().max())):
         tokens[row[shown], position[shown] + 1] = spoken[shown]
@@ -156,13 +156,13 @@ def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tens
     """
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
-    cache = Cache(length)
+    cache = DecodingCache(length)
     first = decoder.head(decoder(prompts, cache=cache)[:, -1:]).float()  # (B, 1, V)
     written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2)
     rows = []
     for index, one in enumerate(asked):
         candidates = [one.answer, *one.others]
-        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.take(index).fork(len(candidates)))
+        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.select(index).fork(len(candidates)))
         better = (nll[1:] < nll[0]).sum()
         said = text.decode(written[index].cpu().numpy()).strip()
         digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
@@ -172,7 +172,7 @@ def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tens
     return torch.tensor(rows)
 
 
-def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int) -> Tensor:
+def _greedy(decoder: Decoder, first: Tensor, cache: DecodingCache, count: int) -> Tensor:
     """The likeliest `count` tokens one after the other: (B, count)."""
     tokens = [first.argmax(-1)]
     for _ in range(count - 1):
@@ -180,7 +180,7 @@ def _greedy(decoder: Decoder, first: Tensor, cache: Cache, count: int) -> Tensor
     return torch.cat(tokens, 1)
 
 
-def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: Cache) -> tuple[Tensor, bool]:
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
     """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the likeliest one."""
     longest = max(map(len, candidates))
     tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.errors import ConfigError, Problem
-from lm.model.blocks import Cache
+from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.runs.loading import load
 
@@ -36,7 +36,7 @@ def generate(
     """
     device = decoder.head.weight.device
     drawn = torch.Generator().manual_seed(seed)
-    cache = Cache(len(prompt) + max_new_tokens)
+    cache = DecodingCache(len(prompt) + max_new_tokens)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(max_new_tokens):
         hidden = decoder(tokens, cache=cache)[:, -1]

@@ -101,7 +101,7 @@ def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
     Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
     """
     tokens = torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device)
-    rows = AttentionLayout.next(0, len(one.prompt), length, tokens.device)
+    rows = AttentionLayout.continuing(0, len(one.prompt), length, tokens.device)
     found = [
         torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in one.spans])
         for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], rows)
@@ -210,7 +210,7 @@ class NeedleMeasurement(AnswerMeasurement):
         task = Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH)
         outcomes = self._scored(decoder, task, length, where)
         asked = outcomes.asked
-        shape = 2, layers, decoder.normalizers()[0].shape.n_head
+        shape = 2, layers, decoder.normalizers()[0].layer.n_head
 
         def measure(part: list[int]) -> Tensor:
             with torch.autocast(where.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""What a layer is made of: attention or a gated attention unit, an MLP, their norms; and what a layer remembers while decoding.
+"""The parts of a layer: attention or a gated attention unit, an MLP, their norms; and the cache of decoding.
 
 Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
 """
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lm.attention.documents import by_documents
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, grouped, make_normalizer
+from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
 from lm.config.model_config import ModelConfig
 from lm.model.rope import Rotation, rotate
 
-LONG_TOKENS = 8192  # of a row that an MLP sees at a time where nothing is kept for a backward pass
+MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -27,8 +27,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.RMSNorm(size, eps) if config.norm == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
-class Cache:
-    """What each layer remembers of the tokens seen so far, for decoding: keys and values, or what its normalizer makes of them.
+class DecodingCache:
+    """What each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
 
     Args:
         length: tokens the document will have in all: the n of the policy `sample`.
@@ -38,16 +38,16 @@ class Cache:
         self.length, self.seen = length, 0
         self.states: dict[nn.Module, object] = {}
 
-    def fork(self, copies: int) -> "Cache":
-        """A cache that goes its own way, with each row `copies` times."""
-        return self._with(lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x)
+    def fork(self, copies: int) -> "DecodingCache":
+        """An independent copy, with each sequence `copies` times."""
+        return self._map(lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x)
 
-    def take(self, row: int) -> "Cache":
-        """A cache of one row that goes its own way."""
-        return self._with(lambda x: x[row : row + 1])
+    def select(self, sequence: int) -> "DecodingCache":
+        """An independent copy of one sequence's cache."""
+        return self._map(lambda x: x[sequence : sequence + 1])
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "Cache":
-        other = Cache(self.length)
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "DecodingCache":
+        other = DecodingCache(self.length)
         other.seen = self.seen
         other.states = {
             module: tuple(map(change, state)) if isinstance(state, tuple) else change(state) for module, state in self.states.items()
@@ -55,28 +55,28 @@ class Cache:
         return other
 
 
-class Heads(NamedTuple):
-    """What a layer's normalizer is given, and the layer's input that it is made from."""
+class AttentionInputs(NamedTuple):
+    """The inputs of a layer's normalizer, and the layer's own input that they are computed from."""
 
     x: Tensor  # (B, T, C)
     q: Tensor  # (B, H, T, D), with its features
-    k: Tensor  # likewise
+    k: Tensor  # (B, H, T, D), with its features
     v: Tensor  # (B, H, T, E)
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a layer knows of its tokens beside their vectors."""
+class ForwardContext:
+    """What all layers of one forward pass share: where the tokens stand, RoPE, and the cache."""
 
     layout: AttentionLayout
-    rotation: Rotation | None  # RoPE's, of the queries
-    logit_factor: float  # of a rescaled RoPE
-    cache: Cache | None
-    left: list[Heads] | None = None  # where a layer leaves its heads, if anyone asks (`lm.model.attention_stream`)
+    rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
+    logit_factor: float  # temperature of a rescaled RoPE, on the logits
+    cache: DecodingCache | None
+    captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
 
 
 class AttentionBase(nn.Module):
-    """What kinds of attention share: queries and keys normalised and turned, the past remembered, weights made."""
+    """What kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -87,21 +87,21 @@ class AttentionBase(nn.Module):
             config.normalizer.of_layer(layer), LayerSpec(config.n_head, size, config.n_embd, seq_len)
         )
 
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), made from x (B, T, C), T the new tokens."""
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C); T: the new tokens."""
         q, k = self.q_norm(q), self.k_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         if context.logit_factor != 1:
             q = q * context.logit_factor
-        q, k = _with(q, self.normalizer.query_features(x)), _with(k, grouped(self.normalizer.key_features(x), k.size(1)))
+        q, k = _append(q, self.normalizer.query_features(x)), _append(k, group_key_features(self.normalizer.key_features(x), k.size(1)))
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.layout, states.get(self))
         else:
-            k, v = self.normalizer.of_each_query_head(k, v)
-            if context.left is not None:
-                context.left.append(Heads(x, q, k, v))
+            k, v = self.normalizer.expand_kv_heads(k, v)
+            if context.captured is not None:
+                context.captured.append(AttentionInputs(x, q, k, v))
             if context.layout.documents is None:
                 out = self.normalizer(q, k, v, context.layout)
             else:
@@ -109,8 +109,8 @@ class AttentionBase(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def _with(heads: Tensor, features: Tensor | None) -> Tensor:
-    """Heads and their features, in the wider of their dtypes: sums over all tokens of a feature would add up its rounding."""
+def _append(heads: Tensor, features: Tensor | None) -> Tensor:
+    """Heads with their features appended, in the wider of their dtypes: sums of a feature over all tokens would accumulate its rounding."""
     return heads if features is None else torch.cat((heads, features), -1)
 
 
@@ -122,14 +122,14 @@ class Attention(AttentionBase):
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
-        self.heads = (config.n_head, config.kv_heads, config.kv_heads)
-        q, k, v = (n * config.key_dims for n in self.heads)
+        self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
+        q, k, v = (n * config.key_dims for n in self.head_counts)
         self.fused = {"qkv": {"q": q, "k": k, "v": v}}
         self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
         self.out = nn.Linear(q, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2).split(self.heads, 1)
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         return self.out(self.attend(x, q, k, v, context))
 
 
@@ -148,7 +148,7 @@ class GAU(AttentionBase):
         self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.out = nn.Linear(e, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
         return self.out(u * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
@@ -194,11 +194,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context))
-        if torch.is_grad_enabled() or x.size(1) <= LONG_TOKENS:
+        if torch.is_grad_enabled() or x.size(1) <= MLP_TOKENS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(LONG_TOKENS, 1)], 1)
+        return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(MLP_TOKENS, 1)], 1)
 
 
 class GatedBlock(nn.Module):
@@ -210,5 +210,5 @@ class GatedBlock(nn.Module):
         self.gau = GAU(config, seq_len, layer)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         return x + self.dropout(self.gau(self.gau_norm(x), context))

@@ -1,6 +1,6 @@
 """What a decoder costs: parameters, FLOPs, memory."""
 
-from lm.model.cross_entropy import chunk_rows
+from lm.model.cross_entropy import chunk_tokens
 from lm.model.decoder import Decoder, is_normalizer
 
 
@@ -25,4 +25,4 @@ def estimated_memory(decoder: Decoder, tokens: int, bf16: bool) -> int:
     config, state = decoder.config, 16 * sum(p.numel() for p in decoder.parameters())
     heads = config.n_head * config.key_dims + config.kv_heads * config.value_dims
     saved = config.n_layer * (6 * config.n_embd + 3 * heads + 4 * config.mlp_width)  # values a token keeps for the backward pass
-    return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_rows(decoder.head.weight) * decoder.vocab_size
+    return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_tokens(decoder.head.weight) * decoder.vocab_size

@@ -15,7 +15,7 @@ from lm.data.batches import IGNORED
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 
 
-def chunk_rows(weight: Tensor) -> int:
+def chunk_tokens(weight: Tensor) -> int:
     """Tokens whose logits over the vocabulary of `weight` (V, C) are held at a time."""
     return max(64, CHUNK_LOGITS[weight.device.type] // weight.size(0))
 
@@ -31,7 +31,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        head, size = weight.to(dtype), chunk_rows(weight)
+        head, size = weight.to(dtype), chunk_tokens(weight)
         grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
             h_low = h.to(dtype)
@@ -80,10 +80,10 @@ def token_kl(p: Tensor, p_weight: Tensor, q: Tensor, q_weight: Tensor) -> Tensor
         log_p, log_q = (a.float() @ p_head).log_softmax(-1), (b.float() @ q_head).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    rows = chunk_rows(p_weight)
+    size = chunk_tokens(p_weight)
     with torch.autocast(p.device.type, enabled=False):
         p_head, q_head = p_weight.float().t(), q_weight.float().t()
-        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False) for a, b in zip(p.split(rows), q.split(rows), strict=True)])
+        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False) for a, b in zip(p.split(size), q.split(size), strict=True)])
 
 
 @torch.no_grad()
@@ -93,18 +93,18 @@ def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     hidden: (N, C); weight: (V, C); targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
-    return _of_logits(nll, hidden, weight, targets)
+    return _over_logits(nll, hidden, weight, targets)
 
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, weight: Tensor) -> Tensor:
     """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
-    return _of_logits(lambda logits: logits.argmax(-1), hidden, weight)
+    return _over_logits(lambda logits: logits.argmax(-1), hidden, weight)
 
 
-def _of_logits(f: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+def _over_logits(f: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
     """f(logits, *others), (N,), for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each."""
     with torch.autocast(hidden.device.type, enabled=False):
-        head, rows = weight.float().t(), chunk_rows(weight)
-        parts = zip(*(x.split(rows) for x in (hidden, *others)), strict=True)
+        head, size = weight.float().t(), chunk_tokens(weight)
+        parts = zip(*(x.split(size) for x in (hidden, *others)), strict=True)
         return torch.cat([f(h.float() @ head, *part) for h, *part in parts])

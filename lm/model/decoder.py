@@ -15,7 +15,7 @@ from lm.attention.normalizer import Normalizer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.model.blocks import Block, Cache, Context, GatedBlock, make_norm
+from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, make_norm
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.rope import AS_TRAINED, rope_rotation
 
@@ -24,9 +24,9 @@ class Decoder(nn.Module):
     """The language model.
 
     Args:
-        config: shape and choices.
+        config: layers, sizes and kinds of blocks.
         vocab_size: tokens V.
-        seq_len: tokens in a training row; normalizers start from it, learned positions end at it.
+        seq_len: tokens in a training sequence; normalizers are initialised for it, learned positions end at it.
         seed: of the initial weights. Each parameter draws from its own stream (seed, name), so two
             models of one seed start equal wherever they share parameters, whatever their normalizers.
             None: leave them unset, for weights that are loaded.
@@ -72,46 +72,48 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
 
-    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
-            layout: where the tokens stand, if they are not one document from its start: `Rows.packed`, say.
-            cache: of the tokens before, which these go on from and are added to.
+            layout: where the tokens stand, if not in one document from its start, e.g. `AttentionLayout.from_document_lengths`.
+            cache: what layers remember of the tokens before these; these are added to it.
 
         Raises:
             ValueError: positions beyond learned ones.
         """
-        x, context = self.start(tokens, layout, cache)
+        x, context = self.embed(tokens, layout, cache)
         for block in self.blocks:
             x = block(x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
 
-    def start(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: Cache | None = None) -> tuple[Tensor, Context]:
-        """What `forward` gives the first layer: vectors (B, T, C), and the context that all layers share."""
+    def embed(
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None
+    ) -> tuple[Tensor, ForwardContext]:
+        """The first layer's input: token vectors (B, T, C), and the context that all layers share."""
         if layout is None and cache:
-            layout = AttentionLayout.next(cache.seen, tokens.size(1), cache.length, tokens.device)
+            layout = AttentionLayout.continuing(cache.seen, tokens.size(1), cache.length, tokens.device)
         layout = layout or AttentionLayout.full(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
         if self.position is not None:
             last = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
             if last >= self.seq_len:
-                raise ValueError(f"learned positions end at {self.seq_len} tokens, the row has {last + 1}")
+                raise ValueError(f"learned positions end at {self.seq_len} tokens, the sequence has {last + 1}")
             x = x + self.position(layout.positions)
         rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.config.position.rotates:
             rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
-        return self.dropout(x), Context(layout, rotation, factor, cache)
+        return self.dropout(x), ForwardContext(layout, rotation, factor, cache)
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. For rows long enough to mind B x T x V, see `lm.model.cross_entropy`."""
+        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` does without all B x T x V."""
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
@@ -128,7 +130,7 @@ def batch_layout(batch: Batch) -> AttentionLayout:
     """Where the tokens of a batch stand: in one document each sequence, or in documents that don't see each other."""
     if batch.positions is None:
         return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
-    return AttentionLayout.isolated(batch.positions)
+    return AttentionLayout.from_positions(batch.positions)
 
 
 def is_normalizer(parameter: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where and how a model computes: device, precision and compilation, settled from `auto`; and what measuring it there needs."""
+"""Where and how a model computes: device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
 
 import os
 import shutil
@@ -83,7 +83,7 @@ def resolve_compile(config: Config, flops: float, accelerator: str, before: dict
     return Resolved(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))
 
 
-# ---------------------------------------------------------------- measuring there
+# ---------------------------------------------------------------- measuring
 
 
 class OutOfTime(RunError):
@@ -98,7 +98,7 @@ class Device:
     bf16: bool
     rank: int = 0
     world: int = 1
-    until: float | None = None  # time.monotonic() at which a measurement is given up
+    deadline: float | None = None  # time.monotonic() at which a measurement is given up
 
     @property
     def precision(self) -> str:
@@ -109,13 +109,13 @@ class Device:
         """The precision's context."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
-    def within(self, seconds: float | None) -> "Device":
+    def with_time_limit(self, seconds: float | None) -> "Device":
         """The same, with `seconds` from now on; None: without end."""
-        return replace(self, until=None if seconds is None else time.monotonic() + seconds)
+        return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
         """Raises OutOfTime. Call it between batches, within `all_reduce_sum`."""
-        if self.until is not None and time.monotonic() > self.until:
+        if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime("took longer than its max_seconds")
 
 

@@ -1,4 +1,4 @@
-"""A trained decoder used another way: RoPE's frequencies and the normalizers' options differ, the weights are the same."""
+"""A trained decoder under another inference setting: RoPE's frequencies and the normalizers' options differ, the weights are the same."""
 
 import copy
 from dataclasses import replace
@@ -33,8 +33,8 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
 def _with_options(trained: Normalizer, options: Options) -> Normalizer:
     """A normalizer with other options and the same parameters."""
     with torch.random.fork_rng():  # first values may be drawn
-        fresh = make_normalizer(options, trained.shape)
+        fresh = make_normalizer(options, trained.layer)
     for name, tensor in (*trained.named_parameters(), *trained.named_buffers()):
-        place, _, own = name.rpartition(".")
-        setattr(fresh.get_submodule(place), own, tensor)
+        owner, _, own = name.rpartition(".")
+        setattr(fresh.get_submodule(owner), own, tensor)
     return fresh.train(trained.training)

@@ -17,7 +17,7 @@ def rope_rotation(
 ) -> Rotation:
     """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
 
-    Pair i turns by position * theta^(-2i/D). `rope.fraction` below 1 leaves the slowest pairs unturned
+    Pair i rotates by position * theta^(-2i/D). `rope.fraction` below 1 leaves the low-frequency pairs unrotated
     (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
@@ -29,7 +29,7 @@ def rope_rotation(
 
 
 def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int, device: torch.device | str = "cpu") -> Tensor:
-    """Radians per token of each turning pair, (rotated / 2,) float64."""
+    """Radians per token of each rotated pair, (rotated / 2,) float64."""
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(trained, length)
     plain = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
@@ -37,7 +37,7 @@ def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, 
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """`x` (B, H, T, D) turned by RoPE, as fp32 (or wider): the first half of the turned dimensions pairs with the second."""
+    """`x` (B, H, T, D) rotated by RoPE, as fp32 (or wider): the first half of the rotated dimensions pairs with the second."""
     cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     half = cos.size(-1)

@@ -24,19 +24,19 @@ class ModelSpec:
 
     @classmethod
     def of(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT) -> "ModelSpec":
-        """That of a decoder."""
-        versions = PLUGINS.versions(one.name for one in decoder.config.normalizer.parts())
+        """The spec of a decoder."""
+        versions = PLUGINS.versions(one.name for one in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, versions)
 
     @classmethod
-    def trained(cls, config: Config, facts: Mapping[str, Plain]) -> "ModelSpec":
-        """That of a model from its configuration and what its checkpoint says: `phase`, `vocab_size`, `plugins`."""
+    def from_training(cls, config: Config, facts: Mapping[str, Plain]) -> "ModelSpec":
+        """The spec of a model from its configuration and what its checkpoint says: `phase`, `vocab_size`, `plugins`."""
         model, versions = config.model_in(facts["phase"]), facts.get("plugins", {})
         return cls(model, facts["vocab_size"], config.data.seq_len, config.data.tokenizer.end_of_text, versions)
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """From plain data (`lm.schema.to_plain`), of which no code is imported. Raises ConfigError: all that is wrong."""
+        """From plain data (`lm.schema.to_plain`); imports no code that the data names. Raises ConfigError: all that is wrong."""
         problems: list[Problem] = []
         missing = [spec.name for spec in fields(cls) if spec.name not in plain] if isinstance(plain, Mapping) else []
         problems += [Problem(name, None, "is missing") for name in missing]
@@ -45,8 +45,8 @@ class ModelSpec:
             raise ConfigError(problems)
         return spec
 
-    def other_code(self) -> list[tuple[str, str, str]]:
-        """(name, version recorded, version imported) of the normalizers from outside whose code is not what it was."""
+    def changed_plugins(self) -> list[tuple[str, str, str]]:
+        """(name, version recorded, version imported) of the normalizers from outside whose code has changed."""
         now = PLUGINS.versions(self.plugins)
         return [(name, before, now[name]) for name, before in self.plugins.items() if now.get(name, before) != before]
 

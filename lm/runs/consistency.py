@@ -72,7 +72,7 @@ def _plan_problems(config: Config, trained: Config, phase: int, step: int, path:
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
         ours, theirs = (plan[index].normalizer.label() for plan in (config.plan, trained.plan))
         if config.plan[index].normalizer != trained.plan[index].normalizer:
-            to = config.plan[index].normalizer.arguments()
+            to = config.plan[index].normalizer.swap_arguments()
             remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))
         if config.plan[index].warmup_steps != trained.plan[index].warmup_steps:

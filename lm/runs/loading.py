@@ -93,7 +93,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     file = _folder(path) / ENVIRONMENT
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
     config, facts = _training(content["lm"], path)
-    spec = ModelSpec.trained(config, facts)
+    spec = ModelSpec.from_training(config, facts)
     _tell_other_code(spec, path)
     decoder, tokenizer = _build(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
     return Loaded(decoder, spec, tokenizer, path, config, facts, environment)
@@ -128,7 +128,7 @@ def _load_model(path: Path) -> Loaded:
 
 
 def _tell_other_code(spec: ModelSpec, path: Path) -> None:
-    for name, before, now in spec.other_code():
+    for name, before, now in spec.changed_plugins():
         print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
 
 

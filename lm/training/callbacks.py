@@ -144,7 +144,7 @@ class Evaluations(StepCallback):
     ) -> Evaluation | dict[str, Plain] | None:
         """Measure now; None if that failed. The result of a `measurement` is kept for `lm eval`, too. Collective."""
         started, step = time.perf_counter(), trainer.global_step
-        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).within(max_seconds)
+        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result, scores, text = measure(where)

@@ -106,7 +106,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> li
         settled = {"init", *ours.constants()}  # first values are replaced; constants are compared by what they come to
         plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
         if plain[0] != plain[1]:
-            to = config.plan[0].normalizer.arguments()
+            to = config.plan[0].normalizer.swap_arguments()
             remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
         before = theirs.constants()
@@ -135,7 +135,7 @@ def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Pr
 
 def check_trained(config: Config, decoder: Decoder) -> None:
     """Raises ConfigError if there is nothing to train in some phase, or in a group with a rate or decay of its own."""
-    shape = decoder.normalizers()[0].shape
+    shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
         made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
@@ -186,8 +186,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         problems.append(Problem("data", store.fingerprint[:16], reason))
     if problems:
         raise ConfigError(problems)
-    spec = ModelSpec.trained(trained, saved)
-    for name, before, now in spec.other_code():
+    spec = ModelSpec.from_training(trained, saved)
+    for name, before, now in spec.changed_plugins():
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("model.normalizer", name, f"its code is {now}, {path} was trained with {before}", remedy)])
     if reason := misfit(spec, checkpoint["state_dict"]):

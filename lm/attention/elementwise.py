@@ -1,4 +1,4 @@
-"""Weights that depend on their own score alone: no competition between keys but through n, or through a plain sum."""
+"""Elementwise attention: each weight is a function of its own score, and of n or the sum of its row."""
 
 import math
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from lm.attention import options
+from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.pointwise_sums import pointwise, why_tiles
-from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 
 
-class PointwiseNormalizer(DividedNormalizer):
+class ElementwiseNormalizer(DividedNormalizer):
     """f(z + b(n)) r(n): a function of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
 
-    f: Pointwise
+    f: ScoreFunction
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
         """b as fp32, broadcastable to (B, H, T); None for 0."""
@@ -29,33 +29,33 @@ class PointwiseNormalizer(DividedNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         q, factor = q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1)), self.factor(layout)
-        out = pointwise(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
+        out = elementwise_attention(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        why = why_tiles(torch.device(device), torch.float32, self.shape.head_size)
+        why = why_tiles(torch.device(device), torch.float32, self.layer.head_size)
         kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
-        return f"{kernel}: no key competes with another, so no row statistics are needed"
+        return f"{kernel}: elementwise attention needs no row statistics"
 
 
-class Relu2Normalizer(PointwiseNormalizer):
+class Relu2Normalizer(ElementwiseNormalizer):
     """relu(z)^2 / n, GAU's (arXiv 2202.10447); or relu(q.k / n)^2; or normalised by its sum (Su, kexue.fm 9019)."""
 
     options: options.Relu2
     f = Relu2()
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        return super().factor(layout) if self.options.form == "1/(n d)" else self.shape.head_size / self.row_length(layout).square()
+        return super().factor(layout) if self.options.form == "1/(n d)" else self.layer.head_size / self.row_length(layout).square()
 
 
-class ReluNormalizer(PointwiseNormalizer):
+class ReluNormalizer(ElementwiseNormalizer):
     """relu(z) / n, arXiv 2309.08586."""
 
     options: options.Relu
     f = Relu()
 
 
-class SigmoidNormalizer(PointwiseNormalizer):
+class SigmoidNormalizer(ElementwiseNormalizer):
     """sigmoid(z - ln n + b), arXiv 2409.04431; b, from 0, is learned per layer and head if asked."""
 
     options: options.Sigmoid
@@ -63,7 +63,7 @@ class SigmoidNormalizer(PointwiseNormalizer):
 
     def initialise(self) -> None:
         if self.options.bias:
-            self.b = nn.Parameter(torch.zeros(self.shape.n_head))
+            self.b = nn.Parameter(torch.zeros(self.layer.n_head))
 
     def shift(self, layout: AttentionLayout) -> Tensor:
         shift = -self.row_length(layout).log()

@@ -1,4 +1,4 @@
-"""Sums of f(q.k + b) v, by the Triton kernel where it serves and works, else by tiles."""
+"""Elementwise attention, sums of f(q.k + b) v: by the Triton kernel where it is supported and works, else by tiles."""
 
 import os
 import warnings
@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lm.attention.score_functions import Pointwise, Relu, Relu2, Sigmoid
+from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
 
 LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
@@ -22,7 +22,7 @@ def interpreted() -> bool:
 
 
 def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """Why `pointwise` takes tiles instead of the Triton kernel, for keys of `size` dimensions; empty if it takes the kernel."""
+    """Why `elementwise_attention` takes tiles instead of the Triton kernel, for keys of `size` dimensions; empty if it takes the kernel."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
     if size > LARGEST_HEAD:
@@ -57,8 +57,8 @@ def _trial(device: torch.device) -> str:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
             shift = x[0][..., 0].float()
-            ways = product((Relu2(), Relu(), Sigmoid()), (None, shift), (False, True))
-            wrong = [f.kind for f, b, over_sum in ways if not _agree(f, x, b, over_sum, grad)]
+            cases = product((Relu2(), Relu(), Sigmoid()), (None, shift), (False, True))
+            wrong = [f.kind for f, b, over_sum in cases if not _agree(f, x, b, over_sum, grad)]
         if not wrong:
             return ""
         problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong))})"
@@ -68,18 +68,18 @@ def _trial(device: torch.device) -> str:
     return f"the Triton kernel does not work here: {problem}"
 
 
-def _agree(f: Pointwise, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
+def _agree(f: ScoreFunction, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
     """True if the Triton kernel gives what the tiles give, forward and backward, for bf16 `x` (q, k, v)."""
     from lm.attention import triton_kernels
 
     leaves = [one.detach().requires_grad_() for one in (*x, *([] if shift is None else [shift]))]
-    outs = [route(f, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.pointwise, tiles)]
+    outs = [route(f, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.elementwise_attention, tiles)]
     found, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
     return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(found, expected, strict=True))
 
 
 @torch.compiler.disable
-def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """sum_{j <= i} f(q_i.k_j + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 
     q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or None for 0.
@@ -89,4 +89,4 @@ def pointwise(f: Pointwise, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | Non
         return tiles(f, q, k, v, shift, over_sum)
     from lm.attention import triton_kernels
 
-    return triton_kernels.pointwise(f, q, k, v, shift, over_sum)
+    return triton_kernels.elementwise_attention(f, q, k, v, shift, over_sum)
