@@ -15,7 +15,7 @@ from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, long_sta
 from lm.data.deck import DECK, Deck
 from lm.data.prepare import prepare
 from lm.data.sequence_lengths import NaturalRows, NoFullStep
-from lm.data.store import Part, Split, Store
+from lm.data.store import SourceCounts, Split, Store
 
 SEQ_LEN, BATCH_ROWS, STEPS = 16, 8, 50
 
@@ -42,7 +42,15 @@ def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
 
 def counted_split(sizes: list[int]) -> Split:
     split = Split(
-        Path("nowhere"), "<u4", sum(sizes), len(sizes), 0, 0.0, max(sizes), (Part("all", "", sum(sizes), len(sizes), 0),), sum(sizes)
+        Path("nowhere"),
+        "<u4",
+        sum(sizes),
+        len(sizes),
+        0,
+        0.0,
+        max(sizes),
+        (SourceCounts("all", "", sum(sizes), len(sizes), 0),),
+        sum(sizes),
     )
     split.__dict__.update(shards=[np.arange(sum(sizes), dtype=np.uint32)], offsets=np.cumsum([0, *sizes]))
     return split

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, lm
 
 from lm.config.data_config import DataConfig
-from lm.data.inspect import counted, described, draw_lengths, sample_documents
+from lm.data.inspect import describe, draw_lengths, length_histogram, sample_documents
 from lm.data.prepare import prepare
 from lm.errors import DataError
 
@@ -49,7 +49,7 @@ def test_an_altered_byte_is_found_whatever_the_size(data: DataConfig, monkeypatc
 
 def test_the_histogram_counts_every_document_and_token_once():
     lengths = np.array([2, 3, 4, 7, 8, 100, 1024])
-    edges, documents, tokens = counted(lengths)
+    edges, documents, tokens = length_histogram(lengths)
     assert list(edges) == [2**power for power in range(1, 12)]
     assert list(documents) == [2, 2, 1, 0, 0, 1, 0, 0, 0, 1]
     assert list(tokens) == [5, 11, 8, 0, 0, 100, 0, 0, 0, 1024]
@@ -61,7 +61,7 @@ def test_samples_are_spread_over_each_part(data: DataConfig):
     assert indices[0] == 0
     assert len(set(indices)) == 4
     assert max(indices) >= split.n_documents // 2
-    assert not any("training document" in line for line in described(prepare(data), 0))
+    assert not any("training document" in line for line in describe(prepare(data), 0))
 
 
 def test_a_picture_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path):

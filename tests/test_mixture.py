@@ -12,10 +12,10 @@ import torch
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, Part, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource
 from lm.config.load import load
 from lm.data.batches import TrainRows, train_rows
-from lm.data.inspect import described
+from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in rang
 
 def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataConfig:
     """A mixture of folders of texts, equally weighted."""
-    parts = [Part(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))])) for name, texts in folders.items()]
+    parts = [WeightedSource(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))])) for name, texts in folders.items()]
     return dataclasses.replace(
         DataConfig(Mixture(parts), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2), **changes
     )
@@ -37,7 +37,7 @@ def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataCon
 def part_texts(store: Store, split: Split) -> list[list[str]]:
     """The documents of each part of a split, found by the parts' sizes."""
     tokenizer, begin, found = store.tokenizer(), 0, []
-    for part in split.parts:
+    for part in split.sources:
         texts = [
             tokenizer.decode(split.document(n)[1:].tolist(), skip_special_tokens=False) for n in range(begin, begin + part.n_documents)
         ]
@@ -58,21 +58,21 @@ def test_the_parts_of_a_split_are_the_sources_in_order(tmp_path: Path):
     for part, texts in enumerate((TEXTS, LETTERS)):
         assert sorted(train[part] + val[part]) == sorted(texts)
         assert sum(len(text.encode()) for text in val[part]) >= 0.2 * sum(len(text.encode()) for text in texts)
-    assert [part.label for part in store.train.parts] == ["novels", "letters"]
+    assert [part.label for part in store.train.sources] == ["novels", "letters"]
     assert store.path.name.startswith("novels-letters-")
-    assert "not stated" in store.train.parts[0].licence
+    assert "not stated" in store.train.sources[0].licence
 
 
 def test_a_single_source_is_one_part(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):
-        (part,) = split.parts
+        (part,) = split.sources
         assert (part.n_tokens, part.n_documents, part.n_bytes) == (split.n_tokens, split.n_documents, split.n_bytes)
 
 
 def test_sources_of_one_name_have_labels_of_their_own(tmp_path: Path):
     store = prepare(mixture(tmp_path, {"a/texts": TEXTS, "b/texts": LETTERS}))
-    assert [part.label for part in store.train.parts] == ["texts", "texts-2"]
+    assert [part.label for part in store.train.sources] == ["texts", "texts-2"]
 
 
 def test_other_weights_are_the_same_store(tmp_path: Path):
@@ -94,8 +94,8 @@ def test_a_document_held_out_of_one_part_is_trained_on_in_none(tmp_path: Path):
 
 def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
     store = prepare(mixture(tmp_path, {"novel": ["one long story " * 50], "letters": LETTERS}))
-    assert store.val.parts[0].n_documents == 0
-    assert store.train.parts[0].n_documents == 1
+    assert store.val.sources[0].n_documents == 0
+    assert store.train.sources[0].n_documents == 1
     with pytest.raises(DataError, match="none of which can be held out"):
         prepare(mixture(tmp_path, {"a": ["one text"], "b": ["another text"]}))
 
@@ -207,7 +207,7 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
     assert unreadable["bytes"] == lost
     assert f"7 files, documents or rows ({lost:,} bytes) unreadable, the first:" in summary(store)
-    assert f"unreadable   7 files, documents or rows, {lost:,} bytes" in list(described(store, 0))
+    assert f"unreadable   7 files, documents or rows, {lost:,} bytes" in list(describe(store, 0))
 
 
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
@@ -242,9 +242,9 @@ def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: i
 def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     store = prepare(data)
-    edges = np.cumsum([0, *(part.n_tokens for part in store.train.parts)])
+    edges = np.cumsum([0, *(part.n_tokens for part in store.train.sources)])
     for weights in ([0.25, 0.75], [1.0, 0.0]):
-        parts = [Part(weight, part.source) for weight, part in zip(weights, data.parts, strict=True)]
+        parts = [WeightedSource(weight, part.source) for weight, part in zip(weights, data.sources, strict=True)]
         weighted = dataclasses.replace(data, source=Mixture(parts), seq_len=32)
         rows = TrainRows(store, weighted, 16, seed=1)
         for stream, begin, end in zip(rows.streams, edges[:-1], edges[1:], strict=False):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, start, state, stored_texts, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, Package, Part, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
 from lm.config.tree import Config
-from lm.data.prepare import check_rows, prepare
+from lm.data.prepare import check_sequences, prepare
 from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.tokenizer import train_tokenizer
@@ -43,11 +43,11 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):
         counts = np.bincount(split.tokens)
-        share = counts[counts > 0] / counts.sum()
+        probability = counts[counts > 0] / counts.sum()
         assert split.n_tokens == len(split.tokens) == split.offsets[-1]
         assert split.n_documents == len(split.offsets) - 1
         assert split.longest == np.diff(split.offsets).max()
-        assert split.unigram_entropy == pytest.approx(-(share * np.log(share)).sum())
+        assert split.unigram_entropy == pytest.approx(-(probability * np.log(probability)).sum())
         assert store.token_bytes[split.tokens].sum() == split.n_bytes  # exact: the bytes of all tokens are the text's
         assert split.tokens.dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
@@ -129,7 +129,7 @@ def test_held_out_documents_are_never_trained_on_even_as_copies(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
-def test_the_held_out_share_reaches_val_fraction_and_leaves_a_document(tmp_path: Path, fraction: float):
+def test_the_held_out_fraction_reaches_val_fraction_and_leaves_a_document(tmp_path: Path, fraction: float):
     store = prepare(files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path, val_fraction=fraction, tokenizer=TrainedTokenizer(258)))
     sizes = [len(text.encode()) for text in TEXTS]
     assert store.train.n_documents >= 1
@@ -166,9 +166,9 @@ def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path)
         line, others = f"a line {number} that stands everywhere ", [f"document {n} of {number} words " * 5 for n in range(3)]
         for name, texts in (("few", [line, *others]), ("most", [line] * 50 + [f"another {number} " * 9]), ("all", [line] * 30)):
             write_texts(tmp_path / str(number) / name, texts)
-        parts = [Part(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
+        parts = [WeightedSource(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
         data = DataConfig(Mixture(parts), TrainedTokenizer(258), root=str(tmp_path / "stores"), deduplicate=False)
-        assert [part.n_documents > 0 for part in prepare(data).train.parts] == [True, True, True]
+        assert [part.n_documents > 0 for part in prepare(data).train.sources] == [True, True, True]
 
 
 def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):
@@ -217,8 +217,8 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 KILLED = (
     "import time, lm.data.build as build, lm.data.encoding, lm.data.writing\n"
     "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 200_000, 100_000, 40_000\n"
-    "note = build._note\n"
-    "build._note = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
+    "note = build._write_journal\n"
+    "build._write_journal = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
 )
 
 
@@ -264,7 +264,7 @@ def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
     capfd.readouterr()
     store = prepare(dataclasses.replace(data, root=str(root)), progress=True)
     told = capfd.readouterr().err
-    assert "going on with a token store" in told
+    assert "finishing an interrupted token store" in told
     assert "of them done before" in told
     assert "scan" not in told
     assert contents(store) == contents(whole)
@@ -340,9 +340,9 @@ def test_an_interrupted_prepare_keeps_its_place_and_goes_on(
         patch.setattr("lm.data.encoding.encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(data, progress=True)
-    assert "the same command goes on from what is done" in capfd.readouterr().err
+    assert "the same command continues from what is done" in capfd.readouterr().err
     prepare(data, progress=True)
-    assert "going on" in capfd.readouterr().err
+    assert "finishing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["file", "/proc/lm-stores", "/dev/null/stores"])
@@ -369,10 +369,10 @@ def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tm
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
-# ---------------------------------------------------------------- rows that fit
+# ---------------------------------------------------------------- sequences that fit
 
 
-def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: DataConfig):
+def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data: DataConfig):
     store = prepare(data)
     longest = store.val.longest
 
@@ -380,7 +380,7 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
         whole = Config(data=dataclasses.replace(data, seq_len=seq_len))
         whole.eval.long_context.length_factor = factor
         try:
-            check_rows(store, whole)
+            check_sequences(store, whole)
             if whole.eval.long_context.wanted(whole.data):
                 long_rows(store, whole)
         except ConfigError as error:
@@ -399,7 +399,7 @@ def test_check_rows_names_the_key_what_there_is_and_a_value_that_fits(data: Data
     assert problems(store.val.n_tokens - 1, 0.0) == ""
     assert f"the held-out text has {store.val.n_tokens:,}" in problems(store.val.n_tokens, 0.0)
     text = problems(store.train.n_tokens, 0.0)
-    assert f"a row needs {store.train.n_tokens + 1:,} tokens, the held-out text has {store.val.n_tokens:,}" in text
+    assert f"a sequence needs {store.train.n_tokens + 1:,} tokens, the held-out text has {store.val.n_tokens:,}" in text
     assert "data.seq_len" in text
 
 

@@ -47,14 +47,14 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
     path = prepare(data).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(DataError, match="format 4"):
+    with pytest.raises(DataError, match="format 5"):
         Store.open(path)
 
 
 def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
     store = prepare(data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
-    write_manifest(old, {**store.manifest, "format": 3})
+    write_manifest(old, {**store.manifest, "format": 4})
     assert store_of(data, store.fingerprint).path == store.path
 
 
@@ -153,7 +153,7 @@ def test_a_deleted_shard_is_named(sharded: tuple[Store, Store]):
         Store.open(sharded[0].path)
 
 
-def test_the_order_of_rows_is_that_of_stores_made_before_there_were_shards():
+def test_the_fingerprint_is_that_of_stores_from_before_shards():
     digest = {"bytes": 1, "sha256": "a"}
     names = ("train-00000.bin", "train.offsets.npy", "val-00000.bin", "val.offsets.npy", "tokenizer.json", "token_bytes.npy")
     before = "".join(f"{name} a\n" for name in ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", "tokenizer.json"))

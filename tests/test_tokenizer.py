@@ -113,10 +113,10 @@ def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "changes", "lost"),
     [
-        ("abc k", {}, "'abc k' comes back as 'abc [unk]'"),
-        ("abc\ndef", {}, "comes back as"),
-        ("abc Def", {"normalizer": {"type": "Lowercase"}}, "'abc Def' comes back as 'abc def'"),
-        ("abc  def", {"pre_tokenizer": {"type": "Whitespace"}}, "comes back as"),
+        ("abc k", {}, "'abc k' is decoded as 'abc [unk]'"),
+        ("abc\ndef", {}, "is decoded as"),
+        ("abc Def", {"normalizer": {"type": "Lowercase"}}, "'abc Def' is decoded as 'abc def'"),
+        ("abc  def", {"pre_tokenizer": {"type": "Whitespace"}}, "is decoded as"),
     ],
 )
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, changes: dict[str, dict[str, str]], lost: str):
@@ -190,9 +190,9 @@ def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(data: DataCon
     assert store.manifest["token_bytes"] == "exact"
 
 
-def test_a_tokenizer_that_cuts_at_random_is_refused(data: DataConfig, tmp_path: Path):
+def test_a_tokenizer_with_dropout_is_refused(data: DataConfig, tmp_path: Path):
     spec = changed_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.1}})
-    with pytest.raises(DataError, match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text other tokens each time; set it to null"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text different tokens each time; set it to null"):
         prepare(dataclasses.replace(data, tokenizer=spec))
 
 

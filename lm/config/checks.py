@@ -69,7 +69,7 @@ def check_lengths(config: Config) -> list[Problem]:
     lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
     reasons = []
     if lengths == "documents":
-        if len(config.data.parts) > 1:
+        if len(config.data.sources) > 1:
             reasons.append("takes documents as they come, whatever the weights of a mixture: give lengths")
         if seq_len < 16 or seq_len & (seq_len - 1):
             reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
@@ -135,8 +135,8 @@ def check_weights(config: Config) -> list[Problem]:
     """Tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
     data, text = config.data, 1 - sum(weighted.weight for weighted in config.data.tasks)
     weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
-    if len(data.parts) > 1 and text > 1e-6:
-        weights |= {f"data.source.of[{index}].weight": (part.weight, part.weight * text) for index, part in enumerate(data.parts)}
+    if len(data.sources) > 1 and text > 1e-6:
+        weights |= {f"data.source.of[{index}].weight": (source.weight, source.weight * text) for index, source in enumerate(data.sources)}
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     remedy = "raise it, train for more steps, or leave it out"
     return [

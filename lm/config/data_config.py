@@ -74,22 +74,22 @@ SOURCES: dict[str, type] = {v.name: v for v in (Package, Files, Hub)}
 
 
 @dataclass
-class Part:
-    """One source of a mixture."""
+class WeightedSource:
+    """One source of a mixture, and its weight."""
 
-    weight: float = key(1.0, "share of the training rows; the weights of all parts sum to 1", ge=0)
-    source: Source = variant(SOURCES, "package", "where the part's text comes from")
+    weight: float = key(1.0, "fraction of the training sequences; the weights of all sources sum to 1", ge=0)
+    source: Source = variant(SOURCES, "package", "where the text comes from")
 
 
 @dataclass
 class Mixture:
-    """Several sources in one store, with one tokenizer; training rows are drawn from them by weight."""
+    """Several sources in one store, with one tokenizer; training sequences are drawn from them by weight."""
 
     name: ClassVar[str] = "mixture"
-    of: list[Part] = sections(Part, "the sources and their weights; other weights do not make another store")
+    of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
 
     def problems(self) -> list[Problem]:
-        """No sources, or weights that are not shares."""
+        """No sources, or weights that don't sum to 1."""
         weights = [part.weight for part in self.of]
         if not weights:
             return [Problem("of", [], "no sources given", "list blocks of weight and source")]
@@ -97,9 +97,10 @@ class Mixture:
         return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if wrong else []
 
 
-END_OF_TEXT = "<|endoftext|>"  # of tokenizers that don't say otherwise; it starts every document
+END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts every document
 
-# A letter or digit beside a sign, in ASCII: the trained tokenizer cuts text there, so that it never becomes one token (' is as in don't).
+# A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds both
+# (apostrophes are excluded: contractions such as don't).
 _BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
@@ -120,7 +121,7 @@ class TrainedTokenizer:
             return [Problem("special_tokens", special, f"must be different texts, none of them empty or {END_OF_TEXT}")]
         if words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
-            return [Problem("special_tokens", special, reason, "set signs beside letters, e.g. <|def|>")]
+            return [Problem("special_tokens", special, reason, "put punctuation beside letters, e.g. <|def|>")]
         if self.vocab_size < 257 + len(special):
             reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
             return [Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(special)} or more")]
@@ -146,7 +147,7 @@ class TokenizerFile(InFiles):
     name: ClassVar[str] = "file"
     files: ClassVar[dict[str, str]] = {"path": "a tokenizer.json"}
     path: str = key("", "tokenizer.json")
-    end_of_text: str = key(END_OF_TEXT, "its token that starts a document")
+    end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
 
 
 @dataclass
@@ -169,7 +170,7 @@ class TiktokenTokenizer(InFiles):
     name: ClassVar[str] = "tiktoken"
     files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
     path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
-    encoding: Encoding | None = key(None, "how text is cut into words, and the id of <|endoftext|>; null: as the file is named")
+    encoding: Encoding | None = key(None, "how text is split into words, and the id of <|endoftext|>; null: as the file is named")
 
     @property
     def known_encoding(self) -> str:
@@ -177,7 +178,7 @@ class TiktokenTokenizer(InFiles):
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> list[Problem]:
-        """No file, or one that does not tell its encoding."""
+        """No file, or one whose name does not give the encoding."""
         found = super().problems()
         if not found and self.known_encoding not in get_args(Encoding):
             reason = f"is not named after one of {', '.join(get_args(Encoding))}"
@@ -202,14 +203,14 @@ class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[TaskShare] = sections(TaskShare, "synthetic tasks that make some or all of the training rows (lm/data/tasks)")
-    seq_len: int = key(256, "tokens in a training row", ge=2, le=10**7)
+    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=10**7)
     lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
         None,
         "tokens in the rows of a step, divisors of seq_len; null: seq_len. A number; {length: share of the tokens}, drawn for each step; "
         "{share of the run: length}, one after the other from 0.0 on; or `documents`: each document in pieces of powers of two",
     )
-    documents: Literal["pack", "isolate"] = key("pack", "`isolate`: documents in a row don't see each other, and n counts within each")
-    val_fraction: float = key(0.1, "share of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
+    documents: Literal["pack", "isolate"] = key("pack", "`isolate`: no attention across documents in a sequence, and n counts within each")
+    val_fraction: float = key(0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
     min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
     max_document_bytes: int | None = key(None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1)
@@ -223,17 +224,17 @@ class DataConfig:
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0)
 
     def problems(self) -> list[Problem]:
-        """No document can be both as long as the one bound and as short as the other."""
+        """An upper bound of document sizes below the lower one."""
         if self.max_document_bytes is None or self.max_document_bytes >= self.min_document_bytes:
             return []
         return [Problem("max_document_bytes", self.max_document_bytes, f"is less than data.min_document_bytes = {self.min_document_bytes}")]
 
     @property
-    def parts(self) -> list[Part]:
-        """The sources, each with its weight: those of the mixture, or the one there is."""
-        return self.source.of if isinstance(self.source, Mixture) else [Part(1.0, self.source)]
+    def sources(self) -> list[WeightedSource]:
+        """The sources with their weights: those of the mixture, or the only one with weight 1."""
+        return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property
     def symbolic(self) -> bool:
-        """True if there is no text: all rows are of tasks over symbols."""
+        """True if there is no text: all sequences are of tasks over symbols."""
         return bool(self.tasks) and all(share.task.vocab_size for share in self.tasks)

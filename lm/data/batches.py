@@ -85,7 +85,7 @@ class TextStream:
     and visits them in an order of its own. Every token is a target once an epoch, but for the fewer than `seq_len` before the cut.
 
     Raises:
-        ValueError: the part has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_rows` says so kindly).
+        ValueError: the part has no row of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` says so kindly).
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, entropy: tuple[int, ...]):
@@ -172,12 +172,12 @@ class TrainRows:
         if rest < 1e-6:  # tasks alone, whose store may hold rows of each as its parts
             return shares, streams
         split, first = self.store.train, 0
-        for number, (part, asked) in enumerate(zip(split.parts, self.data.parts, strict=True)):
+        for number, (source, asked) in enumerate(zip(split.sources, self.data.sources, strict=True)):
             if asked.weight:
-                entropy = self.entropy if len(split.parts) == 1 else (*self.entropy, _PARTS + number)
+                entropy = self.entropy if len(split.sources) == 1 else (*self.entropy, _PARTS + number)
                 shares.append(rest * asked.weight)
-                streams.append(TextStream(split, first, part.n_tokens, self.seq_len, entropy))
-            first += part.n_tokens
+                streams.append(TextStream(split, first, source.n_tokens, self.seq_len, entropy))
+            first += source.n_tokens
         return shares, streams
 
     def shares(self, steps: int) -> dict[int, float]:

@@ -1,7 +1,7 @@
-"""Making a token store: scan, tokenizer, tokens, manifest, in a hidden folder that becomes the store at the end.
+"""Building a token store: scan, tokenizer, tokens, manifest, in a hidden folder that is renamed to the store's at the end.
 
-What is done stays in the folder when the process dies: the scan, the tokenizer, and a journal that says how far the
-tokens reach. The same preparation goes on from there, and makes the same bytes as one in one go.
+An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of how many of them are complete. The same
+preparation continues from there, and the store has the same bytes as one prepared without interruption.
 """
 
 import io
@@ -23,7 +23,7 @@ from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, label, licence
-from lm.data.store import TOKEN_BYTES, TOKENIZER, Part, token_dtype
+from lm.data.store import TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
@@ -34,39 +34,39 @@ from lm.progress import Progress
 from lm.schema import Plain
 
 SCAN, JOURNAL = "scan.npz", "journal.json"
-JOURNAL_BYTES = 64 << 20  # text between entries in the journal
+JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 LISTED = 100  # unreadable files, documents and rows that the manifest names
-TRAIN, VAL, COPY = 0, 1, 2  # what becomes of a document
+TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over the documents says: all that is kept of them."""
+    """The result of one pass over the documents: sizes, hashes and assignment to the splits."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
-    fate: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier one)
+    assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier document)
     ends: np.ndarray  # (sources,) int64: documents up to the end of each source
     left_out: dict[str, int]  # documents left out, by reason
-    unreadable: dict[str, Plain]  # how many files, documents and rows, of how many bytes, and the first of them
+    unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
 
     @property
-    def part(self) -> np.ndarray:
-        """Which source each document is of: (documents,)."""
+    def source(self) -> np.ndarray:
+        """Index of each document's source: (documents,)."""
         return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
 
 
 def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progress) -> None:
-    """Make the store `target`, or go on where a process that died was.
+    """Build the store `target`, or finish an interrupted preparation.
 
     Raises:
-        DataError: a source is too small or changed meanwhile, and nothing is left; or it can't be read any further, and the next call
-            goes on from there.
+        DataError: a source is too small, changed meanwhile or can't be read. Once the journal has an entry, what is done is kept for
+            the next call.
     """
     partial = target.with_name(f".{target.name}.partial")
     try:
         partial.mkdir(exist_ok=True)
-        made = _symbols(data, partial) if data.symbolic else _made(data, partial, shown)
+        made = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
         write_manifest(partial, spec | made)
         for name in (SCAN, JOURNAL):
             (partial / name).unlink(missing_ok=True)
@@ -74,20 +74,20 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         os.rename(partial, target)
         sync_folder(target.parent)
     except (DataError, OSError):
-        if not (partial / JOURNAL).exists():  # else hours of work, which the reason may leave usable: a network, a full disk
+        if not (partial / JOURNAL).exists():  # with a journal, the next call continues (the cause may be a network or a full disk)
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
-    """Write all of a store of text but the manifest, which is returned."""
+def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
+    """Write all files of a store of text except the manifest, which is returned."""
     scan = _scanned(data, partial, shown)
-    kept = scan.fate != COPY
+    kept = scan.assignment != COPY
     total = int(scan.n_bytes[kept].sum())
     end = data.tokenizer.end_of_text
     if not (partial / TOKENIZER).exists():
         if not data.tokenizer.files:
-            with shown.bytes("tokenizer", int(scan.n_bytes[scan.fate == TRAIN].sum())) as advance:
+            with shown.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, scan, advance), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
@@ -100,7 +100,7 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
         workers = data.prepare_workers or default_workers(total - before)
         unsaved = 0
         with shown.bytes("encode", total, before) as advance:
-            for batch in encode_all(_read_again(data, scan, done), tokenizer.to_str(), end, workers):
+            for batch in encode_all(_documents_from(data, scan, done), tokenizer.to_str(), end, workers):
                 held_out = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 train.add(batch.tokens[~held_out])
                 val.add(batch.tokens[held_out])
@@ -108,21 +108,22 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
                 advance(n_bytes)
                 unsaved += n_bytes
                 if unsaved >= JOURNAL_BYTES:
-                    _note(partial, batch.documents[-1].end, train, val)
+                    _write_journal(partial, batch.documents[-1].end, train, val)
                     unsaved = 0
         splits, files = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes())
-        for name, fate, writer in (("train", TRAIN, train), ("val", VAL, val)):
-            splits[name], written = writer.finish(int(scan.n_bytes[scan.fate == fate].sum()), _parts(data, scan, fate))
+        for name, kept_as, writer in (("train", TRAIN, train), ("val", VAL, val)):
+            n_bytes = int(scan.n_bytes[scan.assignment == kept_as].sum())
+            splits[name], written = writer.finish(n_bytes, _source_counts(data, scan, kept_as))
             files |= written
         counts = train.counts + val.counts
-    by_token = token_bytes(tokenizer)
-    exact = by_token is not None and int(counts @ by_token.astype(np.int64)) == total
+    bytes_per_token = token_bytes(tokenizer)
+    exact = bytes_per_token is not None and int(counts @ bytes_per_token.astype(np.int64)) == total
     if not exact:
-        by_token = np.full(size, total / max(1, counts.sum() - counts[end_id]), np.float32)
-        by_token[end_id] = 0
+        bytes_per_token = np.full(size, total / max(1, counts.sum() - counts[end_id]), np.float32)
+        bytes_per_token[end_id] = 0
     return {
         "licence": "; ".join(dict.fromkeys(_licences(data))),
-        "left_out": scan.left_out | {"copies": int((scan.fate == COPY).sum())},
+        "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable,
         "vocab_size": size,
         "end_of_text": {"token": end, "id": end_id},
@@ -130,12 +131,12 @@ def _made(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
         "shard_tokens": train.shard_tokens,
         "token_bytes": "exact" if exact else "corpus mean",
         "splits": splits,
-        "files": files | write_file(partial / TOKEN_BYTES, npy(by_token)),
+        "files": files | write_file(partial / TOKEN_BYTES, npy(bytes_per_token)),
     }
 
 
-def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
-    """The same of a store of tasks over symbols. Its unigram entropy is that of the answers."""
+def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
+    """The same for a store of tasks over symbols, whose unigram entropy is that of the answers."""
     tasks, terms = [share.task for share in data.tasks], "none needed: made up"
     for task in tasks:
         try:
@@ -146,14 +147,14 @@ def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
     for name, part in (("train", "train"), ("val", "test")):
-        rows = symbol_rows(tasks, part, data.seq_len)
-        n_bytes = SHOWN * (data.seq_len + 1)  # one a symbol; of each task
+        sequences = symbol_rows(tasks, part, data.seq_len)
+        n_bytes = SHOWN * (data.seq_len + 1)  # bytes of each task, one per symbol
         with closing(SplitWriter(partial, name, size, size - 1)) as writer:
-            for row in rows:
-                writer.add(np.array([size - 1, *row.tokens], writer.dtype))
-            parts = [Part(task.name, terms, 0, SHOWN, n_bytes) for task in tasks]
-            splits[name], written = writer.finish(n_bytes * len(tasks), parts)
-        splits[name]["unigram_entropy"] = answer_entropy(rows)
+            for sequence in sequences:
+                writer.add(np.array([size - 1, *sequence.tokens], writer.dtype))
+            sources = [SourceCounts(task.name, terms, 0, SHOWN, n_bytes) for task in tasks]
+            splits[name], written = writer.finish(n_bytes * len(tasks), sources)
+        splits[name]["unigram_entropy"] = answer_entropy(sequences)
         files |= written
     return {
         "licence": terms,
@@ -169,13 +170,13 @@ def _symbols(data: DataConfig, partial: Path) -> dict[str, Plain]:
     }
 
 
-def _parts(data: DataConfig, scan: Scan, fate: int) -> list[Part]:
-    """What each source gives to a split, but for the tokens."""
-    chosen = scan.fate == fate
-    documents = np.bincount(scan.part[chosen], minlength=len(scan.ends))
-    n_bytes = np.bincount(scan.part[chosen], scan.n_bytes[chosen], len(scan.ends))
+def _source_counts(data: DataConfig, scan: Scan, assignment: int) -> list[SourceCounts]:
+    """What each source contributes to a split, without the tokens."""
+    chosen = scan.assignment == assignment
+    documents = np.bincount(scan.source[chosen], minlength=len(scan.ends))
+    n_bytes = np.bincount(scan.source[chosen], scan.n_bytes[chosen], len(scan.ends))
     return [
-        Part(name, terms, 0, int(documents[n]), int(n_bytes[n]))
+        SourceCounts(name, terms, 0, int(documents[n]), int(n_bytes[n]))
         for n, (name, terms) in enumerate(zip(labels(data), _licences(data), strict=True))
     ]
 
@@ -183,23 +184,23 @@ def _parts(data: DataConfig, scan: Scan, fate: int) -> list[Part]:
 def labels(data: DataConfig) -> list[str]:
     """A name for each source, all different."""
     names: list[str] = []
-    for part in data.parts:
-        name, number = label(part.source), 2
+    for weighted in data.sources:
+        name, number = label(weighted.source), 2
         while name in names:
-            name, number = f"{label(part.source)}-{number}", number + 1
+            name, number = f"{label(weighted.source)}-{number}", number + 1
         names.append(name)
     return names
 
 
 def _licences(data: DataConfig) -> list[str]:
-    return [licence(part.source) for part in data.parts]
+    return [licence(weighted.source) for weighted in data.sources]
 
 
 # ---------------------------------------------------------------- the journal
 
 
-def _note(partial: Path, done: int, train: SplitWriter, val: SplitWriter) -> None:
-    """Say that the first `done` documents are on disk."""
+def _write_journal(partial: Path, done: int, train: SplitWriter, val: SplitWriter) -> None:
+    """Record that the first `done` documents are on disk."""
     train.sync()
     val.sync()
     entry = {"documents": done, "train": train.n_tokens, "val": val.n_tokens, "shard_tokens": train.shard_tokens}
@@ -207,14 +208,14 @@ def _note(partial: Path, done: int, train: SplitWriter, val: SplitWriter) -> Non
 
 
 def _reopened(partial: Path, scan: Scan, size: int, end_id: int) -> tuple[int, SplitWriter, SplitWriter]:
-    """How many documents are done, and the two splits to go on with; from the start if the journal and they disagree."""
+    """The number of documents that are done, and writers that continue the two splits; from the start if the journal doesn't fit them."""
     path, writers = partial / JOURNAL, []
     try:
         entry = json.loads(path.read_bytes()) if path.exists() else None
         if entry and entry["shard_tokens"] == writing.SHARD_TOKENS:
-            for name, fate in (("train", TRAIN), ("val", VAL)):
+            for name, assignment in (("train", TRAIN), ("val", VAL)):
                 writers.append(SplitWriter(partial, name, size, end_id, entry[name]))
-                if len(writers[-1].starts) != (scan.fate[: entry["documents"]] == fate).sum():
+                if len(writers[-1].starts) != (scan.assignment[: entry["documents"]] == assignment).sum():
                     raise EOFError
             return entry["documents"], *writers
     except (ValueError, KeyError, EOFError, FileNotFoundError):
@@ -227,23 +228,23 @@ def _reopened(partial: Path, scan: Scan, size: int, end_id: int) -> tuple[int, S
 
 
 def _scanned(data: DataConfig, partial: Path, shown: Progress) -> Scan:
-    """The scan: kept from before, or made and kept."""
+    """The scan of an interrupted preparation, or a new one, which is saved."""
     path = partial / SCAN
     if not path.exists():
         scan = _scan(data, shown)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable]).encode(), np.uint8)
-        np.savez(buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, fate=scan.fate, ends=scan.ends, facts=facts)
+        np.savez(buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, facts=facts)
         write_whole(path, buffer.getvalue())
     with np.load(path) as kept:
         left_out, unreadable = json.loads(kept["facts"].tobytes())
-        return Scan(kept["hashes"], kept["n_bytes"], kept["fate"], kept["ends"], left_out, unreadable)
+        return Scan(kept["hashes"], kept["n_bytes"], kept["assignment"], kept["ends"], left_out, unreadable)
 
 
 def _scan(data: DataConfig, shown: Progress) -> Scan:
-    """Hash every document, find the copies, and hold out those with the smallest hashes of each source.
+    """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out anywhere is never trained on.
+    Equal texts have equal hashes: a document that is held out of one source is in the training split of none.
     """
     hashes, sizes, ends = array("Q"), array("q"), []
     left_out = {"blank": 0, "short": 0, "long": 0}
@@ -257,59 +258,59 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
         if len(unreadable["first"]) < LISTED:
             unreadable["first"].append(str(error))
 
-    def refuse(reason: str) -> None:
+    def leave_out(reason: str) -> None:
         left_out[reason] += 1
 
     with shown.bytes("scan", None) as advance:
-        for part in range(len(data.parts)):
-            for _, digest, n_bytes in _texts(data, part, skip, refuse):
+        for index in range(len(data.sources)):
+            for _, digest, n_bytes in _accepted_texts(data, index, skip, leave_out):
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
             ends.append(len(hashes))
     where = ", ".join(labels(data))
     if not hashes:
-        raise DataError(f"data.source: {where}: holds no documents{_explained(left_out, unreadable)}")
+        raise DataError(f"data.source: {where}: holds no documents{_in_words(left_out, unreadable)}")
     hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
-    fate = np.full(len(hash_array), TRAIN, np.uint8)
+    assignment = np.full(len(hash_array), TRAIN, np.uint8)
     if data.deduplicate:
-        fate[:] = COPY
-        fate[np.unique(hash_array, return_index=True)[1]] = TRAIN
+        assignment[:] = COPY
+        assignment[np.unique(hash_array, return_index=True)[1]] = TRAIN
     spans = [slice(*edge) for edge in pairwise([0, *ends])]
-    sources = [_by_hash(hash_array[one][fate[one] == TRAIN], size_array[one][fate[one] == TRAIN]) for one in spans]
-    fate[np.isin(hash_array, _held_out(sources, data.val_fraction)) & (fate == TRAIN)] = VAL
-    if not (fate == VAL).any() or not (fate == TRAIN).any():
-        is_text = any(part.source.name == Files.name for part in data.parts)
+    by_source = [_bytes_by_hash(hash_array[one][assignment[one] == TRAIN], size_array[one][assignment[one] == TRAIN]) for one in spans]
+    assignment[np.isin(hash_array, _held_out(by_source, data.val_fraction)) & (assignment == TRAIN)] = VAL
+    if not (assignment == VAL).any() or not (assignment == TRAIN).any():
+        is_text = any(weighted.source.name == Files.name for weighted in data.sources)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
-        copies = {"copies": int((fate == COPY).sum())}
+        copies = {"copies": int((assignment == COPY).sum())}
         raise DataError(
-            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_explained(left_out | copies, unreadable)}; "
+            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_in_words(left_out | copies, unreadable)}; "
             f"two different ones of a source are needed: add text{split}"
         )
-    return Scan(hash_array, size_array, fate, end_array, left_out, unreadable)
+    return Scan(hash_array, size_array, assignment, end_array, left_out, unreadable)
 
 
-def _by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different hashes of documents in order, and the bytes of text that each has: a document, or all copies of one."""
+def _bytes_by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct hashes in order, and the bytes of text with each: those of a document, or of all its copies."""
     different, which = np.unique(hashes, return_inverse=True)
     return different, np.bincount(which, sizes)
 
 
 def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """The hashes to hold out: the smallest of each source, of at least `fraction` of its text, but never of all.
+    """The hashes to hold out: each source's smallest, with at least `fraction` of its text, but never all of it.
 
-    A hash with more than half of a source's text stays in training, unless `fraction` is as large, and at most half of the others
-    is held out.
+    A hash with more than half of a source's text (or more than `fraction`, if that is larger) stays in training; then at most half of
+    the source's other text is held out.
 
     Args:
-        sources: of each what `_by_hash` gives.
+        sources: the result of `_bytes_by_hash` for each source.
     """
     large = np.concatenate([hashes[sizes > max(fraction, 0.5) * sizes.sum()] for hashes, sizes in sources])
     return np.concatenate([_smallest(hashes, sizes, np.isin(hashes, large), fraction) for hashes, sizes in sources])
 
 
 def _smallest(hashes: np.ndarray, sizes: np.ndarray, large: np.ndarray, fraction: float) -> np.ndarray:
-    """The smallest of a source's hashes, of at least `fraction` of its text; never those that are `large`, and never all."""
+    """The smallest of a source's hashes, with at least `fraction` of its text; none that is `large`, and never all."""
     wanted, most = fraction * sizes.sum(), len(hashes) - 1
     if large.any():
         hashes, sizes = hashes[~large], sizes[~large]
@@ -317,43 +318,43 @@ def _smallest(hashes: np.ndarray, sizes: np.ndarray, large: np.ndarray, fraction
     return hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))]
 
 
-def _explained(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
+def _in_words(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
     counts = {**left_out, "unreadable": unreadable["count"]}
     words = {"copies": "copies of others"}
     text = ", ".join(f"{count:,} {words.get(reason, reason)}" for reason, count in counts.items() if count)
     return f" ({text})" if text else ""
 
 
-def _texts(data: DataConfig, part: int, skip: OnError, refuse: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
-    """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, but for those that are blank, too short or too long."""
-    for text in documents(data.parts[part].source, Path(data.root), skip):
+def _accepted_texts(data: DataConfig, index: int, skip: OnError, leave_out: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
+    """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
+    for text in documents(data.sources[index].source, Path(data.root), skip):
         if not text or text.isspace():
-            refuse("blank")
+            leave_out("blank")
             continue
         content = text.encode()
         if len(content) < data.min_document_bytes:
-            refuse("short")
+            leave_out("short")
         elif data.max_document_bytes is not None and len(content) > data.max_document_bytes:
-            refuse("long")
+            leave_out("long")
         else:
             yield text, int.from_bytes(blake2b(content, digest_size=8).digest(), "big"), len(content)
 
 
-def _read_again(data: DataConfig, scan: Scan, done: int) -> Iterator[Document]:
-    """The scan's documents from number `done` on, copies left out. Raises DataError if the sources do not give the same."""
+def _documents_from(data: DataConfig, scan: Scan, done: int) -> Iterator[Document]:
+    """The scan's documents after the first `done`, without copies. Raises DataError if the sources changed since the scan."""
 
     def skip(error: Unreadable) -> None:
         if data.on_error == "fail":
             raise error
 
     seen = 0
-    for part, end in enumerate(scan.ends):
-        for text, digest, n_bytes in _texts(data, part, skip, lambda reason: None):
+    for index, end in enumerate(scan.ends):
+        for text, digest, n_bytes in _accepted_texts(data, index, skip, lambda reason: None):
             if seen == end or digest != scan.hashes[seen]:
                 raise _changed(data, seen)
             seen += 1
-            if seen > done and scan.fate[seen - 1] != COPY:
-                yield Document(text, n_bytes, bool(scan.fate[seen - 1] == VAL), seen)
+            if seen > done and scan.assignment[seen - 1] != COPY:
+                yield Document(text, n_bytes, bool(scan.assignment[seen - 1] == VAL), seen)
         if seen != end:
             raise _changed(data, seen)
 
@@ -363,7 +364,7 @@ def _changed(data: DataConfig, seen: int) -> DataError:
 
 
 def _training_texts(data: DataConfig, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
-    for document in _read_again(data, scan, 0):
+    for document in _documents_from(data, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
             yield from pieces(document.text)

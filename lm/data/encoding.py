@@ -20,21 +20,21 @@ from lm.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library takes a hundred times as much memory
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library needs a hundred times as much memory
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
-WORTH_BYTES = 32 << 20  # text that pays for starting a process
-_encoder: "Encoder | None" = None  # of a process started by `encode_all`
-_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # where GPT-2, cl100k and o200k cut, too
+WORTH_BYTES = 32 << 20  # bytes of text for which starting another process saves time
+_encoder: "Encoder | None" = None  # the encoder of a process started by `encode_all`
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text here, too
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document on its way into the store."""
+    """A document to be encoded."""
 
     text: str
     n_bytes: int  # UTF-8
     held_out: bool
-    end: int  # how many documents the sources have given with it
+    end: int  # documents read from the sources so far, this one included
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Encoded:
     """A batch of documents and their tokens, each document's beginning with the end-of-text token."""
 
     documents: list[Document]
-    tokens: np.ndarray  # of all documents, in the store's dtype
+    tokens: np.ndarray  # token ids of all documents, in the store's dtype
     lengths: np.ndarray  # tokens of each document
 
 
 class Encoder:
-    """Texts to tokens. Raises DataError for a text that the tokens would not give back, or that has a special one among them."""
+    """Texts to tokens. Raises DataError for a text that decoding would not give back, or that encodes to a special token."""
 
     def __init__(self, json: str, end_of_text: str):
         self.tokenizer = parse_tokenizer(json, end_of_text)
@@ -59,10 +59,10 @@ class Encoder:
         plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added = self.tokenizer.get_added_tokens_decoder().items()
         back = all(one.special or self.tokenizer.decode([index]) == one.content for index, one in added)
-        self.bytes_tell = self.bytes is not None and plain and back  # as many bytes as the text's are the text's
+        self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts one after the other, each beginning with end of text; and how many each has."""
+        """The tokens of all texts in one array, each text beginning with end of text; and the number of tokens of each text."""
         cut = [list(pieces(text)) if self.cut else [text] for text in texts]
         encoded = self._encoded([piece for text in cut for piece in text])
         end = np.array([self.end], self.dtype)
@@ -80,7 +80,7 @@ class Encoder:
                 yield np.array(ids, self.dtype)
 
     def _check(self, text: str, document: np.ndarray) -> None:
-        if self.bytes_tell and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
+        if self.byte_count_suffices and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
             return
         tokens = document[1:]
         back = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
@@ -88,7 +88,7 @@ class Encoder:
             place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
             before, after = (repr(each[max(0, place - 10) : place + 20]) for each in (text, back))
             raise DataError(
-                f"data.tokenizer: does not give text back unchanged: {before} comes back as {after}; "
+                f"data.tokenizer: does not give text back unchanged: {before} is decoded as {after}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
             )
         if self.special[tokens].any():
@@ -101,7 +101,7 @@ class Encoder:
 
 
 def cuts_between_words(tokenizer: "Tokenizer") -> bool:
-    """True if the tokens of two texts that were cut between words are those of the whole."""
+    """True if splitting a text between words and encoding the pieces gives the tokens of the whole text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added = tokenizer.get_added_tokens_decoder().values()
@@ -112,7 +112,7 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text cut between words, into pieces a little longer than PIECE."""
+    """A long text split between words, into pieces a little longer than PIECE characters."""
     begin = 0
     while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
         yield text[begin : cut.start()]
@@ -121,14 +121,14 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], json: str, end_of_text: str, workers: int) -> Iterator[Encoded]:
-    """The documents in batches and their order, encoded by `workers` processes; or, for one, here."""
+    """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself."""
     batches = _batches(documents)
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
             yield Encoded(batch, *encoder([document.text for document in batch]))
         return
-    context = multiprocessing.get_context("spawn")  # a fork would take the tokenizer's and pyarrow's threads along
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
     try:
         pending = deque()
@@ -144,13 +144,13 @@ def encode_all(documents: Iterator[Document], json: str, end_of_text: str, worke
 
 
 def default_workers(n_bytes: int) -> int:
-    """One process a core, or fewer for little text."""
+    """One process per core, fewer for small texts."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, n_bytes // WORTH_BYTES))
 
 
 def _start(json: str, end_of_text: str) -> None:
-    """Set a process up: it leaves Ctrl-C to its parent, and dies when that does."""
+    """Set up a worker process: it ignores Ctrl-C, which its parent handles, and exits when its parent does."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""sha256 of plain data and of files; those of source files are remembered: opening a store must not read its corpus again."""
+"""sha256 of plain data and of files; the hashes of source files are cached, so that opening a store does not read its corpus."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from lm.files import write_text
 from lm.schema import Plain
 
 FILE = ".hashes.json"
-_SETTLED_NS = 2_000_000_000  # a file changed this recently may change again within one tick of its clock
+_SETTLED_NS = 2_000_000_000  # a file changed this recently may change again without another modification time
 
 
 def file_sha256(path: Path) -> str:
@@ -26,7 +26,7 @@ def plain_sha256(plain: Plain) -> str:
 
 
 class FileHashes:
-    """sha256 by file, kept in `root`; a file is read again once its size, times or inode differ."""
+    """sha256 by file, cached in `root`; a file is read again if its size, times or inode differ."""
 
     def __init__(self, root: Path):
         self.path = root / FILE
@@ -54,7 +54,7 @@ class FileHashes:
         return digest
 
     def save(self) -> None:
-        """Keep them, if the folder is there and can be written; they are a convenience only."""
+        """Save the cache, if its folder exists and can be written."""
         if self.changed and self.path.parent.is_dir():
             with contextlib.suppress(RunError):
                 write_text(self.path, json.dumps(self.known))

@@ -26,13 +26,13 @@ def documents(source: Hub, root: Path, on_error: OnError) -> Iterator[str]:
     if names is not None and source.column not in names:
         raise no_column(where, source.column, names)
     chosen = dataset if names is None else dataset.select_columns([source.column])
-    tables = chosen.with_format("arrow").iter(ROWS)  # of which a row that isn't UTF-8 can be left out
+    tables = chosen.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
     read = iter(lambda: _call(source, lambda _: next(tables, None)), None)
     yield from islice(column_texts(read, source.column, where, on_error), source.max_documents)
 
 
 def identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """What is asked for, and the pinned commit; else the hash that the `datasets` library gives it (which asks the hub)."""
+    """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`."""
     settings = {name: getattr(source, name) for name in ("dataset", "config", "split", "column", "revision", "max_documents")}
     folder = Path(source.dataset)
     if folder.is_dir():
@@ -53,7 +53,7 @@ def _builder(datasets, source: Hub):
 
 
 def _call(source: Hub, call: Callable):
-    """`call(datasets)`, with whatever the library or the network raises as one line."""
+    """`call(datasets)`; any error of the library or the network becomes a DataError of one line."""
     import datasets
 
     if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():

@@ -1,4 +1,4 @@
-"""From sources to a token store in a folder named by its content: prepared once, opened ever after."""
+"""From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
 import fcntl
 import json
@@ -21,11 +21,11 @@ from lm.schema import Plain
 
 
 def prepare(data: DataConfig, progress: bool = False) -> Store:
-    """The token store of a configuration: opened if it is there, else made, or finished.
+    """The token store of a configuration: opened if it exists, else built, or an interrupted preparation finished.
 
-    The folder is `data.root/LABEL-KEY`, KEY a hash of all that decides what is in it: sources, tokenizer, filters and format.
-    It appears whole or not at all; processes that want it at the same time wait for the one that makes it.
-    `progress`: tell what is done (stderr) and what there is (stdout).
+    The folder is `data.root/LABEL-KEY`, KEY a hash of all that determines its content: sources, tokenizer, filters and format.
+    It appears complete or not at all; processes that need it at the same time wait for the one that builds it.
+    `progress`: print progress (stderr) and a summary (stdout).
 
     Raises:
         DataError: a source can't be read, is too small, or the store can't be written or is damaged.
@@ -40,14 +40,14 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
                     _announce(target, spec, shown)
                     build(data, spec, target, shown)
     except KeyboardInterrupt:
-        shown.say("stopped; the same command goes on from what is done")
+        shown.say("stopped; the same command continues from what is done")
         raise
     except OSError as error:  # those of reading the source are DataErrors already
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
     except BrokenProcessPool:
         reason = "a process that tokenises died: out of memory, or started by a script without `if __name__ == '__main__'`"
-        remedy = "run again with a smaller data.prepare_workers: it goes on where it was"
+        remedy = "run again with a smaller data.prepare_workers: it continues from what is done"
         raise DataError(f"{target}: {reason}; {remedy}") from None
     store = Store.open(target)
     if progress:
@@ -55,7 +55,7 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
     return store
 
 
-def prepared(data: DataConfig) -> Store:
+def open_prepared(data: DataConfig) -> Store:
     """The token store of a configuration. Raises DataError if it was not prepared."""
     folder = _folder(data, _spec(data))
     if not folder.exists():
@@ -64,7 +64,7 @@ def prepared(data: DataConfig) -> Store:
 
 
 def store_of(data: DataConfig, wanted: str) -> Store | None:
-    """The store in `data.root` with this fingerprint, whatever has become of the sources since; None if there is none."""
+    """The store in `data.root` with this fingerprint, whether or not its sources still exist; None if there is none."""
     for path in sorted(Path(data.root).glob(f"*/{MANIFEST}")):
         try:
             manifest = json.loads(path.read_bytes())
@@ -77,10 +77,11 @@ def store_of(data: DataConfig, wanted: str) -> Store | None:
 
 
 def summary(store: Store) -> str:
-    """One line: size, what was left out, compression, held-out share and licence; of tasks over symbols, how many they are."""
+    """One line: size, documents left out, compression, held-out fraction and licence; for tasks over symbols, the symbols."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
-        return f"{store.path}: rows made up for {', '.join(part.label for part in train.parts)}, over {store.vocab_size - 1:,} symbols"
+        tasks = ", ".join(source.label for source in train.sources)
+        return f"{store.path}: sequences made up for {tasks}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
     words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
     counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]
@@ -98,33 +99,34 @@ def summary(store: Store) -> str:
     )
 
 
-def check_rows(store: Store, config: Config) -> None:
-    """Check that the store's text is long enough for the rows that `config` asks for.
+def check_sequences(store: Store, config: Config) -> None:
+    """Check that the store's text is long enough for the sequences that `config` asks for.
 
     Raises:
-        ConfigError: a training or validation row does not fit.
+        ConfigError: a training or validation sequence does not fit.
     """
     seq_len = config.data.seq_len
     name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
     if shortest <= seq_len:
-        reason = f"a row needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
+        reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {shortest - 1} or less, or add text")])
-    for index, (asked, part) in enumerate(zip(config.data.parts, store.train.parts, strict=False)):
-        if len(config.data.parts) > 1 and asked.weight and part.n_tokens <= seq_len:
-            reason = f"its weight is {asked.weight:g}, but its training text has {part.n_tokens:,} tokens, and a row needs {seq_len + 1:,}"
-            raise ConfigError([Problem(f"data.source.of[{index}]", part.label, reason, "add text, leave it out, or lower data.seq_len")])
+    for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
+        if len(config.data.sources) > 1 and weighted.weight and source.n_tokens <= seq_len:
+            has = f"its training text has {source.n_tokens:,} tokens"
+            reason = f"its weight is {weighted.weight:g}, but {has}, and a sequence needs {seq_len + 1:,}"
+            raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, "add text, leave it out, or lower data.seq_len")])
 
 
 # ---------------------------------------------------------------- which store
 
 
 def _spec(data: DataConfig) -> dict[str, Plain]:
-    """All that decides the store's content, as plain data. A mixture's weights do not."""
+    """All that determines the store's content, as plain data; a mixture's weights do not."""
     if data.symbolic:
         return {"format": FORMAT, **symbol_spec([share.task for share in data.tasks], data.seq_len)}
     return {
         "format": FORMAT,
-        "source": [identity(part.source, Path(data.root)) for part in data.parts],
+        "source": [identity(weighted.source, Path(data.root)) for weighted in data.sources],
         "tokenizer": tokenizer.identity(data.tokenizer),
         "val_fraction": data.val_fraction,
         "deduplicate": data.deduplicate,
@@ -134,41 +136,40 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
 
 
 def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
-    """Where the store is, or would be."""
+    """The folder of the store, whether or not it exists."""
     name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
     return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
 def _announce(target: Path, spec: dict[str, Plain], shown: Progress) -> None:
-    """Say what is going to be made and why, and what was left unfinished."""
+    """Print what is going to be prepared and why, and which other preparations are unfinished."""
     root = target.parent
     own = root / f".{target.name}.partial"
-    shown.say(
-        f"{target}: " + ("going on with a token store" if own.exists() else f"preparing a new token store ({_why(root, target, spec)})")
-    )
+    action = "finishing an interrupted token store" if own.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
+    shown.say(f"{target}: {action}")
     for path in sorted(root.glob(".*.partial")):
         if path != own:
             shown.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
 
 
-def _why(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """Why none of the folders beside `target` would do: what differs from the most similar one."""
+def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
+    """Why none of the existing stores is used: what differs from the most similar one."""
     differences = {}
     for path in root.glob(f"{target.name.rpartition('-')[0]}-*/{MANIFEST}"):
         try:
             manifest = json.loads(path.read_bytes())
             differences[path.parent.name] = [name for name in spec if manifest.get(name) != spec[name]]
         except (OSError, ValueError, AttributeError):
-            continue  # damaged, and not asked for
+            continue  # damaged, but not the one that is needed
     if not differences:
-        return "there is none of this source"
+        return "none of this source exists"
     nearest = min(differences, key=lambda name: len(differences[name]))
     return f"{nearest} differs in {', '.join(differences[nearest])}"
 
 
 @contextmanager
 def _locked(root: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `root`; the system takes it back when the process dies."""
+    """Lock `root`; the system releases the lock when the process dies."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "w") as file:
         try:

@@ -1,4 +1,4 @@
-"""What all readers of text share: columns of tables, and what can't be read, named with its place and the bytes lost with it."""
+"""Shared by all readers of text: columns of tables, and the error for text that can't be read, with its place and size."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 BLOCK = 1 << 14  # bytes read at a time
-ROWS = 256  # of parquet and the hub, likewise
+ROWS = 256  # rows of a parquet file or hub dataset read at a time
 TO_UTF8 = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 
 
@@ -19,7 +19,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: what is lost with it: bytes of the document or row, or of the file on disk where it can't be read any further.
+        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk.
     """
 
     def __init__(self, reason: str, n_bytes: int = 0):
@@ -33,7 +33,7 @@ OnError = Callable[[Unreadable], None]
 def column_texts(
     tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]", column: str, where: str, on_error: OnError, first: int = 0
 ) -> Iterator[str]:
-    """The texts in a column of tables, the first of whose rows is number `first` + 1."""
+    """The texts in a column of tables; `first`: rows before them, so that errors give the row's number in the file."""
     number = first
     for table in tables:
         if column not in table.schema.names:
@@ -42,7 +42,7 @@ def column_texts(
             number += 1
             text, row = None, f"{where}: row {number}"
             try:
-                text = value_of({column: scalar.as_py()}, column, row)
+                text = row_text({column: scalar.as_py()}, column, row)
             except UnicodeDecodeError:
                 n_bytes = scalar.as_buffer().size
                 on_error(Unreadable(f"{row}: column '{column}' is not UTF-8; {TO_UTF8}", n_bytes))
@@ -52,8 +52,8 @@ def column_texts(
                 yield text
 
 
-def value_of(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
-    """The text of a row, which is lost with its `n_bytes` if it isn't one."""
+def row_text(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
+    """The text in a row's `column`. Raises Unreadable, with `n_bytes`, if there is none."""
     if not isinstance(row, dict):
         raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
     if column not in row:
@@ -62,7 +62,7 @@ def value_of(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise Unreadable(f"{where}: column '{column}' holds {kind}, not text; remove the row or set data.source.column", n_bytes)
-    if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a character, which no encoding can hold
+    if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
         raise Unreadable(f"{where}: column '{column}' holds a lone surrogate, not valid Unicode; remove it", n_bytes)
     return value
 

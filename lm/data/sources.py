@@ -1,7 +1,7 @@
-"""Where the text comes from: a package, local files, or a dataset of the Hugging Face hub. A kind of source is a row of `KINDS`.
+"""Where the text comes from: a package, local files, or a dataset of the Hugging Face hub. Each kind has an entry in `SOURCE_READERS`.
 
-`documents` reads a source's documents one at a time, again at every call; `identity` is plain data that
-changes exactly when they do. Memory is bounded by the longest document (of parquet and the hub: by `reading.ROWS` of them).
+`documents` reads a source's documents one at a time, again at every call; `identity` is plain data that changes exactly when the
+documents do. Memory is bounded by the longest document (for parquet and the hub: by `reading.ROWS` documents).
 """
 
 import re
@@ -20,22 +20,22 @@ from lm.schema import Plain
 ROOT = Path("data")
 
 
-def stop(error: Unreadable) -> NoReturn:
+def fail(error: Unreadable) -> NoReturn:
     """`data.on_error: fail`."""
     raise error
 
 
 @dataclass(frozen=True)
-class Kind:
+class SourceReader:
     """How sources of one kind are read; each function takes the source's options first."""
 
-    documents: Callable[[Source, Path, OnError], Iterator[str]]  # data.root, who is told of what can't be read
+    documents: Callable[[Source, Path, OnError], Iterator[str]]  # arguments after the source: data.root; what to do with unreadable text
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     licence: Callable[[Source], str]
 
 
 def _package_documents(source: Package, root: Path, on_error: OnError) -> Iterator[str]:
-    return text_files.of_files(package_texts(source.package, root), Files(), on_error)
+    return text_files.read_files(package_texts(source.package, root), Files(), on_error)
 
 
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -44,23 +44,23 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
     return {"package": source.package, "version": PACKAGES[source.package].found_version(), "sha256": digest}
 
 
-KINDS: dict[type, Kind] = {
-    Package: Kind(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: Kind(text_files.documents, text_files.identity, text_files.licence),
-    Hub: Kind(hub.documents, hub.identity, hub.licence),
+SOURCE_READERS: dict[type, SourceReader] = {
+    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
+    Files: SourceReader(text_files.documents, text_files.identity, text_files.licence),
+    Hub: SourceReader(hub.documents, hub.identity, hub.licence),
 }
 
 
-def documents(source: Source, root: Path = ROOT, on_error: OnError = stop) -> Iterator[str]:
+def documents(source: Source, root: Path = ROOT, on_error: OnError = fail) -> Iterator[str]:
     """The source's documents in a fixed order, blank ones included.
 
-    `root`: `data.root`, where fetched packages are. `on_error` is told of each file, document or row that can't be read, which
-    is left out if it returns; of a file that can't be read any further, what comes before.
+    `root`: `data.root`, where fetched packages are. `on_error` is called with each file, document or row that can't be read, which
+    is left out if the call returns; a file that is damaged part-way gives the documents before the damage.
 
     Raises:
         DataError: naming the file, dataset or row that can't be read, and why.
     """
-    return KINDS[type(source)].documents(source, root, on_error)
+    return SOURCE_READERS[type(source)].documents(source, root, on_error)
 
 
 def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
@@ -74,14 +74,14 @@ def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
     """
     hashes = FileHashes(root)
     try:
-        return KINDS[type(source)].identity(source, root, hashes)
+        return SOURCE_READERS[type(source)].identity(source, root, hashes)
     finally:
         hashes.save()
 
 
 def licence(source: Source) -> str:
-    """Whose text it is and on what terms, as far as the source says."""
-    return KINDS[type(source)].licence(source)
+    """The licence of the text, as far as the source states one."""
+    return SOURCE_READERS[type(source)].licence(source)
 
 
 def label(source: Source) -> str:

@@ -3,10 +3,10 @@
     train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): where each document begins, in tokens
     tokenizer.json, token_bytes.npy          the vocabulary, and the UTF-8 bytes each token stands for, fp32 (V,)
-    manifest.json                            origin, sizes and sha256 of all of it; written last
+    manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by its own tokens. The shards are one stream cut every `shard_tokens`: a document may
-begin in one and end in the next. The documents of each source are neighbours, in the order of the sources (`Split.parts`).
+Each document is the end-of-text token followed by its own tokens. The shards are one stream split every `shard_tokens`: a document may
+begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-FULL_CHECK_BYTES = 2**28  # hashed in less than a second by a slow core
+FULL_CHECK_BYTES = 2**28  # a slow core hashes this in less than a second
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one source has in a split: the documents after those of the sources before it."""
+class SourceCounts:
+    """What one source contributes to a split. Its documents follow those of the sources before it."""
 
     label: str
     licence: str
@@ -46,16 +46,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One part of a store. Shards and offsets are mapped from disk at first use, and again after unpickling."""
+    """The training or held-out tokens of a store. Files are mapped from disk at first use, and again after unpickling."""
 
     path: Path  # absolute, without suffix
     dtype: str
     n_tokens: int
     n_documents: int
     n_bytes: int  # UTF-8 bytes of the documents
-    unigram_entropy: float  # of the split's own token counts, nats per token
+    unigram_entropy: float  # entropy of the split's own token counts, nats per token
     longest: int  # tokens of the longest document, its end-of-text token included
-    parts: tuple[Part, ...]  # one for each source, in order
+    sources: tuple[SourceCounts, ...]  # one for each source, in order
     shard_tokens: int  # tokens in each shard but the last
 
     @cached_property
@@ -66,7 +66,7 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each document begins, and the end: int64 (n_documents + 1,), read-only."""
+        """Index of each document's first token, and the number of tokens: int64 (n_documents + 1,), read-only."""
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
     @property
@@ -84,11 +84,11 @@ class Split:
         return tokens
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` (k,), across the borders of shards: (k, length), in the store's dtype."""
+        """The `length` tokens from each of `starts` (k,), across shards: (k, length), in the store's dtype."""
         return self.at(np.asarray(starts)[:, None] + np.arange(length))
 
     def at(self, index: np.ndarray) -> np.ndarray:
-        """The tokens at an index of any shape, in the store's dtype."""
+        """The tokens at the indices `index` (any shape), in the store's dtype."""
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
         shard, within = np.divmod(index, self.shard_tokens)
@@ -123,9 +123,9 @@ class Store:
     """An opened token store."""
 
     path: Path
-    fingerprint: str  # sha256 of tokens, offsets and tokenizer; 16 hex digits of it are enough to show
+    fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int
-    end_of_text: int  # its id
+    end_of_text: int  # id of the end-of-text token
     token_bytes: np.ndarray  # (V,) fp32; special tokens 0
     manifest: Mapping[str, Plain]
     train: Split
@@ -166,9 +166,9 @@ class Store:
 
 
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
-    """sha256 over the hashes of the files that decide what a model sees.
+    """sha256 over the hashes of tokens, offsets and tokenizer.
 
-    The first shard goes by the name it had when a split was one file, so that the stores of then keep their order of rows.
+    The first shard enters without its number, as when a split was one file: such stores keep their fingerprint and order of sequences.
     """
     ordered = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*ordered, TOKENIZER)]
@@ -176,9 +176,9 @@ def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Of tokens that were counted, nats: the loss of one who knows no more than how frequent each is."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
+    """Entropy of the empirical distribution of token counts, nats: the loss of the best unigram model."""
+    probability = counts[counts > 0] / counts.sum()
+    return float(-(probability * np.log(probability)).sum())
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -187,7 +187,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def content_sha256(manifest: Mapping[str, Plain]) -> str:
-    """sha256 of a manifest, but for the sha256 it holds of itself."""
+    """sha256 of a manifest without its own entry `sha256`."""
     return plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
 
 
@@ -213,8 +213,8 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
 
 def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     facts = manifest["splits"][name]
-    parts = tuple(Part(**part) for part in facts["parts"])
-    return Split(path.absolute() / name, manifest["dtype"], **{**facts, "parts": parts}, shard_tokens=manifest["shard_tokens"])
+    sources = tuple(SourceCounts(**one) for one in facts["sources"])
+    return Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
 
 
 def _check_file(path: Path, expected: Mapping[str, Plain], full: bool) -> None:

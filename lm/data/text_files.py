@@ -1,4 +1,4 @@
-"""Local files as documents: .txt, .jsonl and .parquet, the first two also packed."""
+"""Local files as documents: .txt, .jsonl and .parquet, the first two also compressed."""
 
 import codecs
 import difflib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.config.data_config import Files
 from lm.data.hashes import FileHashes
-from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, column_texts, damaged, no_column, value_of
+from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, column_texts, damaged, no_column, row_text
 from lm.errors import DataError, one_line
 from lm.schema import Plain
 
@@ -18,23 +18,23 @@ SUPPORTED = ".txt[.gz|.zst], .jsonl[.gz|.zst], .parquet"
 
 
 def documents(source: Files, root: Path, on_error: OnError) -> Iterator[str]:
-    """The documents of the files that `source.paths` stands for."""
-    return of_files(expand(source.paths), source, on_error)
+    """The documents of the files that `source.paths` names."""
+    return read_files(expand(source.paths), source, on_error)
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The files with the hashes of their content, and how they are read."""
+    """The files with the hashes of their content, and the options they are read with."""
     files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source.paths)]
     return {"files": files, "column": source.column, "separator": source.separator}
 
 
 def licence(source: Files) -> str:
-    """Files don't say."""
+    """Files state no licence."""
     return "not stated (local files)"
 
 
 def expand(paths: list[str]) -> list[Path]:
-    """The files that `data.source.paths` stands for: sorted, each once; folders are searched recursively.
+    """The files that `data.source.paths` names: sorted, each once; folders are searched recursively.
 
     Raises:
         DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
@@ -82,8 +82,8 @@ def hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def of_files(paths: list[Path], source: Files, on_error: OnError) -> Iterator[str]:
-    """The documents of files, read as their names say. `on_error` is told of what can't be read."""
+def read_files(paths: list[Path], source: Files, on_error: OnError) -> Iterator[str]:
+    """The documents of files, in the format that each file's suffix gives. `on_error` is called with what can't be read."""
     import pyarrow
 
     for path in paths:
@@ -99,7 +99,7 @@ class _Stream(io.RawIOBase):
     """A file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file.
 
     Raises:
-        Unreadable: where it is damaged; all but some 64 kB before that has been read.
+        Unreadable: the file is damaged; all but some 64 kB before the damage has been read.
     """
 
     def __init__(self, path: Path):
@@ -126,7 +126,7 @@ class _Stream(io.RawIOBase):
 def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
     separator, begin = source.separator.encode(), 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
-        for content in _cut(file, separator):
+        for content in _split_at(file, separator):
             try:
                 text = _decoded(content, begin, str(path))
             except Unreadable as error:
@@ -136,8 +136,8 @@ def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
             begin += len(content) + len(separator)
 
 
-def _cut(file: io.BufferedReader, separator: bytes) -> Iterator[bytearray]:
-    """What is between the separators: in UTF-8 none begins within a character."""
+def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[bytearray]:
+    """The bytes between separators. No UTF-8 sequence begins within another, so that no character is split."""
     begun = bytearray()
     try:
         while block := file.read1(BLOCK):
@@ -169,7 +169,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
             where, row = f"{path}: line {number}", None
             try:
                 text = _decoded(line, begin, where)
-                row = value_of(json.loads(text), source.column, where, len(line)) if text.strip() else None
+                row = row_text(json.loads(text), source.column, where, len(line)) if text.strip() else None
             except Unreadable as error:
                 on_error(error)
             except (ValueError, RecursionError) as error:

@@ -61,7 +61,7 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """The tokenizer of a tokenizer.json, set up so that text that looks like a special token stays text.
 
     Raises:
-        DataError: the file is missing or invalid, cuts text at random, or has no token `end_of_text`.
+        DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
     try:
@@ -78,12 +78,12 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
     tokenizer = Tokenizer.from_str(json)
     if dropout := getattr(tokenizer.model, "dropout", None):
-        raise DataError(f"model.dropout = {dropout:g} gives a text other tokens each time; set it to null in the file")
+        raise DataError(f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file")
     if tokenizer.token_to_id(end_of_text) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"
         raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({known})")
-    tokenizer.add_special_tokens([end_of_text])  # it may have been an ordinary added token, which text could spell
+    tokenizer.add_special_tokens([end_of_text])  # special, even if it is an ordinary added token in the file, which text could encode to
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # not kept in the file
@@ -91,7 +91,7 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, none of them special."""
+    """Token ids of each text, without special tokens."""
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
@@ -115,7 +115,7 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
         return None
     result, alphabet = np.zeros(vocab_size(tokenizer), np.float32), set(pre_tokenizers.ByteLevel.alphabet())
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
-        # A byte-level vocabulary spells each byte as one character; what it can't have spelled stands for itself.
+        # A byte-level vocabulary writes each byte as one character; a token with other characters is decoded as it is.
         result[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
     for index, added in tokenizer.get_added_tokens_decoder().items():
         result[index] = 0 if added.special else len(added.content.encode())

@@ -1,4 +1,4 @@
-"""Writing a token store: shards, offsets and manifest, each made to last on disk."""
+"""Writing a token store: shards, offsets and manifest, each synchronised to disk."""
 
 import hashlib
 import io
@@ -11,21 +11,21 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lm.data.store import MANIFEST, Part, content_sha256, entropy, shard_path, token_dtype
+from lm.data.store import MANIFEST, SourceCounts, content_sha256, entropy, shard_path, token_dtype
 from lm.schema import Plain
 
 SHARD_TOKENS = 2**28  # 512 MiB of uint16
-_BLOCK = 2**20  # tokens read at a time
+_BLOCK = 2**20  # tokens of an existing shard read at a time
 
 
 class SplitWriter:
-    """Writes one split, document by document, and counts as it goes; memory holds 8 bytes a document.
+    """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document.
 
-    With `resume_at`, the first so many tokens of what lies there already are kept: they are read again for their counts
-    and hashes, and what is behind them is cut off, so that the result is that of writing everything in one go.
+    With `resume_at`, that many tokens of the existing files are kept: they are read again for their counts and hashes, and the files
+    are truncated after them, so that the result is the same as without interruption.
 
     Raises:
-        EOFError: fewer than `resume_at` tokens are there.
+        EOFError: the files hold fewer than `resume_at` tokens.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int, resume_at: int = 0):
@@ -34,7 +34,7 @@ class SplitWriter:
         self.counts = np.zeros(vocab_size, np.int64)
         self.starts = array("q")  # where each document begins
         self.n_tokens = 0
-        self.files: dict[str, Plain] = {}  # of finished shards
+        self.files: dict[str, Plain] = {}  # manifest entries of finished shards
         self.file: BinaryIO | None = None
         try:
             while self.n_tokens < resume_at:
@@ -61,24 +61,24 @@ class SplitWriter:
             self._count(piece)
 
     def sync(self) -> None:
-        """Make what was added last on disk."""
+        """Synchronise what was added to disk."""
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
 
-    def finish(self, n_bytes: int, parts: list[Part]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Make the split last on disk; its manifest entry, and those of its files. The tokens of `parts` are counted here."""
+    def finish(self, n_bytes: int, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
+        """Finish the split on disk; its manifest entry, and those of its files. Adds the numbers of tokens to `sources`."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
-        ends = offsets[np.cumsum([0, *(part.n_documents for part in parts)])]
+        ends = offsets[np.cumsum([0, *(one.n_documents for one in sources)])]
         facts = {
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
             "n_bytes": n_bytes,
             "unigram_entropy": entropy(self.counts),
             "longest": int(np.diff(offsets).max()),
-            "parts": [vars(part) | {"n_tokens": int(n_tokens)} for part, n_tokens in zip(parts, np.diff(ends), strict=True)],
+            "sources": [vars(one) | {"n_tokens": int(n_tokens)} for one, n_tokens in zip(sources, np.diff(ends), strict=True)],
         }
         return facts, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
 
@@ -90,7 +90,7 @@ class SplitWriter:
         self.sha256 = hashlib.sha256()
 
     def _read_again(self, resume_at: int) -> None:
-        """Count a block of what is there already; the file ends after it."""
+        """Count a block of an existing shard; truncate the shard after the last block."""
         if self.file is None:
             self._open("r+b")
         room = self.shard_tokens - self.n_tokens % self.shard_tokens
@@ -105,7 +105,7 @@ class SplitWriter:
         self._count(piece)
 
     def _count(self, piece: np.ndarray) -> None:
-        """Take note of tokens that the file now holds, and finish the shard if it is full."""
+        """Count tokens that the file now holds, and finish the shard if it is full."""
         self.sha256.update(piece)
         self.counts += np.bincount(piece, minlength=len(self.counts))
         self.starts.extend((np.flatnonzero(piece == self.end_of_text) + self.n_tokens).tolist())
@@ -121,7 +121,7 @@ class SplitWriter:
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Plain]:
-    """Write `content` and make it last on disk; the file's manifest entry."""
+    """Write `content` and synchronise it to disk; returns the file's manifest entry."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -130,20 +130,20 @@ def write_file(path: Path, content: bytes) -> dict[str, Plain]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` in place of `path`: a process that dies leaves the old or the new, never a part."""
+    """Replace `path` by `content` atomically: a process that dies leaves the old content or the new."""
     temporary = path.with_name(f"{path.name}.new")
     write_file(temporary, content)
     os.replace(temporary, path)
 
 
 def npy(values: np.ndarray) -> bytes:
-    """`values` in NumPy's file format (`np.save` to a full disk would lose the reason)."""
+    """`values` in NumPy's file format (`np.save` hides the error of a full disk)."""
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
-    """Write manifest.json, which also holds the sha256 of the rest of itself."""
+    """Write manifest.json, to which the sha256 of its own content is added."""
     content = {**manifest, "sha256": content_sha256(manifest)}
     write_file(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -10,7 +10,7 @@ import torch
 from lm.config.eval_config import SUITES
 from lm.config.load import interpolated, merge, overrides_in, parse, read_yaml
 from lm.config.tree import Config
-from lm.data.prepare import check_rows, prepare, store_of, summary
+from lm.data.prepare import check_sequences, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, RunError
 from lm.evaluation.measurement import measurements, weights_sha256
@@ -84,7 +84,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
         found = "; ".join(f"{one.path} = {one.value!r}: {one.reason}" for one in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
     store = open_store(config, loaded)
-    check_rows(store, config)
+    check_sequences(store, config)
     where = open_device(config, environment)
     asked = measurements(config, store, kinds)
     weights = weights_sha256(decoder)

@@ -67,7 +67,7 @@ class HeldOut:
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
         """The rows of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
         rows = windows(store.val, starts, length)
-        ends = np.cumsum([part.n_tokens for part in store.val.parts])
+        ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
         return cls(rows, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)

@@ -62,7 +62,7 @@ class Validation(Measurement):
     def _sources(self) -> list[tuple[int, str]]:
         """Number and label of each source of a mixture, or of each task over symbols; none of one alone."""
         data = self.config.data
-        labels = task_names([to_plain(share.task) for share in data.tasks]) if data.symbolic else [p.label for p in self.store.val.parts]
+        labels = task_names([to_plain(share.task) for share in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
         found = [(number, label) for number, label in enumerate(labels) if (self.held_out.sources == number).any()]
         return found if len(labels) > 1 else []
 

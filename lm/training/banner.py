@@ -95,7 +95,7 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
         return ""
     parts = [
         (part.label, tokens * share * asked.weight / part.n_tokens)
-        for asked, part in zip(config.data.parts, store.train.parts, strict=True)
+        for asked, part in zip(config.data.sources, store.train.sources, strict=True)
     ]
     if len(parts) == 1:
         return f" ({parts[0][1]:.2f} epochs)"

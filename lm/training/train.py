@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lm.config.tree import Config
-from lm.data.prepare import check_rows, prepare
+from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.runs.folder import CHECKPOINTS, METRICS
 from lm.training.launcher import process_rank
@@ -29,7 +29,7 @@ def train(config: Config) -> int:
     try:
         with lock_run_folder(folder) if main else contextlib.nullcontext():
             store = prepare(config.data, progress=main)
-            check_rows(store, config)
+            check_sequences(store, config)
             from lm.training.fit import fit  # torch and Lightning take seconds to import, and what is refused before needs neither
 
             return fit(config, store, checkpoint, main)
