@@ -23,7 +23,7 @@ START = """
 import json, sys, time
 from pathlib import Path
 from lm.config.data_config import DataConfig
-from lm.data.batches import TrainRows
+from lm.data.batches import TrainSequences
 from lm.data.store import Store
 
 def memory(name):
@@ -32,7 +32,7 @@ def memory(name):
 imported, begin = memory("RssAnon"), time.perf_counter()
 store = Store.open(Path(sys.argv[1]))
 opened = time.perf_counter()
-sequences = TrainRows(store, DataConfig(seq_len=1024), 64, seed=1)
+sequences = TrainSequences(store, DataConfig(seq_len=1024), 64, seed=1)
 sequences.batch(0)
 first, after = time.perf_counter(), memory("RssAnon")
 peak = memory("VmHWM")

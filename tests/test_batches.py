@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
-from lm.data.batches import Batch, MicroBatches, TextStream, TrainRows, long_starts, train_loader, validation_starts, windows
-from lm.data.deck import DECK, Deck
+from lm.data.batches import Batch, MicroBatches, TextStream, TrainSequences, long_starts, train_loader, validation_starts, windows
 from lm.data.prepare import prepare
-from lm.data.sequence_lengths import NaturalRows, NoFullStep
+from lm.data.sequence_lengths import DocumentPieces, NoFullStep
 from lm.data.store import SourceCounts, Split, Store
+from lm.data.stratified_sampler import BLOCK, StratifiedSampler
 
-SEQ_LEN, BATCH_ROWS, STEPS = 16, 8, 50
+SEQ_LEN, BATCH_SLOTS, STEPS = 16, 8, 50
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 class Counted:
-    """A store whose token i is i, so that rows tell where they come from."""
+    """A store whose token i is i, so that sequences tell where they come from."""
 
     def __init__(self, n_tokens: int, fingerprint: str = "ab" * 32):
         self.fingerprint, self.train = fingerprint, counted_split([n_tokens])
 
 
 def stream(n_tokens: int, seq_len: int, seed: int) -> TextStream:
-    return TrainRows(Counted(n_tokens), DataConfig(seq_len=seq_len), 1, seed).streams[0]
+    return TrainSequences(Counted(n_tokens), DataConfig(seq_len=seq_len), 1, seed).streams[0]
 
 
 def counted_split(sizes: list[int]) -> Split:
@@ -57,7 +57,7 @@ def counted_split(sizes: list[int]) -> Split:
 
 
 def whole(batch: Batch) -> torch.Tensor:
-    """The rows of a batch with their last targets: (B, T + 1)."""
+    """The sequences of a batch with their last targets: (B, T + 1)."""
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     return torch.cat((batch.tokens, batch.targets[:, -1:]), 1)
 
@@ -70,20 +70,20 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
     """What all ranks read, put together step by step."""
     ranks = []
     for rank in range(world):
-        rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
-        loader = train_loader(rows, rank, world, micro_batch, first_step, STEPS, workers)
+        sequences = TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1)
+        loader = train_loader(sequences, rank, world, micro_batch, first_step, STEPS, workers)
         micro_batches = list(loader)
-        assert len(loader) == (STEPS - first_step) * BATCH_ROWS // world // micro_batch
+        assert len(loader) == (STEPS - first_step) * BATCH_SLOTS // world // micro_batch
         assert all(batch.tokens.dtype == torch.int64 and batch.tokens.shape == (micro_batch, SEQ_LEN) for batch in micro_batches)
-        ranks.append(torch.cat([whole(batch) for batch in micro_batches]).view(STEPS - first_step, BATCH_ROWS // world, SEQ_LEN + 1))
+        ranks.append(torch.cat([whole(batch) for batch in micro_batches]).view(STEPS - first_step, BATCH_SLOTS // world, SEQ_LEN + 1))
     return digests(torch.cat(ranks, 1).numpy())
 
 
 @pytest.fixture(scope="module")
 def expected(store: Store) -> list[str]:
-    rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
-    assert rows.streams[0].rows_per_epoch < STEPS * BATCH_ROWS, "the steps must span epochs"
-    return digests(np.stack([whole(rows.batch(step)) for step in range(STEPS)]))
+    sequences = TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1)
+    assert sequences.streams[0].sequences_per_epoch < STEPS * BATCH_SLOTS, "the steps must span epochs"
+    return digests(np.stack([whole(sequences.batch(step)) for step in range(STEPS)]))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
@@ -97,15 +97,15 @@ def test_global_batches_do_not_depend_on_how_they_are_read(
 
 
 def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):
-    rows = TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1)
+    sequences = TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1)
     order = np.random.default_rng(0).permutation(STEPS)
-    assert digests(np.stack([whole(rows.batch(int(step))) for step in order])) == [expected[step] for step in order]
+    assert digests(np.stack([whole(sequences.batch(int(step))) for step in order])) == [expected[step] for step in order]
 
 
 def test_the_order_never_changes_between_versions():
     """Runs that were begun with an earlier version must go on with the same tokens."""
-    rows = TrainRows(Counted(1000), DataConfig(seq_len=10), 8, seed=3)
-    assert rows.streams[0].starts(np.arange(8)).tolist() == GOLDEN
+    sequences = TrainSequences(Counted(1000), DataConfig(seq_len=10), 8, seed=3)
+    assert sequences.streams[0].starts(np.arange(8)).tolist() == GOLDEN
 
 
 GOLDEN = [832, 892, 262, 172, 582, 632, 202, 792]
@@ -114,12 +114,12 @@ GOLDEN = [832, 892, 262, 172, 582, 632, 202, 792]
 def test_reading_leaves_the_global_random_state_alone(store: Store):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    list(train_loader(TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1), 0, 1, 4, 0, 3, 0))
+    list(train_loader(TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1), 0, 1, 4, 0, 3, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
-    batches = MicroBatches(TrainRows(store, DataConfig(seq_len=SEQ_LEN), BATCH_ROWS, seed=1), 0, 1, 4)
+    batches = MicroBatches(TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1), 0, 1, 4)
     batches.source.store.train.tokens[:1]
     content = pickle.dumps(batches)
     assert torch.equal(whole(pickle.loads(content)[3]), whole(batches[3]))
@@ -128,16 +128,16 @@ def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
 
 @given(n_tokens=st.integers(2, 3000), seq_len=st.integers(1, 80), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6))
 @settings(max_examples=200, deadline=None)
-def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_row(n_tokens: int, seq_len: int, seed: int, epoch: int):
+def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(n_tokens: int, seq_len: int, seed: int, epoch: int):
     if n_tokens <= seq_len:
-        with pytest.raises(ValueError, match="hold no row"):
+        with pytest.raises(ValueError, match="hold no sequence"):
             stream(n_tokens, seq_len, seed)
         return
-    rows = stream(n_tokens, seq_len, seed)
-    batch, _ = rows.rows(epoch * rows.rows_per_epoch + np.arange(rows.rows_per_epoch), seq_len)
+    text = stream(n_tokens, seq_len, seed)
+    batch, _ = text.read(epoch * text.sequences_per_epoch + np.arange(text.sequences_per_epoch), seq_len)
     targets = np.sort(batch[:, 1:].ravel())
     assert (batch[:, 1:] == (batch[:, :-1] + 1) % n_tokens).all()
-    assert len(rows.epoch_starts(epoch)) == rows.rows_per_epoch
+    assert len(text.epoch_starts(epoch)) == text.sequences_per_epoch
     assert (np.diff(targets) > 0).all()
     assert n_tokens - len(targets) < seq_len
 
@@ -146,64 +146,64 @@ def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_row(n_tokens: i
 @pytest.mark.parametrize("length", [4, 16])
 def test_over_epochs_every_token_of_a_part_is_a_target_equally_often(n_tokens: int, length: int):
     first, epochs = 50, 4000
-    rows = TextStream(counted_split([first, n_tokens, 70]), first, n_tokens, 16, (1, 2))
-    batch, _ = rows.rows(np.arange(epochs * rows.rows_per_epoch), length)
+    text = TextStream(counted_split([first, n_tokens, 70]), first, n_tokens, 16, (1, 2))
+    batch, _ = text.read(np.arange(epochs * text.sequences_per_epoch), length)
     counts = np.bincount(batch[:, 1:].ravel(), minlength=first + n_tokens + 70)
     assert counts[:first].sum() == counts[first + n_tokens :].sum() == 0
-    share = rows.rows_per_epoch * 16 / n_tokens
-    spread = (epochs * share * (1 - share)) ** 0.5
-    assert np.abs(counts[first : first + n_tokens] - epochs * share).max() <= 5 * spread
+    fraction = text.sequences_per_epoch * 16 / n_tokens
+    spread = (epochs * fraction * (1 - fraction)) ** 0.5
+    assert np.abs(counts[first : first + n_tokens] - epochs * fraction).max() <= 5 * spread
 
 
 @given(
     n_tokens=st.integers(20, 500),
     seq_len=st.integers(1, 19),
-    batch_rows=st.integers(1, 60),
+    batch_slots=st.integers(1, 60),
     step=st.integers(0, 200),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=200, deadline=None)
-def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int, batch_rows: int, step: int, seed: int):
-    rows = stream(n_tokens, seq_len, seed)
-    begin, end = step * batch_rows, (step + 1) * batch_rows
-    n = rows.rows_per_epoch
-    epochs = np.concatenate([rows.epoch_starts(epoch) for epoch in range(begin // n, end // n + 1)])
-    assert (rows.starts(np.arange(begin, end)) == epochs[begin % n :][:batch_rows]).all()
+def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int, batch_slots: int, step: int, seed: int):
+    text = stream(n_tokens, seq_len, seed)
+    begin, end = step * batch_slots, (step + 1) * batch_slots
+    n = text.sequences_per_epoch
+    epochs = np.concatenate([text.epoch_starts(epoch) for epoch in range(begin // n, end // n + 1)])
+    assert (text.starts(np.arange(begin, end)) == epochs[begin % n :][:batch_slots]).all()
 
 
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
-        return tuple(TrainRows(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch))
+        return tuple(TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch))
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
     assert {order(1, epoch)[0] % 10 for epoch in range(100)} == set(range(10))
 
 
-# ---------------------------------------------------------------- held-out rows
+# ---------------------------------------------------------------- held-out sequences
 
 
-@given(n_tokens=st.integers(1, 2000), seq_len=st.integers(1, 100), rows=st.integers(1, 50))
+@given(n_tokens=st.integers(1, 2000), seq_len=st.integers(1, 100), limit=st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
-def test_validation_rows_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, rows: int):
+def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, limit: int):
     split = counted_split([n_tokens])
-    starts = validation_starts(split, seq_len, rows)
+    starts = validation_starts(split, seq_len, limit)
     batch = windows(split, starts, seq_len)
-    assert batch.shape == (min(rows, (n_tokens - 1) // seq_len), seq_len + 1)
+    assert batch.shape == (min(limit, (n_tokens - 1) // seq_len), seq_len + 1)
     assert len(np.unique(batch[:, 1:])) == batch[:, 1:].size
     if len(starts) > 1:
         gaps = np.diff([*starts, (n_tokens - 1) // seq_len * seq_len])
         assert gaps.max() - gaps.min() <= seq_len
 
 
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), length=st.integers(1, 30), rows=st.integers(1, 40))
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12), length=st.integers(1, 30), limit=st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
-def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, rows: int):
+def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, limit: int):
     split = counted_split(sizes)
-    starts, every = long_starts(split, length, rows), long_starts(split, length, 10**6)
+    starts, every = long_starts(split, length, limit), long_starts(split, length, 10**6)
     fitting = [(size - 1) // length for size in sizes]
     assert len(every) == sum(fitting)
-    assert len(starts) == min(rows, sum(fitting))
+    assert len(starts) == min(limit, sum(fitting))
     document = np.searchsorted(split.offsets, every, "right") - 1
     assert np.bincount(document, minlength=len(sizes)).tolist() == fitting
     assert (every + length + 1 <= split.offsets[document + 1]).all()
@@ -221,92 +221,92 @@ def test_windows_are_what_the_store_holds(store: Store):
     batch = windows(store.val, starts, SEQ_LEN)
     assert batch.dtype == np.int64
     assert type(batch) is np.ndarray
-    for row, begin in zip(batch, starts, strict=True):
-        assert (row == store.val.tokens[begin : begin + SEQ_LEN + 1]).all()
+    for sequence, begin in zip(batch, starts, strict=True):
+        assert (sequence == store.val.tokens[begin : begin + SEQ_LEN + 1]).all()
 
 
-# ---------------------------------------------------------------- rows of several lengths
+# ---------------------------------------------------------------- sequences of several lengths
 
 
 def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store):
-    plain = TrainRows(store, DataConfig(seq_len=64), 4, seed=1)
-    mixed = TrainRows(store, DataConfig(seq_len=64, lengths={16: 0.25, 32: 0.25, 64: 0.5}), 4, seed=1)
+    plain = TrainSequences(store, DataConfig(seq_len=64), 4, seed=1)
+    mixed = TrainSequences(store, DataConfig(seq_len=64, lengths={16: 0.25, 32: 0.25, 64: 0.5}), 4, seed=1)
     for step in range(40):
-        length, rows = mixed.length(step), whole(mixed.batch(step))
-        assert rows.shape == (4 * 64 // length, length + 1)
-        assert np.array_equal(rows[:, 1:].ravel(), whole(plain.batch(step))[:, 1:].ravel())
-        assert np.array_equal(rows[:, :-1].ravel(), whole(plain.batch(step))[:, :-1].ravel())
+        length, sequences = mixed.length(step), whole(mixed.batch(step))
+        assert sequences.shape == (4 * 64 // length, length + 1)
+        assert np.array_equal(sequences[:, 1:].ravel(), whole(plain.batch(step))[:, 1:].ravel())
+        assert np.array_equal(sequences[:, :-1].ravel(), whole(plain.batch(step))[:, :-1].ravel())
 
 
-def test_lengths_have_their_shares_and_are_a_function_of_seed_and_step(store):
+def test_mixed_lengths_have_their_weights_and_are_a_function_of_seed_and_step(store):
     lengths = {16: 0.2, 32: 0.3, 64: 0.5}
-    rows, again, other = (TrainRows(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
-    drawn = [rows.length(step) for step in range(4000)]
-    for length, share in lengths.items():
-        assert drawn.count(length) == pytest.approx(4000 * share, abs=1 + share * len(lengths))
+    sequences, again, other = (TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
+    drawn = [sequences.length(step) for step in range(4000)]
+    for length, weight in lengths.items():
+        assert drawn.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(lengths))
     assert drawn[:100] == [again.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
 
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
-def test_ranks_and_micro_batches_share_out_mixed_rows_too(store, world: int, micro_batch: int):
-    rows = TrainRows(store, DataConfig(seq_len=64, lengths={16: 0.5, 64: 0.5}), 4, 1)
-    parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
+def test_ranks_and_micro_batches_divide_steps_of_mixed_lengths_too(store, world: int, micro_batch: int):
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths={16: 0.5, 64: 0.5}), 4, 1)
+    parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
     for step in range(10):
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-        assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(rows.batch(step)))
+        assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(sequences.batch(step)))
 
 
-def test_lengths_that_follow_each_other_begin_at_their_share_of_the_run(store):
-    rows = TrainRows(store, DataConfig(seq_len=64, lengths={0.0: 16, 0.25: 32, 0.5: 64}), 4, 1, max_steps=40)
-    assert [rows.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
-    assert rows.shares(40) == {16: 0.25, 32: 0.25, 64: 0.5}
+def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths={0.0: 16, 0.25: 32, 0.5: 64}), 4, 1, max_steps=40)
+    assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
+    assert sequences.length_fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
 
 
-def test_one_number_cuts_all_rows(store):
-    rows = TrainRows(store, DataConfig(seq_len=64, lengths=16), 4, 1)
-    assert {whole(rows.batch(step)).shape for step in range(20)} == {(16, 17)}
+def test_a_fixed_length_cuts_all_slots(store):
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=16), 4, 1)
+    assert {whole(sequences.batch(step)).shape for step in range(20)} == {(16, 17)}
 
 
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_natural_rows_cover_documents_without_overlap_and_waste_what_they_say(sizes: list[int], seed: int):
+def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: list[int], seed: int):
     split, longest, step_tokens = counted_split(sizes), 64, 64
     try:
-        natural = NaturalRows(split, longest, step_tokens, (1, seed))
+        pieces = DocumentPieces(split, longest, step_tokens, (1, seed))
     except NoFullStep:
         return
     document_of = np.repeat(np.arange(len(sizes)), sizes)
     for epoch in (0, 3):
         seen = []
-        for step in range(epoch * natural.steps_per_epoch, (epoch + 1) * natural.steps_per_epoch):
-            length, starts = natural(step), natural.row_starts(step)
+        for step in range(epoch * pieces.steps_per_epoch, (epoch + 1) * pieces.steps_per_epoch):
+            length, starts = pieces(step), pieces.sequence_starts(step)
             assert length in (16, 32, 64)
             assert len(starts) * length == step_tokens
-            rows = split.around(starts, length, 0, split.n_tokens)
-            assert (document_of[rows[:, 0]] == document_of[rows[:, -2]]).all(), "a row lies within a document"
-            seen.append(rows[:, :-1].ravel())
+            sequences = split.around(starts, length, 0, split.n_tokens)
+            assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), "a sequence lies within a document"
+            seen.append(sequences[:, :-1].ravel())
         seen = np.concatenate(seen)
         assert len(np.unique(seen)) == len(seen)
-        assert 1 - len(seen) / sum(sizes) == pytest.approx(natural.wasted)
+        assert 1 - len(seen) / sum(sizes) == pytest.approx(pieces.left_out)
     short_of_a_step = 3 * step_tokens
-    assert natural.wasted * sum(sizes) < 16 * len(sizes) + short_of_a_step
+    assert pieces.left_out * sum(sizes) < 16 * len(sizes) + short_of_a_step
 
 
-def test_natural_rows_are_shared_out_like_any_others(store):
-    rows = TrainRows(store, DataConfig(seq_len=32, lengths="documents"), 4, 1)
-    assert len({rows.length(step) for step in range(30)}) > 1
+def test_ranks_and_micro_batches_divide_steps_of_document_pieces_too(store):
+    sequences = TrainSequences(store, DataConfig(seq_len=32, lengths="documents"), 4, 1)
+    assert len({sequences.length(step) for step in range(30)}) > 1
     for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
-        parts = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
+        parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
         for step in range(30):
             taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-            assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(rows.batch(step)))
+            assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(sequences.batch(step)))
 
 
 @pytest.mark.parametrize("last", [16, 17, 40, 48])
-def test_natural_rows_reach_every_token_of_long_documents(last: int):
+def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
     sizes = [32, 21, 64, last]
-    natural = NaturalRows(counted_split(sizes), 16, 16, (1, 2))
-    starts = np.concatenate([natural.row_starts(step) for step in range(200 * natural.steps_per_epoch)])
+    pieces = DocumentPieces(counted_split(sizes), 16, 16, (1, 2))
+    starts = np.concatenate([pieces.sequence_starts(step) for step in range(200 * pieces.steps_per_epoch)])
     batch = counted_split(sizes).around(starts, 16, 0, sum(sizes))
     assert set(batch[:, 1:].ravel().tolist()) == set(range(sum(sizes)))
 
@@ -315,7 +315,7 @@ def test_natural_rows_reach_every_token_of_long_documents(last: int):
 
 
 def test_isolated_positions_begin_anew_with_each_document(store):
-    batch = TrainRows(store, DataConfig(seq_len=64, documents="isolate"), 16, 1).batch(0)
+    batch = TrainSequences(store, DataConfig(seq_len=64, documents="isolate"), 16, 1).batch(0)
     for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
         since = 0
         for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
@@ -323,57 +323,57 @@ def test_isolated_positions_begin_anew_with_each_document(store):
             assert position == since
             since += 1
     assert (batch.positions == 0).sum() > len(batch.positions)
-    assert TrainRows(store, DataConfig(seq_len=64), 4, 1).batch(0).positions is None
+    assert TrainSequences(store, DataConfig(seq_len=64), 4, 1).batch(0).positions is None
 
 
 @given(weights=st.lists(st.floats(1e-6, 1), min_size=2, max_size=6), first=st.integers(0, 10**9), seed=st.integers(0, 99))
 @settings(max_examples=100, deadline=None)
-def test_streams_have_their_weights_of_the_slots_however_long_the_run(weights: list[float], first: int, seed: int):
-    shares = np.array(weights) / sum(weights)
-    streams, own = Deck(weights, (1, seed)).deal(np.arange(first, first + 3 * DECK))
-    slots = np.arange(first, first + 3 * DECK)
-    for number, share in enumerate(shares):
+def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_the_run(weights: list[float], first: int, seed: int):
+    fractions = np.array(weights) / sum(weights)
+    streams, own = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * BLOCK))
+    slots = np.arange(first, first + 3 * BLOCK)
+    for number, fraction in enumerate(fractions):
         mine = streams == number
         assert (np.diff(own[mine]) == 1).all(), "a stream's slots come in order, none twice and none left out"
-        assert (np.abs(own[mine] - share * slots[mine]) < 1 + share * len(shares)).all()
+        assert (np.abs(own[mine] - fraction * slots[mine]) < 1 + fraction * len(fractions)).all()
 
 
-@given(first=st.integers(0, 20 * DECK), seed=st.integers(0, 9))
+@given(first=st.integers(0, 20 * BLOCK), seed=st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
-def test_slots_are_dealt_the_same_in_any_order(first: int, seed: int):
-    slots = np.arange(first, first + 2 * DECK)
-    whole = np.stack(Deck([0.5, 0.3, 0.2], (1, seed)).deal(slots))
+def test_slots_are_assigned_the_same_in_any_order(first: int, seed: int):
+    slots = np.arange(first, first + 2 * BLOCK)
+    whole = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, seed)).assign(slots))
     order = np.random.default_rng(seed).permutation(len(slots))
-    pieces = Deck([0.5, 0.3, 0.2], (1, seed))
-    dealt = np.concatenate([np.stack(pieces.deal(slots[some])) for some in np.array_split(order, 7)], 1)
-    assert np.array_equal(dealt, whole[:, order])
-    assert not np.array_equal(whole[0, :DECK], whole[0, DECK:]), "no deck is like another"
+    other = StratifiedSampler([0.5, 0.3, 0.2], (1, seed))
+    assigned = np.concatenate([np.stack(other.assign(slots[some])) for some in np.array_split(order, 7)], 1)
+    assert np.array_equal(assigned, whole[:, order])
+    assert not np.array_equal(whole[0, :BLOCK], whole[0, BLOCK:]), "no block is like another"
 
 
 def test_a_stream_of_little_weight_is_drawn_as_often_as_it_weighs():
-    streams, _ = Deck([0.9, 0.9996 * 0.1, 0.0004 * 0.1], (1, 2)).deal(np.arange(500_000))
+    streams, _ = StratifiedSampler([0.9, 0.9996 * 0.1, 0.0004 * 0.1], (1, 2)).assign(np.arange(500_000))
     assert np.abs(np.bincount(streams, minlength=3) - [450_000, 49_980, 20]).max() <= 2
 
 
 @pytest.mark.parametrize("weights", [[1 / 64, 63 / 64], [2 / 64, 0.5, 30 / 64], 8 * [1 / 8]])
 def test_a_stream_of_a_slot_in_the_run_is_drawn_in_it(weights: list[float]):
     for seed in range(50):
-        streams, _ = Deck(weights, (1, seed)).deal(np.arange(64))
+        streams, _ = StratifiedSampler(weights, (1, seed)).assign(np.arange(64))
         assert set(streams.tolist()) == set(range(len(weights)))
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.999, 0.001]])
 def test_no_period_of_the_run_favours_a_stream(weights: list[float]):
-    """Steps of 100 rows, of which every tenth is logged: what they hold is what all hold."""
-    streams, _ = Deck(weights, (1, 2)).deal(np.arange(300_000))
+    """Steps of 100 sequences, of which every tenth is logged: what they hold is what all hold."""
+    streams, _ = StratifiedSampler(weights, (1, 2)).assign(np.arange(300_000))
     logged = streams.reshape(-1, 10, 100)[:, 9]
     expected = weights[1] * logged.size
     assert (logged == 1).sum() == pytest.approx(expected, abs=4 * expected**0.5)
 
 
-def test_the_dealing_of_slots_never_changes_between_versions():
-    dealt = np.stack(Deck([0.5, 0.3, 0.2], (1, 2)).deal(np.arange(12) + 5 * DECK)).tolist()
-    assert dealt == GOLDEN_DEAL
+def test_the_assignment_of_slots_never_changes_between_versions():
+    assigned = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, 2)).assign(np.arange(12) + 5 * BLOCK)).tolist()
+    assert assigned == GOLDEN_ASSIGNMENT
 
 
-GOLDEN_DEAL = [[0, 2, 0, 1, 1, 0, 0, 0, 2, 1, 0, 2], [2560, 1024, 2561, 1536, 1537, 2562, 2563, 2564, 1025, 1538, 2565, 1026]]
+GOLDEN_ASSIGNMENT = [[0, 2, 0, 1, 1, 0, 0, 0, 2, 1, 0, 2], [2560, 1024, 2561, 1536, 1537, 2562, 2563, 2564, 1025, 1538, 2565, 1026]]

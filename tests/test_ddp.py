@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, lm
 from folders import alive, curve, losses, same, series, weights
 
-from lm.data.batches import MicroBatches, TrainRows
+from lm.data.batches import MicroBatches, TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
 from lm.training.train import train
@@ -37,7 +37,7 @@ def close(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_tokens_of_a_step_are_the_same_for_any_number_of_ranks(tiny, world: int):
     config = tiny()
-    rows = TrainRows(prepare(config.data, progress=False), dataclasses.replace(config.data, seq_len=32), 8, seed=1)
+    rows = TrainSequences(prepare(config.data, progress=False), dataclasses.replace(config.data, seq_len=32), 8, seed=1)
 
     def digest(world: int, micro_batch: int) -> str:
         steps = 50

@@ -14,7 +14,7 @@ from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource
 from lm.config.load import load
-from lm.data.batches import TrainRows, train_rows
+from lm.data.batches import TrainSequences, train_sequences
 from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
@@ -124,7 +124,7 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
         (["data.tasks=[{weight: 0.01, task: needle}]"], r"data\.tasks\[0\]\.weight = 0\.01: gives 0\.64 of the 64 sequences"),
     ],
 )
-def test_a_weight_of_which_the_run_has_no_row_is_refused(options: list[str], problem: str):
+def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str], problem: str):
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
     tiny = [str(ROOT / "tests" / "tiny.yaml"), source]
     with pytest.raises(ConfigError, match=problem):
@@ -132,7 +132,7 @@ def test_a_weight_of_which_the_run_has_no_row_is_refused(options: list[str], pro
     load([*tiny, *options, "trainer.max_steps=400"])
 
 
-def test_sources_of_filler_alone_need_no_rows():
+def test_sources_of_filler_alone_need_no_sequences():
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
     load([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
 
@@ -239,31 +239,31 @@ def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: i
     assert long.endswith(store.tokenizer().decode(document[-1000:].tolist()))
 
 
-def test_rows_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
+def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     store = prepare(data)
     edges = np.cumsum([0, *(part.n_tokens for part in store.train.sources)])
     for weights in ([0.25, 0.75], [1.0, 0.0]):
         parts = [WeightedSource(weight, part.source) for weight, part in zip(weights, data.sources, strict=True)]
         weighted = dataclasses.replace(data, source=Mixture(parts), seq_len=32)
-        rows = TrainRows(store, weighted, 16, seed=1)
-        for stream, begin, end in zip(rows.streams, edges[:-1], edges[1:], strict=False):
+        sequences = TrainSequences(store, weighted, 16, seed=1)
+        for stream, begin, end in zip(sequences.streams, edges[:-1], edges[1:], strict=False):
             part = store.train.tokens[begin:end]
-            drawn, _ = stream.rows(np.arange(400), 32)
-            for row, start in zip(drawn, stream.starts(np.arange(400)), strict=True):
-                assert np.array_equal(row, np.take(part, range(start, start + 33), mode="wrap"))
-        if rows.deck:
-            streams, _ = rows.deck.deal(np.arange(2000))
+            drawn, _ = stream.read(np.arange(400), 32)
+            for sequence, start in zip(drawn, stream.starts(np.arange(400)), strict=True):
+                assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
+        if sequences.sampler:
+            streams, _ = sequences.sampler.assign(np.arange(2000))
             assert (streams == 0).sum() == pytest.approx(500, abs=2)
-        assert rows.batch(3).tokens.shape == (16, 32)
+        assert sequences.batch(3).tokens.shape == (16, 32)
 
 
-def test_a_run_reads_a_mixture_and_refuses_natural_lengths(tmp_path: Path):
+def test_a_run_reads_a_mixture_and_refuses_the_lengths_of_documents(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     config = dataclasses.replace(
         load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]), data=dataclasses.replace(data, seq_len=32)
     )
-    assert train_rows(prepare(data), config).batch(0).tokens.shape == (8, 32)
+    assert train_sequences(prepare(data), config).batch(0).tokens.shape == (8, 32)
     with pytest.raises(ConfigError, match="whatever the weights of a mixture"):
         load(
             [str(ROOT / "tests" / "tiny.yaml"), "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}", "data.lengths=documents"]

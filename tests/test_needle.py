@@ -167,6 +167,6 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2
     assert (
-        "error: eval.needle.length_factors = [0.3]: needle in rows of 38: the needles and their questions need rows of at least"
+        "error: eval.needle.length_factors = [0.3]: needle in rows of 38: the needles and their questions need sequences of at least"
         in result.stderr
     )

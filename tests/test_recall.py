@@ -16,7 +16,7 @@ from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
-from lm.data.batches import IGNORED, Batch, MicroBatches, train_rows
+from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
 from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
@@ -122,16 +122,16 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
         answers, guesses = rng.permutation(shown)[:asked], rng.permutation(shown)[:asked]  # own picks: none twice
         rights["own"].append((answers == guesses).mean())
         rights["given"].append(np.mean([rng.choice(np.setdiff1d(np.arange(shown), answers[:i])) == answers[i] for i in range(asked)]))
-    assert task.guessing.given == pytest.approx(np.mean(rights["given"]), abs=0.02)
-    assert task.guessing.own == pytest.approx(np.mean(rights["own"]), abs=0.02)
+    assert task.chance.teacher_forced == pytest.approx(np.mean(rights["given"]), abs=0.02)
+    assert task.chance.rollout == pytest.approx(np.mean(rights["own"]), abs=0.02)
 
 
 def test_chance_of_all_keys_asked_is_the_harmonic_number_over_k_and_none_where_it_is_not_one_number():
-    assert MQAR().guessing.given == pytest.approx(sum(1 / k for k in range(1, 9)) / 8)
-    assert MQAR().guessing.own == 1 / 8
-    assert Induction(symbols=16).guessing.given == 1 / 16
+    assert MQAR().chance.teacher_forced == pytest.approx(sum(1 / k for k in range(1, 9)) / 8)
+    assert MQAR().chance.rollout == 1 / 8
+    assert Induction(symbols=16).chance.teacher_forced == 1 / 16
     for task in (MQAR(pairs=1, queries=1), Copy(), FlipFlop(), Needle(), Needle(distractors=3, absent=True), Passkey()):
-        assert task.guessing is None
+        assert task.chance is None
 
 
 class Knowing(torch.nn.Module):
@@ -251,7 +251,7 @@ def test_what_recall_can_not_measure_is_refused(tiny):
     config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", off)
     store = prepare(config.data)
     with pytest.raises(
-        ConfigError, match=r"eval.recall.length_factors = \[0.5\]: needle in rows of 64: the needles and their questions need rows of"
+        ConfigError, match=r"eval.recall.length_factors = \[0.5\]: needle in rows of 64: the needles and their questions need sequences of"
     ):
         Recall(config, store)
 
@@ -262,7 +262,7 @@ def test_what_recall_can_not_measure_is_refused(tiny):
 def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
     config = tiny(*SYMBOLS, "data.lengths={0.0: 16, 0.5: 32}")
     store = prepare(config.data)
-    rows = train_rows(store, config)
+    rows = train_sequences(store, config)
     assert [rows.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
     seen = set()
     for step in range(8):
@@ -270,7 +270,7 @@ def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
         length = rows.length(step)
         assert whole.tokens.shape == (256 // length, length)
         assert ((whole.targets != IGNORED).sum(1) == 4).all()
-        parts = [MicroBatches(train_rows(store, config), rank, 2, 2) for rank in range(2)]
+        parts = [MicroBatches(train_sequences(store, config), rank, 2, 2) for rank in range(2)]
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
         assert torch.equal(torch.cat([one.tokens for one in taken]), whole.tokens)
         assert torch.equal(torch.cat([one.targets for one in taken]), whole.targets)
@@ -281,7 +281,7 @@ def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
 def test_needles_are_dealt_among_text_by_weight(tiny):
     config = tiny(NEEDLE, "data.seq_len=256", "optim.batch_tokens=2560", "eval.long_context.length_factor=0")
     store = prepare(config.data)
-    rows, text = train_rows(store, config), Text(store)
+    rows, text = train_sequences(store, config), Text(store)
     answered = 0
     for step in range(100):
         batch = rows.batch(step)
@@ -299,7 +299,7 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     config = tiny(*SYMBOLS, "name=a", "trainer.max_steps=3", "optim.warmup_steps=1")
     assert train(config) == 0
     store = prepare(config.data)
-    rows = train_rows(store, config)
+    rows = train_sequences(store, config)
     decoder = Decoder(config.model, store.vocab_size, 32, config.seed)
     batch = rows.batch(0)
     expected = F.cross_entropy(decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
@@ -371,7 +371,7 @@ def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
     config = tiny("data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.25, task: max}]", SYMBOLS[1], "name=both")
-    rows = train_rows(prepare(config.data), config)
+    rows = train_sequences(prepare(config.data), config)
     targets = (rows.batch(0).targets != IGNORED).sum(1)
     assert set(targets.tolist()) == {1, 4}
     assert train(config) == 0
@@ -382,7 +382,7 @@ def test_a_task_without_room_is_refused_before_anything_is_written(arguments: li
     result = lm("train", *arguments, SYMBOLS[1], "data.tasks=[{task: {name: copy, span: 100}}]", f"data.root={tmp_path / 'stores'}")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(
-        "error: data.tasks: copy: a string of 100 and its copy need rows of at least 200 tokens"
+        "error: data.tasks: copy: a string of 100 and its copy need sequences of at least 200 tokens"
     )
     assert not [path for path in (tmp_path / "stores").iterdir() if path.is_dir()]
 
@@ -413,8 +413,8 @@ def test_what_contradicts_itself_is_refused(tiny):
     assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", off)
     config = tiny("data.tasks=[{task: mqar}]", off, "data.lengths={16: 0.5, 32: 0.5}")
     store = prepare(config.data)
-    with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need rows of at least 31 tokens, not 16"):
-        train_rows(store, config)
+    with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need sequences of at least 31 tokens, not 16"):
+        train_sequences(store, config)
 
 
 def test_tasks_survive_the_configuration_file(tiny):

@@ -20,7 +20,7 @@ from folders import alive, curve, differences, kill_after, losses, metrics, pois
 
 from lm.attention import catalogue
 from lm.config.data_config import DataConfig
-from lm.data.batches import TrainRows
+from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
@@ -97,7 +97,7 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
     few = ["data.val_fraction=0.9", f"model.normalizer={name}"]
     store = prepare(tiny(*few).data, progress=False)
     for seq_len in range(30, 60):
-        count = TrainRows(store, DataConfig(seq_len=seq_len), 1, 1).streams[0].rows_per_epoch
+        count = TrainSequences(store, DataConfig(seq_len=seq_len), 1, 1).streams[0].sequences_per_epoch
         if count % 3 == 0:
             break
     else:

@@ -1,4 +1,4 @@
-"""Synthetic tasks: exact lengths and depths, no leaks, the same rows everywhere, nothing shared by training and test rows."""
+"""Synthetic tasks: exact lengths and depths, no leaks, the same sequences everywhere, no contents shared by training and test."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ SYMBOLIC = [
 ]
 TEXTUAL = [Needle(), Needle(needles=2, distractors=2), Needle(depth=0.5), Passkey(), Passkey(filler="corpus")]
 CONTROLS = [Needle(absent=True), Needle(needles=2, distractors=2, absent=True), Passkey(absent=True)]
-INDICES, SEEDS, PARTS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
+INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.sampled_from(["train", "test"])
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
 
 
 def check(task: Task, made: Example, length: int) -> None:
-    """What holds for the rows of every task."""
+    """What holds for a sequence of every task."""
     assert made.tokens.shape == (length + 1,)
     assert made.tokens.dtype == np.int64
     assert made.questions.shape == made.evidence.shape == made.needles.shape
     assert (made.questions[:, 0] >= 1).all()
-    assert made.questions[-1, 1] == length + 1, "a row ends with an answer"
+    assert made.questions[-1, 1] == length + 1, "a sequence ends with an answer"
     assert made.answers.sum() == (made.questions[:, 1] - made.questions[:, 0]).sum()
     for (start, stop), (begin, end), (first, last) in zip(made.questions, made.evidence, made.needles, strict=True):
         assert made.answers[start - 1 : stop - 1].all()
@@ -73,29 +73,31 @@ def check(task: Task, made: Example, length: int) -> None:
 
 
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
-@given(seed=SEEDS, index=INDICES, length=st.integers(33, 300), part=PARTS)
+@given(seed=SEEDS, index=INDICES, length=st.integers(33, 300), subset=SUBSETS)
 @settings(max_examples=40, deadline=None)
-def test_rows_of_symbols_are_of_the_length_asked_for_and_show_their_answers(task: Task, seed: int, index: int, length: int, part: str):
-    made = example(task, seed, index, length, part)
+def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers(
+    task: Task, seed: int, index: int, length: int, subset: str
+):
+    made = example(task, seed, index, length, subset)
     check(task, made, length)
     assert 0 <= made.tokens.min() <= made.tokens.max() < task.vocab_size
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
-@given(seed=SEEDS, index=INDICES, length=st.integers(450, 900), part=PARTS)
+@given(seed=SEEDS, index=INDICES, length=st.integers(450, 900), subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
-def test_rows_of_text_are_of_the_length_asked_for_and_show_their_answers(
-    text: Text, task: Task, seed: int, index: int, length: int, part: str
+def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
+    text: Text, task: Task, seed: int, index: int, length: int, subset: str
 ):
-    made = example(task, seed, index, length, part, text)
+    made = example(task, seed, index, length, subset, text)
     check(task, made, length)
     assert made.tokens.max() < text.vocab_size
     assert (made.evidence.max(1) == 0).all() == task.absent
 
 
 def digest(task: Task, length: int, text: Text | None = None) -> str:
-    rows = [example(task, 1, index, length, part, text).tokens for part in ("train", "test") for index in range(4)]
-    return hashlib.sha256(np.stack(rows).astype("<i8").tobytes()).hexdigest()[:16]
+    sequences = [example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)]
+    return hashlib.sha256(np.stack(sequences).astype("<i8").tobytes()).hexdigest()[:16]
 
 
 PINNED = {
@@ -111,17 +113,17 @@ PINNED = {
 
 
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
-def test_the_rows_never_change_between_processes_and_versions(task: Task):
+def test_the_sequences_never_change_between_processes_and_versions(task: Task):
     assert digest(task, 64) == PINNED[label(task)]
 
 
-def test_another_process_makes_the_same_rows():
+def test_another_process_makes_the_same_sequences():
     code = "from tests.test_tasks import *; print(*(digest(task, 64) for task in SYMBOLIC))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "5"})
     assert out.stdout.split() == [digest(task, 64) for task in SYMBOLIC]
 
 
-def test_text_rows_depend_on_their_arguments_alone(text: Text):
+def test_text_sequences_depend_on_their_arguments_alone(text: Text):
     for task in TEXTUAL:
         one, same, other = (example(task, 3, index, 400, "train", text) for index in (8, 8, 9))
         assert (one.tokens == same.tokens).all()
@@ -129,14 +131,16 @@ def test_text_rows_depend_on_their_arguments_alone(text: Text):
 
 
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
-def test_seeds_parts_and_indices_give_different_rows(task: Task):
-    rows = {example(task, seed, index, 64, part).tokens.tobytes() for seed in (1, 2) for index in range(50) for part in ("train", "test")}
-    assert len(rows) == 200
+def test_seeds_parts_and_indices_give_different_sequences(task: Task):
+    sequences = {
+        example(task, seed, index, 64, subset).tokens.tobytes() for seed in (1, 2) for index in range(50) for subset in ("train", "test")
+    }
+    assert len(sequences) == 200
 
 
 @pytest.mark.parametrize("task", [*SYMBOLIC, *TEXTUAL], ids=label)
-def test_a_row_too_short_says_how_long_it_must_be(task: Task, text: Text):
-    with pytest.raises(ValueError, match=r"need rows of at least \d+ tokens, not 2"):
+def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
+    with pytest.raises(ValueError, match=r"need sequences of at least \d+ tokens, not 2"):
         example(task, 1, 0, 2, "train", text)
 
 
@@ -150,13 +154,13 @@ def test_the_least_length_named_is_the_least():
             example(task, 1, 0, least - 1)
 
 
-def test_rows_too_few_to_keep_training_and_test_apart_are_an_error():
+def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
     found = {}
-    for part in ("train", "test"):
-        with contextlib.suppress(ValueError):  # rows of a write and a read: there are two
-            found[part] = {example(FlipFlop(), 1, index, 4, part).tokens.tobytes() for index in range(20)}
+    for subset in ("train", "test"):
+        with contextlib.suppress(ValueError):  # sequences of a write and a read: there are two
+            found[subset] = {example(FlipFlop(), 1, index, 4, subset).tokens.tobytes() for index in range(20)}
     assert sum(map(len, found.values())) == len(set().union(*found.values())) == 2
-    with pytest.raises(ValueError, match="too few different contents to have some for test rows alone"):
+    with pytest.raises(ValueError, match="too few different contents to have some for test sequences alone"):
         list(Draw(1, "test", 0).tries())
 
 
@@ -194,15 +198,15 @@ def test_draws_are_even():
 # ---------------------------------------------------------------- associative recall
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(32, 200), queries=st.integers(1, 8))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(32, 200), queries=st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, part: str, length: int, queries: int):
+def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, subset: str, length: int, queries: int):
     task = MQAR(queries=queries)
-    made = example(task, 1, index, length, part)
+    made = example(task, 1, index, length, subset)
     tokens, asked = made.tokens, made.questions[:, 0]
     front = tokens[: length + 1 - 2 * queries]
     assert len(asked) == queries
-    assert (asked == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the row"
+    assert (asked == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the sequence"
     pairs = np.flatnonzero(front < task.keys)
     assert len(pairs) == len(set(front[pairs])) == made.candidates == 8
     known = dict(zip(front[pairs], front[pairs + 1], strict=True))
@@ -216,36 +220,36 @@ def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index:
 
 @given(index=INDICES)
 @settings(max_examples=60, deadline=None)
-def test_training_and_test_rows_of_recall_share_no_pair_if_asked(index: int):
+def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int):
     task = MQAR(held_out="pairs")
-    for part in ("train", "test"):
-        made = example(task, 1, index, 64, part)
+    for subset in ("train", "test"):
+        made = example(task, 1, index, 64, subset)
         keys, values = made.tokens[made.needles[:, 0]], made.tokens[made.evidence[:, 0]] - task.keys
-        assert (((keys + values) % 8 == 0) == (part == "test")).all()
+        assert (((keys + values) % 8 == 0) == (subset == "test")).all()
     assert MQAR(held_out="pairs", joined=True).problems()
     assert MQAR(held_out="pairs", values=63).problems()
 
 
 @given(index=INDICES)
 @settings(max_examples=60, deadline=None)
-def test_training_and_test_rows_of_recall_share_no_list_of_pairs(index: int):
+def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int):
     """Single pairs they share: keeping some from training would teach that they are wrong."""
     task = MQAR(keys=4, values=4, filler=4, pairs=2, queries=2)
     lists = {}
-    for part in ("train", "test"):
+    for subset in ("train", "test"):
         for number in range(index % 2**40, index % 2**40 + 40):
-            made = example(task, 1, number, 24, part)
+            made = example(task, 1, number, 24, subset)
             order = np.argsort(made.needles[:, 0])
             keys, values = made.tokens[made.needles[order, 0]], made.tokens[made.evidence[order, 0]]
-            lists.setdefault(part, set()).add((*keys.tolist(), *values.tolist()))
+            lists.setdefault(subset, set()).add((*keys.tolist(), *values.tolist()))
     assert not lists["train"] & lists["test"]
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(24, 200))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(24, 200))
 @settings(max_examples=60, deadline=None)
-def test_joined_pairs_are_one_symbol_each(index: int, part: str, length: int):
+def test_joined_pairs_are_one_symbol_each(index: int, subset: str, length: int):
     task = MQAR(keys=16, values=12, filler=5, pairs=8, joined=True)
-    made = example(task, 1, index, length, part)
+    made = example(task, 1, index, length, subset)
     assert ((made.tokens[:-16] >= 33).sum(), made.candidates) == (8, 8)
     pairs = made.tokens[made.evidence[:, 0]] - 33
     assert (pairs // 12 == made.tokens[made.questions[:, 0] - 1]).all()
@@ -269,11 +273,11 @@ def test_options_that_contradict_each_other_are_named():
 # ---------------------------------------------------------------- the other tasks of symbols
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(32, 120))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(32, 120))
 @settings(max_examples=60, deadline=None)
-def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, part: str, length: int):
+def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, subset: str, length: int):
     task = Copy()
-    made = example(task, 1, index, length, part)
+    made = example(task, 1, index, length, subset)
     (start, stop), (begin, end) = made.questions[0], made.evidence[0]
     assert occurrences(made.tokens, made.tokens[start:stop]) == 2
     assert made.tokens[start - 1] == task.vocab_size - 1
@@ -282,31 +286,31 @@ def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, 
     assert (outside < task.vocab_size - 1).all()
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(12, 120))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(12, 120))
 @settings(max_examples=60, deadline=None)
-def test_induction_marks_its_answer_once_and_again_at_the_end(index: int, part: str, length: int):
+def test_induction_marks_its_answer_once_and_again_at_the_end(index: int, subset: str, length: int):
     task = Induction()
-    tokens = example(task, 1, index, length, part).tokens
+    tokens = example(task, 1, index, length, subset).tokens
     assert np.flatnonzero(tokens == task.symbols)[1:].tolist() == [length - 1]
     assert tokens[np.flatnonzero(tokens == task.symbols)[0] + 1] == tokens[-1]
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(17, 120))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(17, 120))
 @settings(max_examples=60, deadline=None)
-def test_the_largest_is_what_is_asked_for(index: int, part: str, length: int):
+def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
     task = Maximum()
-    tokens = example(task, 1, index, length, part).tokens
+    tokens = example(task, 1, index, length, subset).tokens
     items = np.flatnonzero(tokens < task.priorities)
     assert len(items) == len(set(tokens[items])) == task.items
     assert tokens[-1] == tokens[items[tokens[items].argmax()] + 1]
     assert (tokens == tokens[-1]).sum() == 2
 
 
-@given(index=INDICES, part=PARTS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95))
+@given(index=INDICES, subset=SUBSETS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95))
 @settings(max_examples=60, deadline=None)
-def test_a_read_gives_what_was_written_last(index: int, part: str, length: int, symbols: int, ignored: float):
+def test_a_read_gives_what_was_written_last(index: int, subset: str, length: int, symbols: int, ignored: float):
     task = FlipFlop(symbols=symbols, ignored=ignored)
-    made = example(task, 1, index, length, part)
+    made = example(task, 1, index, length, subset)
     body = made.tokens[(length + 1) % 2 :]
     held, reads = None, []
     for at, (verb, symbol) in enumerate(body.reshape(-1, 2)):
@@ -326,10 +330,10 @@ def numbers_of(text: Text, made: Example) -> list[str]:
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
-@given(index=INDICES, part=PARTS)
+@given(index=INDICES, subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
-def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, part: str):
-    made = example(task, 1, index, 500, part, text)
+def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, subset: str):
+    made = example(task, 1, index, 500, subset, text)
     expected = 1 if task.absent else 3 if isinstance(task, Passkey) else 2
     whole = text.decode(made.tokens)
     for number, (start, stop) in zip(numbers_of(text, made), made.questions, strict=True):
@@ -377,24 +381,26 @@ def test_the_control_is_without_needle_but_with_its_distractors(text: Text):
 
 
 @pytest.mark.parametrize("task", [Needle(distractors=1), Passkey()], ids=label)
-def test_training_and_test_rows_of_text_share_no_number(text: Text, task: Task):
-    asked = {part: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, part, text))} for part in ("train", "test")}
+def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: Task):
+    asked = {
+        subset: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, subset, text))} for subset in ("train", "test")
+    }
     assert not asked["train"] & asked["test"]
-    for part, numbers in asked.items():
-        assert all(Draw(1, part, 0).owns(int(number)) for number in numbers)
+    for subset, numbers in asked.items():
+        assert all(Draw(1, subset, 0).owns(int(number)) for number in numbers)
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: Text):
-    for part, split in text._splits.items():
+    for subset, split in text._splits.items():
         whole = split.tokens.tobytes()
         for index in range(30):
-            made = text.filler(Draw(1, part, index), 200)
+            made = text.filler(Draw(1, subset, index), 200)
             assert made.astype(split.dtype).tobytes() in whole
             assert not (made == split.tokens[0]).any(), "a document begins with the end-of-text token"
-        across = text.filler(Draw(1, part, 0), split.longest + 1)
+        across = text.filler(Draw(1, subset, 0), split.longest + 1)
         assert len(across) == split.longest + 1
         with pytest.raises(ValueError, match="more than the"):
-            text.filler(Draw(1, part, 0), split.n_tokens + 1)
+            text.filler(Draw(1, subset, 0), split.n_tokens + 1)
 
 
 def test_depth_moves_the_needle_and_leaves_the_rest_alone(text: Text):

@@ -191,18 +191,20 @@ TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFi
 
 
 @dataclass
-class TaskShare:
-    """A synthetic task among the rows."""
+class WeightedTask:
+    """A synthetic task among the training sequences."""
 
-    weight: float = key(1.0, "its share of the rows; text has what the tasks leave", gt=0, le=1)
-    task: Task = variant(TASKS, "mqar", "what its rows are; `needle` and `passkey` are in text, the others over symbols of their own")
+    weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
+    task: Task = variant(
+        TASKS, "mqar", "what makes the sequences; `needle` and `passkey` are in text, the others over symbols of their own"
+    )
 
 
 @dataclass
 class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
-    tasks: list[TaskShare] = sections(TaskShare, "synthetic tasks that make some or all of the training rows (lm/data/tasks)")
+    tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=10**7)
     lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
         None,

@@ -1,6 +1,6 @@
-"""The options of synthetic tasks: what their rows hold, what chance gives, and which options contradict each other.
+"""The options of synthetic tasks: what their sequences hold, what chance gives, and which options contradict each other.
 
-The rows themselves are made in lm/data/tasks.
+The sequences themselves are made in lm/data/tasks.
 """
 
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from typing import ClassVar, Literal
 from lm.errors import Problem
 from lm.schema import Plain, key
 
-HELD_OUT = 8  # one in so many contents is in test rows only
+HELD_OUT = 8  # one content in so many is in test sequences only
 
 
 @dataclass(frozen=True)
-class Guessing:
-    """Fraction of the answers that is right by chance: picked among those the row shows, without reading which one is asked for."""
+class Chance:
+    """Accuracy of chance: of picking among the answers that the sequence shows, without reading which one is asked for."""
 
-    given: float  # the right answers to earlier questions stand in the row (teacher forcing), and are crossed off
-    own: float  # the picks themselves stand there instead (greedy decoding)
+    teacher_forced: float  # the right answers to earlier questions stand in the sequence, and are not picked again
+    rollout: float  # the picks themselves stand there instead (greedy decoding)
 
     @classmethod
-    def among(cls, candidates: int, asked: int) -> "Guessing | None":
-        """`asked` different ones of the `candidates` that a row shows, none picked twice; None for one alone: finding it is the task.
+    def among(cls, candidates: int, asked: int) -> "Chance | None":
+        """Chance for `asked` different ones of the `candidates` shown, none picked twice; None for a single one: finding it is the task.
 
-        Question i has `candidates` - i answers left under teacher forcing; all `candidates` asked for make H_k / k. One's own picks
-        tell nothing of what is right: they are an arrangement at random, each right once in `candidates`.
+        Under teacher forcing question i has `candidates` - i answers left; if all k candidates are asked for, chance is H_k / k. In a
+        rollout the picks tell nothing of what is right: they are a random arrangement, each right with probability 1 / `candidates`.
         """
         if candidates == 1:
             return None
@@ -32,18 +32,18 @@ class Guessing:
 
 
 class Task:
-    """Options of a synthetic task. Training rows and test rows have contents of their own; each task says which."""
+    """Options of a synthetic task. Training sequences and test sequences have contents of their own; each task says which."""
 
     name: ClassVar[str]
 
     @property
     def vocab_size(self) -> int | None:
-        """Symbols 0 to V - 1 that rows are made of; None: those of a tokenizer."""
+        """Symbols 0 to V - 1 that sequences are made of; None: those of a tokenizer."""
         return None
 
     @property
-    def guessing(self) -> Guessing | None:
-        """What chance gives in a test row; None where that is not one number."""
+    def chance(self) -> Chance | None:
+        """Accuracy of chance in test sequences; None where that is not one number."""
         return None
 
 
@@ -52,31 +52,33 @@ class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys: which value has each?
 
     Symbols: keys, then values, then filler, then, if `joined`, pairs: one for each key and value, by key. The queries are the
-    row's last 2 `queries` tokens, key and value by turns; keys and values of a row are all different, no key is asked for
+    sequence's last 2 `queries` tokens, key and value by turns; keys and values of a sequence are all different, no key is asked for
     twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: lists of (key, value), by their hash; single pairs may be in rows of either kind. With `held_out: pairs` a pair whose
-    key and value sum to a multiple of 8 is in test rows only, any other in training rows only: a model that knows which pairs
-    training has is then wrong in test rows more often than chance.
+    Disjoint: lists of (key, value), by their hash; single pairs may be in sequences of either kind. With `held_out: pairs` a pair whose
+    key and value sum to a multiple of 8 is in test sequences only, any other in training sequences only: a model that knows which pairs
+    training has is then wrong in test sequences more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
     keys: int = key(64, "different keys", ge=1)
     values: int = key(64, "different values", ge=1)
     filler: int = key(32, "different symbols of filler", ge=1)
-    pairs: int = key(8, "pairs in a row", ge=1)
-    queries: int = key(8, "keys asked for at the row's end", ge=1)
-    joined: bool = key(False, "a pair is one symbol, that of its key and value: one look finds it; else two, and a key must be found first")
-    held_out: Literal["lists", "pairs"] = key("lists", "what test rows have to themselves: lists of pairs, or single pairs")
-    varied: bool = key(False, "training rows have 1 to `pairs` pairs, at random, and no more queries; test rows all of them")
+    pairs: int = key(8, "pairs in a sequence", ge=1)
+    queries: int = key(8, "keys asked for at the sequence's end", ge=1)
+    joined: bool = key(False, "a pair is one symbol of key and value: single-hop; else two: the key must be found first")
+    held_out: Literal["lists", "pairs"] = key("lists", "what test sequences have to themselves: lists of pairs, or single pairs")
+    varied: bool = key(
+        False, "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have `pairs`"
+    )
 
     @property
     def vocab_size(self) -> int:
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 
     @property
-    def guessing(self) -> Guessing | None:
-        return Guessing.among(self.pairs, self.queries)
+    def chance(self) -> Chance | None:
+        return Chance.among(self.pairs, self.queries)
 
     def problems(self) -> list[Problem]:
         found = [Problem("queries", self.queries, f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
@@ -113,7 +115,7 @@ class Induction(Task):
     Symbols: the random ones, then the mark, which stands twice. The answer's symbol is as frequent elsewhere as any other:
     leaving it out would tell it.
 
-    Disjoint: whole rows, by their hash.
+    Disjoint: whole sequences, by their hash.
     """
 
     name: ClassVar[str] = "induction"
@@ -124,8 +126,8 @@ class Induction(Task):
         return self.symbols + 1
 
     @property
-    def guessing(self) -> Guessing | None:
-        return Guessing(1 / self.symbols, 1 / self.symbols)
+    def chance(self) -> Chance | None:
+        return Chance(1 / self.symbols, 1 / self.symbols)
 
 
 @dataclass
@@ -133,24 +135,24 @@ class Maximum(Task):
     """Retrieval of the largest (after arXiv 2410.01104): items among filler, then a mark: the payload of the highest priority?
 
     An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the mark.
-    Priorities and payloads of a row are all different, so the answer stands in its item and nowhere else.
+    Priorities and payloads of a sequence are all different, so the answer stands in its item and nowhere else.
 
-    Disjoint: the (priority, payload) of the items in the order of the row, by their hash.
+    Disjoint: the (priority, payload) of the items in the order of the sequence, by their hash.
     """
 
     name: ClassVar[str] = "max"
     priorities: int = key(64, "different priorities", ge=1)
     payloads: int = key(32, "different payloads", ge=1)
     filler: int = key(32, "different symbols of filler", ge=1)
-    items: int = key(8, "items in a row", ge=1)
+    items: int = key(8, "items in a sequence", ge=1)
 
     @property
     def vocab_size(self) -> int:
         return self.priorities + self.payloads + self.filler + 1
 
     @property
-    def guessing(self) -> Guessing | None:
-        return Guessing.among(self.items, 1)
+    def chance(self) -> Chance | None:
+        return Chance.among(self.items, 1)
 
     def problems(self) -> list[Problem]:
         limits = {"priorities": self.priorities, "payloads": self.payloads}
@@ -161,16 +163,16 @@ class Maximum(Task):
 class FlipFlop(Task):
     """Flip-flop (arXiv 2306.00946): write, ignore and read, each with a symbol; after a read comes what was written last.
 
-    Symbols: those written, then write, ignore, read, then a start that makes rows of even `length` come out. The first
+    Symbols: those written, then write, ignore, read, then a start that makes sequences of even `length` come out. The first
     instruction is a write, the last a read. What is written is also among the ignored: nothing but the order tells.
     Chance is not one number: half of the reads follow another read without a write between them and have its answer.
 
-    Disjoint: whole rows, by their hash.
+    Disjoint: whole sequences, by their hash.
     """
 
     name: ClassVar[str] = "flip_flop"
     symbols: int = key(2, "different symbols that are written", ge=2)
-    ignored: float = key(0.8, "share of the instructions that are to be ignored; writes and reads share the rest", ge=0, lt=1)
+    ignored: float = key(0.8, "fraction of the instructions that are ignored; half of the others are writes, half reads", ge=0, lt=1)
 
     @property
     def vocab_size(self) -> int:
@@ -181,7 +183,7 @@ class FlipFlop(Task):
 class Needle(Task):
     """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
 
-    The row ends with a question for each needle and its number. Seven-digit numbers and cities of a row all differ; an asked
+    The sequence ends with a question for each needle and its number. Seven-digit numbers and cities of a sequence all differ; an asked
     number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
 
     Disjoint: numbers, by their hash; filler, by the corpus's split into documents. Cities are shared.
@@ -190,12 +192,12 @@ class Needle(Task):
     name: ClassVar[str] = "needle"
     needles: int = key(1, "needles that are asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
-    depth: float | None = key(None, "share of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
+    depth: float | None = key(None, "fraction of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
 
     @property
-    def guessing(self) -> Guessing | None:
-        return None if self.absent else Guessing.among(self.needles + self.distractors, self.needles)
+    def chance(self) -> Chance | None:
+        return None if self.absent else Chance.among(self.needles + self.distractors, self.needles)
 
 
 @dataclass
@@ -209,7 +211,7 @@ class Passkey(Task):
 
     name: ClassVar[str] = "passkey"
     filler: Literal["grass", "corpus"] = key("grass", 'around the key: "The grass is green. …" over and over, or the corpus')
-    depth: float | None = key(None, "share of the filler before the key; null: random", ge=0, le=1)
+    depth: float | None = key(None, "fraction of the filler before the key; null: random", ge=0, le=1)
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
 

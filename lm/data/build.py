@@ -25,7 +25,7 @@ from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, label, licence
 from lm.data.store import TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
 from lm.data.tasks.generators import example
-from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_rows, symbol_tokenizer
+from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_sequences, symbol_tokenizer
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
 from lm.errors import DataError
@@ -147,7 +147,7 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
     for name, part in (("train", "train"), ("val", "test")):
-        sequences = symbol_rows(tasks, part, data.seq_len)
+        sequences = symbol_sequences(tasks, part, data.seq_len)
         n_bytes = SHOWN * (data.seq_len + 1)  # bytes of each task, one per symbol
         with closing(SplitWriter(partial, name, size, size - 1)) as writer:
             for sequence in sequences:

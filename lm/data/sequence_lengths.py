@@ -1,4 +1,4 @@
-"""How long a step's rows are: a pure function of (store, seed, step)."""
+"""How long the sequences of a step are: a pure function of (store, seed, step)."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
-from lm.data.deck import DECK, Deck, members
 from lm.data.store import Split
+from lm.data.stratified_sampler import BLOCK, StratifiedSampler, members
 
-SHORTEST = 16  # tokens of the shortest row of natural lengths
-_LENGTHS = 2**63  # keeps the draws of lengths apart from those of rows
+SHORTEST = 16  # tokens of the shortest piece of a document
+_LENGTH_SEED = 2**63  # keeps the draws of lengths apart from those of sequences
 
 
 class NoFullStep(ValueError):
@@ -18,19 +18,19 @@ class NoFullStep(ValueError):
 
 
 class Lengths(Protocol):
-    """Tokens in each row of a step."""
+    """Tokens in each sequence of a step."""
 
     shortest: int
 
     def __call__(self, step: int) -> int:
-        """The length of the rows of `step` (0-based)."""
+        """The length of the sequences of `step` (0-based)."""
 
 
 class Curriculum:
-    """Lengths that follow each other: `starts` maps the share of the run at which each begins, 0 first, to the length."""
+    """Lengths that follow each other: `starts` maps the fraction of the run at which each begins, 0 first, to the length."""
 
     def __init__(self, starts: Mapping[float, int], max_steps: int):
-        self.starts = dict(sorted((round(share * max_steps), int(length)) for share, length in starts.items()))
+        self.starts = dict(sorted((round(fraction * max_steps), int(length)) for fraction, length in starts.items()))
         self.shortest = min(starts.values())
 
     def __call__(self, step: int) -> int:
@@ -42,38 +42,38 @@ class Curriculum:
         return {first: length for first, length in self.starts.items() if first < step}
 
 
-class Mixture:
-    """Lengths dealt to the steps, each with its share of the steps (which is its share of the tokens)."""
+class MixedLengths:
+    """Lengths drawn for each step by weight: each length's weight is its fraction of the steps, and so of the tokens."""
 
-    def __init__(self, shares: Mapping[int, float], entropy: tuple[int, ...]):
-        self.names = sorted(shares)
-        self.shortest = int(self.names[0])
-        self.deck = Deck([shares[name] for name in self.names], (*entropy, _LENGTHS))
+    def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
+        self.lengths = sorted(weights)
+        self.shortest = int(self.lengths[0])
+        self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
 
     def __call__(self, step: int) -> int:
-        deck, place = divmod(step, DECK)
-        return int(self.names[self.deck.cards(deck)[0][place]])
+        block, place = divmod(step, BLOCK)
+        return int(self.lengths[self.sampler.block(block)[0][place]])
 
 
-class NaturalRows:
-    """Rows within documents, of the lengths that documents have: each is cut into pieces of powers of two tokens.
+class DocumentPieces:
+    """Sequences within documents: each document is cut into pieces of powers of two tokens.
 
     A document of D tokens gives D // `longest` pieces of `longest` and one for each binary digit of the rest, down to
     `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
-    are left out, others in each epoch. The first token of all follows the last. A step has rows of one length. In an epoch each
+    are left out, others in each epoch. The first token of all follows the last. A step has sequences of one length. In an epoch each
     length has as many steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for
     another epoch. Pieces of a length that fill no step are never read.
 
     Args:
-        longest: tokens of the longest row, a power of two.
+        longest: tokens of the longest sequence, a power of two.
         step_tokens: tokens of a step, a multiple of `longest`.
 
     Raises:
         NoFullStep: pieces of no length fill a step.
     """
 
-    def __init__(self, split: Split, longest: int, step_tokens: int, entropy: tuple[int, ...]):
-        self.split, self.longest, self.step_tokens, self.entropy = split, longest, step_tokens, entropy
+    def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
+        self.split, self.longest, self.step_tokens, self.seed_words = split, longest, step_tokens, seed_words
         self.shortest = SHORTEST
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
@@ -91,14 +91,14 @@ class NaturalRows:
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
             raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
-        self.wasted = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # share of the tokens left out of an epoch
+        self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # fraction of the tokens that an epoch leaves out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:
-        """Draw the epoch: which length each step has, and which rows."""
+        """Draw the epoch: which length each step has, and which sequences."""
         if epoch == self._epoch:
             return
-        random = np.random.PCG64(np.random.SeedSequence((*self.entropy, epoch)))
+        random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
         shift = (random.random_raw(len(self.offsets)) % (self.spare + 1).astype(np.uint64)).astype(np.int64)
         self._starts = {}
         for length, (document, place) in self.pieces.items():
@@ -113,14 +113,14 @@ class NaturalRows:
         self._enter(epoch)
         return int(self._order[place])
 
-    def rows(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """As `lm.data.batches.Stream.rows`, of slots of one step, whose rows are of `length`."""
+    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
+        """As `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
-        starts = self.row_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
+        starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
 
-    def row_starts(self, step: int) -> np.ndarray:
-        """Where the rows of a step begin: int64 (step_tokens / length,)."""
+    def sequence_starts(self, step: int) -> np.ndarray:
+        """Where the sequences of a step begin: int64 (step_tokens / length,)."""
         length = self(step)
         place = step % self.steps_per_epoch
         before = int((self._order[:place] == length).sum())

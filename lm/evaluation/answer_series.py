@@ -3,7 +3,7 @@
 import numpy as np
 
 from lm.config.task_config import Task
-from lm.data.tasks.examples import Part
+from lm.data.tasks.examples import Subset
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
@@ -64,9 +64,9 @@ def each(sha256: str, values: np.ndarray) -> Sample:
     return Sample(sha256, values.reshape(units, -1), np.ones(units), np.arange(units))
 
 
-def check_room(task: Task, length: int, part: Part, text: Text | None, key: str, factors: Plain) -> None:
+def check_room(task: Task, length: int, subset: Subset, text: Text | None, key: str, factors: Plain) -> None:
     """Raises ConfigError, naming `key` and its value `factors`, if a task has no room in `length` tokens, or too little text."""
     try:
-        example(task, QUESTION_SEED, 0, length, part, text)
+        example(task, QUESTION_SEED, 0, length, subset, text)
     except ValueError as error:
         raise ConfigError([Problem(key, factors, f"{task.name} in rows of {length:,}: {error}", "leave that length out")]) from None

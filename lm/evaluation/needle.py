@@ -180,11 +180,11 @@ class NeedleMeasurement(AnswerMeasurement):
             pooled = [self._pooled([scores[name][number] for name in names]) for number in range(len(self.lengths))]
             logged = tuple(f"needle/{'control' if control else 'exact'} {length} {label}" for length in self.lengths)
             what = "needle, control without it" if control else "needle"
-            chance = self.tasks[names[0]].guessing
+            chance = self.tasks[names[0]].chance
             given = {"what": what, "options": options, "control": control, "logged": logged}
-            found.append(self.answers_right(pooled, chance and chance.given, setting, **given))
+            found.append(self.answers_right(pooled, chance and chance.teacher_forced, setting, **given))
         for name, task in self.tasks.items():
-            chance = task.guessing and task.guessing.given  # earlier questions of a row stand in the prompt with their answers
+            chance = task.chance and task.chance.teacher_forced  # earlier questions of a row stand in the prompt with their answers
             candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
             references = {"exact": chance, "first of candidates": candidates}
             for column, (metric, unit) in enumerate(SCORED):

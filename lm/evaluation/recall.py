@@ -68,12 +68,12 @@ class Recall(AnswerMeasurement):
             rolled_out.append(by_unit(sha256, asked_in, found.whole(found.rolled_out)))
             tokens.append(by_unit(sha256, found.row, found.right))
             nll.append(by_unit(sha256, found.row, found.nll))
-        plain, chance = to_plain(task), task.guessing
+        plain, chance = to_plain(task), task.chance
         given = {"what": plain.pop("name"), "options": plain}
         used = f" {setting}" if len(self.schedule.settings) > 1 else ""
         logged = tuple(f"recall/{name} {length}{used}" for length in self.lengths)
-        series = [self.answers_right(right, chance and chance.given, setting, logged=logged, **given)]
+        series = [self.answers_right(right, chance and chance.teacher_forced, setting, logged=logged, **given)]
         if any(sample.weights.max() > 1 for sample in right):  # else it is the same
-            series.append(self.answers_right(rolled_out, chance and chance.own, f"{setting}, {ROLL_OUT}", **given))
+            series.append(self.answers_right(rolled_out, chance and chance.rollout, f"{setting}, {ROLL_OUT}", **given))
         series.append(self.at_lengths("tokens right", "fraction", tokens, setting=setting, **given))
         return [*series, self.at_lengths("loss of answers", "nats per token", nll, setting=setting, **given)]

@@ -8,7 +8,7 @@ from lm.attention.catalogue import OPTIONS
 from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
-from lm.data.batches import Batch, train_rows
+from lm.data.batches import Batch, train_sequences
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
@@ -110,7 +110,7 @@ def _number(text: str) -> float | str:
 
 def _fit_batches(store: Store, config: Config) -> list[Batch]:
     """Training batches to fit on."""
-    rows = train_rows(store, config, max(1, FIT_TOKENS // config.data.seq_len))
+    rows = train_sequences(store, config, max(1, FIT_TOKENS // config.data.seq_len))
     return [rows.batch(step) for step in range(FIT_BATCHES)]
 
 

@@ -16,7 +16,7 @@ from lm.attention.plugins import PLUGINS
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import Groups
 from lm.config.tree import Config
-from lm.data.batches import train_rows
+from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.model.counts import count_parameters, estimated_memory, flops_per_token
 from lm.model.decoder import Decoder
@@ -104,8 +104,8 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
 
 def _lengths(store: Store, config: Config) -> str:
     """The share of the run's tokens in rows of each length."""
-    rows = train_rows(store, config)
-    text = ", ".join(f"{length} tokens {share:.1%}" for length, share in rows.shares(config.trainer.max_steps).items())
+    rows = train_sequences(store, config)
+    text = ", ".join(f"{length} tokens {share:.1%}" for length, share in rows.length_fractions(config.trainer.max_steps).items())
     return text + (f"; {rows.natural.wasted:.1%} of the tokens are left out of each epoch, others each time" if rows.natural else "")
 
 
@@ -156,7 +156,7 @@ def environment(config: Config, store: Store, start: Start, machine: Machine, be
         "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        **({"row_lengths": train_rows(store, config).shares(config.trainer.max_steps)} if config.data.lengths else {}),
+        **({"row_lengths": train_sequences(store, config).length_fractions(config.trainer.max_steps)} if config.data.lengths else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
         "starts": [*before.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],

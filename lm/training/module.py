@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lm.data.batches import IGNORED, Batch, train_loader, train_rows
+from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
 from lm.training.nonfinite import leave_out
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
 from lm.training.starting import Start
@@ -50,7 +50,7 @@ class TrainModule(L.LightningModule):
         # A plain attribute: a compiled module would rename every parameter in the checkpoint.
         self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss  # a graph for each row length
         if compiled:
-            lengths = len(train_rows(run.store, config).shares(config.trainer.max_steps))
+            lengths = len(train_sequences(run.store, config).length_fractions(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_sequences // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # tokens that are no target
@@ -61,7 +61,7 @@ class TrainModule(L.LightningModule):
         """Micro-batches from the phase's first step on."""
         config = self.config
         return train_loader(
-            train_rows(self.store, config),
+            train_sequences(self.store, config),
             rank=self.global_rank,
             world=config.world_size,
             micro_batch=config.micro_batch,

@@ -1,1 +1,1 @@
-"""Synthetic tasks: corpora whose rows are made, not read. Each is the options of one class and a pure function of (seed, index, length)."""
+"""Synthetic tasks, whose sequences are made, not read: pure functions of (task, seed, training or test, index, length)."""

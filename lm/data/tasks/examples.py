@@ -1,4 +1,4 @@
-"""What the rows of synthetic tasks are made of: a row with its questions, and random numbers that are the same everywhere."""
+"""A sequence of a synthetic task with its questions, and the random numbers that it is made from, the same on any machine."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -9,29 +9,29 @@ import numpy as np
 
 from lm.config.task_config import HELD_OUT
 
-Part = Literal["train", "test"]
-PARTS: tuple[Part, ...] = get_args(Part)
+Subset = Literal["train", "test"]
+SUBSETS: tuple[Subset, ...] = get_args(Subset)
 MOST_INDICES = 2**63
-MOST_TRIES = 1000  # contents that are drawn for one of the row's part
+MOST_TRIES = 1000  # contents drawn until one belongs to the subset
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A row, and what it asks.
+    """A sequence, and the questions in it.
 
-    Spans are [start, stop) in `tokens`. A question is what stands before its span in `questions`; the tokens of the
-    span are the answer. The row shows it in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
+    Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; what stands before it is the
+    question. The sequence shows the answer in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
     """
 
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: where each answer is to be given, in order
-    evidence: np.ndarray  # (Q, 2) int64: what each is to be read from; (0, 0) if the row doesn't show it
-    candidates: int  # answers of this kind in the row; what picking among them gives: `Task.guessing`
+    evidence: np.ndarray  # (Q, 2) int64: where each answer is to be read; (0, 0) if the sequence doesn't show it
+    candidates: int  # answers of this kind in the sequence; `Task.chance` is what picking among them gives
     needles: np.ndarray  # (Q, 2) int64: the evidence with what belongs to it, such as its key or its sentence; (0, 0) likewise
 
     @property
     def answers(self) -> np.ndarray:
-        """Which next tokens are targets, (length,) bool: entry t says so of token t + 1."""
+        """Which next tokens are targets, (length,) bool: entry t is about token t + 1."""
         marked = np.zeros(len(self.tokens), bool)
         for start, stop in self.questions:
             marked[start:stop] = True
@@ -39,17 +39,17 @@ class Example:
 
 
 class Draw:
-    """The random numbers of one row, from raw PCG64 output, which never changes between NumPy versions.
+    """The random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
 
     Args:
-        seed, index: below 2^32 and 2^63; no two rows share a stream.
+        seed, index: below 2^32 and 2^63; no two sequences share a stream.
     """
 
-    def __init__(self, seed: int, part: Part, index: int):
+    def __init__(self, seed: int, subset: Subset, index: int):
         assert 0 <= seed < 2**32
         assert 0 <= index < MOST_INDICES
-        self.part = part
-        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, PARTS.index(part), index))).random_raw
+        self.subset = subset
+        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, SUBSETS.index(subset), index))).random_raw
 
     def below(self, limit: int, count: int) -> np.ndarray:
         """`count` integers from 0 to `limit` - 1: int64."""
@@ -64,19 +64,21 @@ class Draw:
         return np.argsort(self.raw(n), kind="stable")[:count]
 
     def places(self, room: int, widths: list[int]) -> np.ndarray:
-        """Where blocks of `widths` begin that lie in `room` positions side by side, in this order, all such choices alike: int64."""
+        """Starts of blocks of `widths` that lie in `room` positions in this order without overlap, uniform over all such choices: int64."""
         spare = room - sum(widths)
         gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # filler before each block
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def tries(self) -> Iterator[int]:
-        """Counts the draws of contents until one of this part is found. Raises ValueError when there seems to be none."""
+        """Counts the draws of contents until one belongs to this subset. Raises ValueError when there seems to be none."""
         yield from range(MOST_TRIES)
-        raise ValueError(f"too few different contents to have some for {self.part} rows alone: allow longer rows or more symbols")
+        raise ValueError(
+            f"too few different contents to have some for {self.subset} sequences alone: allow longer sequences or more symbols"
+        )
 
     def owns(self, *contents: int) -> bool:
-        """True if a row of this part may have these contents: one in `HELD_OUT` is in test rows only, the others in training rows only."""
-        return (fold(contents) % HELD_OUT == 0) == (self.part == "test")
+        """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the others for training."""
+        return (fold(contents) % HELD_OUT == 0) == (self.subset == "test")
 
 
 def fold(contents: tuple[int, ...] | np.ndarray) -> int:
@@ -85,13 +87,13 @@ def fold(contents: tuple[int, ...] | np.ndarray) -> int:
 
 
 class NoRoom(ValueError):
-    """A task that doesn't fit into a row."""
+    """A task that doesn't fit into a sequence."""
 
 
 def require(room: int, what: str, length: int) -> None:
     """Raise NoRoom if `room`, the positions left for filler, is negative."""
     if room < 0:
-        raise NoRoom(f"{what} need rows of at least {length - room} tokens, not {length}")
+        raise NoRoom(f"{what} need sequences of at least {length - room} tokens, not {length}")
 
 
 def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Rows of the tasks in text: needles in a haystack of the corpus, and the pass key among grass (lm/config/task_config.py)."""
+"""Sequences of the tasks in text: needles in a haystack of the corpus, and the pass key among grass (lm/config/task_config.py)."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -27,7 +27,7 @@ MOST_TRIES = 1000  # windows that are tried for one within a document
 
 
 class Text:
-    """The tokenizer and the filler of a token store: training rows take the training split, test rows the held-out one."""
+    """The tokenizer and the filler of a token store: training sequences take the training split, test sequences the held-out one."""
 
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size
@@ -43,12 +43,12 @@ class Text:
         return self._tokenizer.decode(tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """`count` tokens side by side, int64: a random window within a document, if any is that long; else it may span several.
+        """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
 
         Raises:
             ValueError: the split has not so many tokens.
         """
-        split = self._splits[draw.part]
+        split = self._splits[draw.subset]
         if split.n_tokens < count:
             raise ValueError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
         for _ in range(MOST_TRIES if split.longest > count else 1):
@@ -60,30 +60,32 @@ class Text:
 
 
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `Needle`."""
+    """A sequence of `Needle`."""
     total = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
     starts = [text.encode(f" The special magic {city} number is:") for city in cities]
     questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
     stop = text.encode(".")
     shown = range(task.needles if task.absent else 0, total)
-    order = draw.order(task.needles)  # in which the questions are asked
+    order = draw.order(task.needles)  # the order of the questions
 
     def build(numbers: list[np.ndarray]) -> Example:
         sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
         asked = [(questions[which], numbers[which]) for which in order]
         inside = [(len(starts[which]), len(starts[which]) + len(numbers[which])) for which in shown]
-        row, at = haystack(draw, length, sentences, asked, None if task.absent else task.depth, text.filler)
+        sequence, at = haystack(draw, length, sentences, asked, None if task.absent else task.depth, text.filler)
         spans = {which: (at[i], *(at[i] + np.array(inside[i])), at[i] + len(sentences[i])) for i, which in enumerate(shown)}
-        held = np.array([spans.get(which, (0, 0, 0, 0)) for which in order], np.int64)  # sentence, number in it: starts and stops
-        return Example(row, answer_spans(asked, length), held[:, 1:3], max(1, len(shown)), held[:, [0, 3]])
+        held = np.array(
+            [spans.get(which, (0, 0, 0, 0)) for which in order], np.int64
+        )  # start of the sentence, start and stop of the number in it, stop of the sentence
+        return Example(sequence, answer_spans(asked, length), held[:, 1:3], max(1, len(shown)), held[:, [0, 3]])
 
     times = [1 + (which in shown) if which < task.needles else 1 for which in range(total)]
     return without_leaks(draw, text, 7, times, build)
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `Passkey`."""
+    """A sequence of `Passkey`."""
     parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
     question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
 
@@ -94,16 +96,16 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
         (number,) = numbers
         sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
         asked = [(question, number)]
-        row, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
+        sequence, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
         held = span(at[0] + len(parts[0]), len(number)) if at else span(0, 0)
         whole = span(at[0], len(sentence)) if at else span(0, 0)
-        return Example(row, answer_spans(asked, length), held, 1, whole)
+        return Example(sequence, answer_spans(asked, length), held, 1, whole)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """The row `build` makes of the tokens of random numbers of so many `digits`, each as often in its text as `times` says."""
+    """What `build` makes of the tokens of random numbers with `digits` digits; the i-th stands `times[i]` times in the sequence's text."""
     for _ in draw.tries():
         numbers: list[int] = []
         while len(numbers) < len(times):
@@ -125,7 +127,7 @@ def haystack(
     depth: float | None,
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, list[int]]:
-    """Sentences in `filler`, then questions with their answers: the row (length + 1,), and where each sentence begins.
+    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and where each sentence begins.
 
     Raises:
         ValueError: no room for all of it.
@@ -150,6 +152,6 @@ def haystack(
 
 
 def answer_spans(asked: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
-    """Where the answers stand in a row that ends with the questions and their answers: (Q, 2)."""
+    """Where the answers stand in a sequence that ends with the questions and their answers: (Q, 2)."""
     stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in asked[:0:-1])])[::-1]
     return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, asked, strict=True)], np.int64)

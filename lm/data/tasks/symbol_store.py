@@ -1,4 +1,4 @@
-"""The token store of a run without text: the symbols of its tasks, and the first rows of each as its documents."""
+"""The token store of a run without text: the symbols of its tasks, and the first sequences of each as its documents."""
 
 from typing import TYPE_CHECKING
 
@@ -6,15 +6,15 @@ import numpy as np
 
 from lm.config.task_config import Task
 from lm.data.store import entropy
-from lm.data.tasks.examples import Example, Part
+from lm.data.tasks.examples import Example, Subset
 from lm.data.tasks.generators import example
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHOWN = 64  # rows of each task that a store holds of each part
-STORE_SEED = 0  # of those rows, and of the rows that tasks are evaluated on
+SHOWN = 64  # sequences of each task in each split of a store
+STORE_SEED = 0  # seed of those sequences, and of the sequences that tasks are evaluated on
 
 
 def symbol_tokenizer(tasks: list[Task], end_of_text: str) -> "Tokenizer":
@@ -28,14 +28,14 @@ def symbol_tokenizer(tasks: list[Task], end_of_text: str) -> "Tokenizer":
     return tokenizer
 
 
-def symbol_rows(tasks: list[Task], part: Part, seq_len: int) -> list[Example]:
-    """The rows a store holds, `SHOWN` of each task."""
-    return [example(task, STORE_SEED, index, seq_len, part) for task in tasks for index in range(SHOWN)]
+def symbol_sequences(tasks: list[Task], subset: Subset, seq_len: int) -> list[Example]:
+    """The sequences of a split of a store, `SHOWN` of each task."""
+    return [example(task, STORE_SEED, index, seq_len, subset) for task in tasks for index in range(SHOWN)]
 
 
-def answer_entropy(rows: list[Example]) -> float:
+def answer_entropy(sequences: list[Example]) -> float:
     """Entropy of the answers' tokens, nats per token."""
-    return entropy(np.bincount(np.concatenate([row.tokens[1:][row.answers] for row in rows])))
+    return entropy(np.bincount(np.concatenate([one.tokens[1:][one.answers] for one in sequences])))
 
 
 def symbol_spec(tasks: list[Task], seq_len: int) -> dict[str, Plain]:

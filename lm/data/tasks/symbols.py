@@ -1,4 +1,4 @@
-"""Rows of the tasks over symbols: associative recall, copying, induction, the largest of many, flip-flop (lm/config/task_config.py)."""
+"""Sequences of the tasks over symbols (lm/config/task_config.py): associative recall, copying, induction, maximum, flip-flop."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from lm.data.tasks.in_text import Text
 
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `MQAR`."""
+    """A sequence of `MQAR`."""
     width = 1 if task.joined else 2
     require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
-    pairs = 1 + draw.one(task.pairs) if task.varied and draw.part == "train" else task.pairs
+    pairs = 1 + draw.one(task.pairs) if task.varied and draw.subset == "train" else task.pairs
     queries = min(task.queries, pairs)
     front = length + 1 - 2 * queries
     first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
@@ -36,7 +36,7 @@ def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         if draw.owns(*keys, *order[:pairs]):
             return keys, order[:pairs]
     # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
-    free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.part == "test")  # (pairs, values)
+    free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
         first = int(free[pair].argmax())
@@ -46,7 +46,7 @@ def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
 
 
 def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `Copy`."""
+    """A sequence of `Copy`."""
     room = length - 2 * task.span
     require(room, f"a string of {task.span} and its copy", length)
     tokens = task.symbols + draw.below(task.filler, length + 1)
@@ -61,9 +61,9 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `Induction`."""
+    """A sequence of `Induction`."""
     require(length - 3, "two marks and two symbols", length)
-    start = draw.one(length - 2)  # of the mark; the last two tokens are the question and its answer
+    start = draw.one(length - 2)  # place of the first mark; the last two tokens are the question and its answer
     for _ in draw.tries():
         tokens = draw.below(task.symbols, length + 1)
         tokens[start] = tokens[-2] = task.symbols
@@ -74,7 +74,7 @@ def induction(task: Induction, draw: Draw, length: int, text: Text | None = None
 
 
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `Maximum`."""
+    """A sequence of `Maximum`."""
     require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
     tokens = task.priorities + task.payloads + draw.below(task.filler, length + 1)
     at = draw.places(length - 1, [2] * task.items)
@@ -89,7 +89,7 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A row of `FlipFlop`."""
+    """A sequence of `FlipFlop`."""
     count, start = divmod(length + 1, 2)
     require(count - 2, "a write and a read", length)
     write, ignore, read = task.symbols, task.symbols + 1, task.symbols + 2
