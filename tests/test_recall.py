@@ -406,8 +406,8 @@ def refused(*overrides: str) -> str:
 def test_what_contradicts_itself_is_refused(tiny):
     off = "eval.long_context.length_factor=0"
     assert "weights sum to more than 1" in refused("data.tasks=[{task: copy}, {task: max}]", off)
-    assert "which text and tasks in text don't share" in refused("data.tasks=[{weight: 0.5, task: copy}]", off)
-    assert "which text and tasks in text don't share" in refused("data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", off)
+    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}]", off)
+    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", off)
     assert "there is no text to read beyond the training length" in refused("data.tasks=[{task: copy}]")
     assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused("data.tasks=[{task: {name: mqar, queries: 9}}]", off)
     assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", off)
