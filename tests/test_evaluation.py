@@ -248,7 +248,7 @@ def test_a_checkpoint_gives_its_model_back(tiny):
     config = tiny("name=back", "model.normalizer={name: ssmax, bias: true}")
     train(config)
     loaded = load(config.run_folder)
-    decoder, trained, facts = loaded.decoder, loaded.config, loaded.facts
+    decoder, trained, facts = loaded.decoder, loaded.config, loaded.metadata
     assert trained == config
     assert (facts["step"], facts["tokens"]) == (8, 8 * 256)
     assert not decoder.training

@@ -59,8 +59,7 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
     assert identity.used(environment, "precision") == "32, from step 4 bf16-mixed"
     assert (
-        "its starts used unlike things: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8"
-        in read_run(tmp_path / "runs" / "a").missing
+        "its starts differ: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8" in read_run(tmp_path / "runs" / "a").missing
     )
 
 
@@ -68,7 +67,7 @@ def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
     assert [one["step"] for one in identity.starts(environment)] == [0, 4]
     assert identity.used(environment, "precision") == "32"
-    assert identity.unlike(environment) == ["compile false, from step 4 true"]
+    assert identity.differing(environment) == ["compile false, from step 4 true"]
 
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
@@ -91,14 +90,14 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert checks["precision"].ok is False
     assert checks["what each start of a run used"].ok is False
     assert checks["what each start of a run used"].detail == "resumed: precision 32, from step 100 bf16-mixed"
-    assert "resumed: its starts used unlike things: precision 32, from step 100 bf16-mixed" in comparison.missing
+    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in comparison.missing
 
 
 def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_path):
     whole, longer = build_run(tmp_path, "whole"), build_run(tmp_path, "longer", seed=2)
     rewrite(longer, starts=[start(0, max_steps=100), start(100, max_steps=200)])
     assert arms(whole, longer) == [["whole"], ["longer"]], "the learning rate had its schedule twice"
-    assert read_run(longer).learned["trainer.max_steps"] == "100, from step 100 200"
+    assert read_run(longer).arm_definition["trainer.max_steps"] == "100, from step 100 200"
 
 
 @pytest.mark.parametrize("what", ["git_commit", "device", "threads", "world_size", "versions"])
@@ -106,7 +105,7 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
     values = [{"torch": "2.13"}, {"torch": "2.14"}] if what == "versions" else ["2.13", "2.14"]
     folder = rewrite(build_run(tmp_path, "a"), starts=[start(step, **{what: value}) for step, value in zip((0, 50), values, strict=True)])
     name = "versions.torch" if what == "versions" else what
-    assert f"its starts used unlike things: {name} 2.13, from step 50 2.14" in read_run(folder).missing
+    assert f"its starts differ: {name} 2.13, from step 50 2.14" in read_run(folder).missing
 
 
 # ---------------------------------------------------------------- where weights come from
@@ -169,7 +168,7 @@ def test_what_older_run_folders_do_not_say_is_missing(tmp_path):
     rewrite(folder, starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}], started_from={"path": "p", "step": 1, "tokens": 2})
     run = read_run(folder)
     assert sum("does not say" in lack for lack in run.missing) == 2
-    assert (run.used("precision"), run.learned["init_from"]) == ("32", "runs/somewhere")
+    assert (run.used("precision"), run.arm_definition["init_from"]) == ("32", "runs/somewhere")
     once = build_run(tmp_path, "once")
     environment = json.loads((once / "environment.json").read_text())
     del environment["starts"]

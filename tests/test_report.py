@@ -219,7 +219,7 @@ def test_differences_are_between_seeds_in_common(tmp_path):
 
 def test_runs_of_an_arm_on_different_rows_have_no_mean(tmp_path):
     folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "rows-a"), (2, "rows-b"))]
-    assert "softmax: the validation rows of its runs differ: no mean over them" in compared(*folders)[0].missing
+    assert "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing
     assert re.search(r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
 
 

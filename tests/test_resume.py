@@ -417,7 +417,7 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     last = load_checkpoint(checkpoints / "last.ckpt")["lm"]
     assert (last["step"], last["tokens"], last["phase"], last["best"]) == (20, 20 * 256, 1, best["best"])
     assert last["wandb_id"] == json.loads((config.run_folder / "environment.json").read_text())["wandb_id"]
-    assert load(config.run_folder, "best").facts["step"] == best["step"]
+    assert load(config.run_folder, "best").metadata["step"] == best["step"]
 
 
 def test_every_start_of_a_run_is_recorded_and_time_goes_on(tiny):

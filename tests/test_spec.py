@@ -42,7 +42,7 @@ def test_a_saved_model_is_loaded_unchanged(saved: Path):
     assert torch.equal(loaded.decoder.logits(TOKENS), decoder.logits(TOKENS))
     assert loaded.spec == ModelSpec(MODEL, 400, 32)
     assert ModelSpec.read(to_plain(loaded.spec)) == loaded.spec
-    assert (loaded.config, loaded.facts, loaded.environment) == (None, {}, {})
+    assert (loaded.config, loaded.metadata, loaded.environment) == (None, {}, {})
     assert loaded.tokenizer.get_vocab_size() == 400
     assert sorted(path.name for path in saved.iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
 
@@ -121,13 +121,16 @@ def test_what_a_model_folder_can_not_hold_is_refused(tokenizer: Path, tmp_path: 
 
 ALTERED = {
     "another size": (lambda one: one["spec"]["model"].update(head_size=8), r"qkv\.weight has shape \(48, 32\), .* \(64, 32\)"),
-    "another normalizer": (lambda one: one["spec"]["model"].update(normalizer={"name": "softmax"}), r"normalizer\.b is none of the model"),
+    "another normalizer": (
+        lambda one: one["spec"]["model"].update(normalizer={"name": "softmax"}),
+        r"normalizer\.b is not a tensor of the model",
+    ),
     "a wrong key": (lambda one: one["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
     "a contradiction": (lambda one: one["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
     "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = None: is missing"),
     "no spec": (lambda one: one.update(spec=[]), r"must be a block of keys"),
     "no digests": (lambda one: one.pop("tensor_sha256"), r"not the description of a model: 'tensor_sha256'"),
-    "another version": (lambda one: one.update(format=1), f"of format 1, this version of lm reads {MODEL_FORMAT}"),
+    "another version": (lambda one: one.update(format=1), f"format 1, this version of lm reads {MODEL_FORMAT}"),
 }
 
 

@@ -207,7 +207,7 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert [one["length"] for one in kept["lengths"]] == [32, 64, 128]
     assert {name for name in kept["parameters"]} == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
     loaded = load(out)
-    assert (loaded.config.name, loaded.config.model.normalizer, loaded.facts["step"]) == ("out", opt.SSMax(), 40)
+    assert (loaded.config.name, loaded.config.model.normalizer, loaded.metadata["step"]) == ("out", opt.SSMax(), 40)
     validation = series(trained, "validation", 40)[0].whole
     assert kept["lengths"][0]["loss_before"] == pytest.approx(validation, abs=1e-5)
     evaluated = command("eval", str(out))
@@ -242,7 +242,7 @@ def test_first_values_as_asked(trained: Path, tmp_path: Path, init: str, s: floa
 
 def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(trained: Path, tmp_path: Path):
     swap(trained, tmp_path / "early", checkpoint="20")
-    assert load(tmp_path / "early").facts["step"] == 20
+    assert load(tmp_path / "early").metadata["step"] == 20
     assert command("export", str(trained), "-o", str(tmp_path / "exported")).returncode == 0
     swap(tmp_path / "exported", tmp_path / "there")
     swap(tmp_path / "there" / "checkpoints" / "last.ckpt", tmp_path / "back", "softmax")
@@ -289,7 +289,7 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Pa
         assert not one.decoder.training
         assert torch.equal(one.decoder.logits(tokens), given[0].decoder.logits(tokens))
         assert one.tokenizer.decode(one.tokenizer.encode("a few words").ids) == "a few words"
-        assert (one.facts["step"], one.config) == (8, given[0].config)
+        assert (one.metadata["step"], one.config) == (8, given[0].config)
     assert command("export", str(folder), "-o", str(tmp_path / "exported")).returncode == 1
     (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(RunError, match=r"model.safetensors: not readable"):

@@ -228,13 +228,13 @@ def test_metrics_are_mirrored_to_an_offline_wandb_run(tiny, monkeypatch: pytest.
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def test_rows_of_several_lengths_are_trained_and_logged(tiny):
+def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     config = tiny("name=mixed", "data.lengths={8: 0.5, 32: 0.5}", "trainer.max_steps=12", "model.normalizer={name: relu2, n: sample}")
     assert train(config) == 0
-    lengths = [line["row_length"] for line in metrics(config.run_folder) if "row_length" in line]
+    lengths = [line["sequence_length"] for line in metrics(config.run_folder) if "sequence_length" in line]
     assert len(lengths) == 12
     assert set(lengths) == {8, 32}
-    assert {line["tokens"] for line in metrics(config.run_folder) if "row_length" in line} == {256 * step for step in range(1, 13)}
+    assert {line["tokens"] for line in metrics(config.run_folder) if "sequence_length" in line} == {256 * step for step in range(1, 13)}
     assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
     with pytest.raises(ConfigError, match=r"data\.lengths = .*: 7 does not divide data\.seq_len = 32"):
         tiny("data.lengths={7: 1.0}")

@@ -28,9 +28,9 @@ from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import FORMAT, load_checkpoint, load_facts, save_checkpoint, verify
+from lm.runs.checkpoints import FORMAT, load_checkpoint, load_metadata, save_checkpoint, verify
 from lm.runs.folder import read_config, read_json, read_sealed, write_sealed
-from lm.runs.loading import export, misfit
+from lm.runs.loading import export, weights_mismatch
 from lm.schema import to_plain
 from lm.training.checkpointing import Checkpoints
 from lm.training.train import train
@@ -135,7 +135,7 @@ def test_every_tensor_of_a_checkpoint_is_known_by_its_name(run: Path, tmp_path: 
         flip_member(damaged, f"data/{number}")
         with pytest.raises(RunError, match=rf"damaged\.ckpt: {re.escape(name)} was altered \(its CRC differs\)$"):
             verify(damaged)
-        assert load_facts(damaged)["step"] == 4
+        assert load_metadata(damaged)["step"] == 4
 
 
 def test_no_byte_of_a_checkpoint_that_matters_can_be_flipped(run: Path, tmp_path: Path):
@@ -235,24 +235,24 @@ def first(content: dict) -> dict[str, torch.Tensor]:
     return content["optimizer"]["blocks.0.attention.qkv.weight"]
 
 
-MISFITS = {
+MISMATCHES = {
     "shape": (
         lambda content: first(content).update(exp_avg=torch.zeros(3)),
         r"exp_avg has shape \(3,\), .* implies \(96, 32\)",
     ),
     "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
-    "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not stored as a whole"),
+    "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not contiguous"),
     "no state": (lambda content: content["optimizer"].update({"norm.weight": 3}), r"norm\.weight has 3 in place of"),
     "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
-    "other moment": (lambda content: first(content).update(momentum=torch.zeros(96, 32)), "momentum is nothing the optimizer keeps"),
+    "other moment": (lambda content: first(content).update(momentum=torch.zeros(96, 32)), "momentum is not part of its state"),
     "parameter": (lambda content: content["optimizer"].pop("norm.weight"), r"norm\.weight is missing"),
     "other parameter": (lambda content: content["optimizer"].update({"norm.bias": {}}), r"norm\.bias is not trained"),
 }
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
-def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, misfit: str):
-    change, words = MISFITS[misfit]
+@pytest.mark.parametrize("mismatch", MISMATCHES)
+def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, mismatch: str):
+    change, words = MISMATCHES[mismatch]
     rewritten(run / "checkpoints" / "last.ckpt", change)
     refuses(use, "resume", run, rf"last\.ckpt: the optimizer's state and configuration don't fit: .*{words}")
 
@@ -328,7 +328,7 @@ CLAIMS = {
     "a table of positions": ("p_n", {"seq_len": 10**7}, r"normalizer\.p has shape \(32,\), .* \(10000000,\)"),
     "a length beyond all": ("ssmax", {"seq_len": 10**12}, r"data\.seq_len = 1000000000000: must be"),
     "another normalizer": ("softmax", {"normalizer": {"name": "ssmax"}}, r"normalizer\.s is missing"),
-    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"normalizer\.s is none of the model"),
+    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"normalizer\.s is not a tensor of the model"),
 }
 
 
@@ -348,7 +348,7 @@ def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
     path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
     vast = torch.zeros(1).expand(10**6, 32)
     rewritten(path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")}))
-    with pytest.raises(RunError, match=r"embedding\.weight is not stored as a whole"):
+    with pytest.raises(RunError, match=r"embedding\.weight is not contiguous"):
         lm.load(path)
 
 
@@ -356,7 +356,7 @@ def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
 def test_every_model_fits_its_own_weights(name: str):
     for kind in ({}, {"tied": True, "bias": True, "norm": "layer", "qk_norm": True}):
         model = ModelConfig(**TINY, normalizer=catalogue.OPTIONS[name](), **kind)
-        assert misfit(ModelSpec(model, 300, 32), Decoder(model, 300, 32).state_dict()) == ""
+        assert weights_mismatch(ModelSpec(model, 300, 32), Decoder(model, 300, 32).state_dict()) == ""
 
 
 @pytest.mark.parametrize("config", ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []"])

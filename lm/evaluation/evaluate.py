@@ -77,7 +77,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[Evaluated]:
     """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or these `kinds` alone; else as `evaluate_runs`."""
     loaded = load(path)
-    decoder, facts = loaded.decoder, loaded.facts
+    decoder, facts = loaded.decoder, loaded.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     problems = config_problems(config, loaded.config, facts, path)
     if problems:
@@ -105,7 +105,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 def open_store(config: Config, loaded: Loaded) -> Store:
     """The token store a model was trained on: that of its fingerprint, else prepared again. Raises RunError if that gives other tokens."""
-    wanted = loaded.facts["data_fingerprint"]
+    wanted = loaded.metadata["data_fingerprint"]
     if store := store_of(config.data, wanted):
         print(summary(store), flush=True)
         return store

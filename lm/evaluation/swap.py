@@ -54,7 +54,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         if init == "fit" and not count_parameters(new)["normalizer"]:
             label = new.config.normalizer.label()
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        trained = {**loaded.environment, "data_fingerprint": loaded.facts["data_fingerprint"]}  # an export has no environment
+        trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
         rows = swap_rows(store, config)
         where = open_device(config, trained)
@@ -117,8 +117,8 @@ def _fit_batches(store: Store, config: Config) -> list[Batch]:
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """A run folder with one checkpoint of weights."""
     own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
-    path = step_path(folder / CHECKPOINTS, loaded.facts["step"])
-    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.facts, **own}}, path)
+    path = step_path(folder / CHECKPOINTS, loaded.metadata["step"])
+    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.metadata, **own}}, path)
     link_checkpoint(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

@@ -29,10 +29,10 @@ class ModelSpec:
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, versions)
 
     @classmethod
-    def from_training(cls, config: Config, facts: Mapping[str, Plain]) -> "ModelSpec":
+    def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
         """The spec of a model from its configuration and what its checkpoint says: `phase`, `vocab_size`, `plugins`."""
-        model, versions = config.model_in(facts["phase"]), facts.get("plugins", {})
-        return cls(model, facts["vocab_size"], config.data.seq_len, config.data.tokenizer.end_of_text, versions)
+        model, versions = config.model_in(metadata["phase"]), metadata.get("plugins", {})
+        return cls(model, metadata["vocab_size"], config.data.seq_len, config.data.tokenizer.end_of_text, versions)
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":

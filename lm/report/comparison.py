@@ -12,7 +12,7 @@ from lm.config.effects import is_learned
 from lm.errors import RunError
 from lm.report.differences import Difference, differences, seeds_shown
 from lm.report.sections import Arm, Section, sections
-from lm.runs.identity import unlike
+from lm.runs.identity import differing
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 
@@ -132,7 +132,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
-        key = json.dumps(record.learned, sort_keys=True, default=str)
+        key = json.dumps(record.arm_definition, sort_keys=True, default=str)
         groups.setdefault((key, seen[key, record.seeds]), []).append(record)  # a seed run twice is another arm, not a seed
         seen[key, record.seeds] += 1
     runs = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]
@@ -199,7 +199,7 @@ def _checks(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> tuple[Check, .
     same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
     seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
     by_arm = "; ".join(f"{arm.label}: {', '.join(s)}" for arm, s in zip(arms, seeds, strict=True))
-    unequal = [f"{printable(run.name)}: {'; '.join(what)}" for arm in arms for run in arm.runs if (what := unlike(run.environment))]
+    unequal = [f"{printable(run.name)}: {'; '.join(what)}" for arm in arms for run in arm.runs if (what := differing(run.environment))]
     return (
         same("tokens seen", lambda run: run.tokens_seen),
         same("tokens in the weights started from", lambda run: run.tokens_before),

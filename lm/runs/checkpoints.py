@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, verified to the byte before they are used, read without executing anything."""
+"""Checkpoint files: written atomically, verified byte by byte before use, read without executing anything."""
 
 import os
 import shutil
@@ -12,7 +12,8 @@ from lm.files import replacing, sync_folder
 
 FORMAT = 4  # of checkpoints; raised when older files can no longer be read
 LAST, BEST = "last.ckpt", "best.ckpt"
-FACTS = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}  # of every model, and more
+# Metadata that every checkpoint has; a checkpoint that can be resumed has more.
+REQUIRED_METADATA = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
@@ -22,18 +23,18 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
 
 
 def link_checkpoint(name: str, path: Path) -> None:
-    """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where links are not to be had."""
-    target, fresh = path.parent / name, path.parent / f".{name}"
+    """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where hard links are unsupported."""
+    target, temporary = path.parent / name, path.parent / f".{name}"
     try:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         try:
-            os.link(path, fresh)
+            os.link(path, temporary)
         except OSError:
             with replacing(target, "the checkpoint") as copy, path.open("rb") as file:
                 shutil.copyfileobj(file, copy)
             return
-        os.replace(fresh, target)
-        fresh.unlink(missing_ok=True)  # still there if both were the same file already
+        os.replace(temporary, target)
+        temporary.unlink(missing_ok=True)  # still there if both were the same file already
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
@@ -50,16 +51,16 @@ def step_of(path: Path) -> int:
 
 
 def steps_saved(folder: Path) -> list[Path]:
-    """The `step-N.ckpt` files of a folder, by rising step."""
+    """The `step-N.ckpt` files of a folder, in ascending order of step."""
     return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdigit()), key=step_of)
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """True if a folder of checkpoints holds that of `step`, under its own name or as the best."""
+    """True if a folder of checkpoints holds the one of `step`, under its own name or as the best."""
     if step_path(folder, step).exists():
         return True
     try:
-        return load_facts(folder / BEST)["step"] == step
+        return load_metadata(folder / BEST)["step"] == step
     except RunError:
         return False
 
@@ -93,16 +94,16 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     return _read(path)
 
 
-def load_facts(path: Path) -> dict[str, object]:
-    """The checkpoint's plain data: step, phase, configuration ... Tensors are neither read nor verified. Raises as `load_checkpoint`."""
+def load_metadata(path: Path) -> dict[str, object]:
+    """The checkpoint's metadata: step, phase, configuration ... Tensors are neither read nor verified. Raises as `load_checkpoint`."""
     verify(path, tensors=False)
     return _read(path)["lm"]
 
 
-def check_facts(facts: dict[str, object], path: Path) -> None:
-    """Raises RunError if what every model says of itself (`FACTS`) is missing or of another type."""
-    for name, kind in FACTS.items():
-        value = facts.get(name)
+def check_metadata(metadata: dict[str, object], path: Path) -> None:
+    """Raises RunError if an entry of `REQUIRED_METADATA` is missing or has another type."""
+    for name, kind in REQUIRED_METADATA.items():
+        value = metadata.get(name)
         if type(value) is not kind or (kind is int and value < 0):
             raise RunError(f"{path}: its `{name}` must be {'text' if kind is str else 'a whole number'}, not {str(value)[:40]!r}")
 
@@ -113,11 +114,11 @@ def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
             while file.read(2**20):
                 pass
     except (zipfile.BadZipFile, EOFError):
-        raise RunError(f"{path}: {_content(path, member.filename)} was altered (its CRC differs){_others(path)}") from None
+        raise RunError(f"{path}: {_tensor_name(path, member.filename)} was altered (its CRC differs){_alternative(path)}") from None
 
 
-def _content(path: Path, member: str) -> str:
-    """What a member of the archive holds: `data/N` the tensor that was saved as the N-th, counted from 0, and once if under two names."""
+def _tensor_name(path: Path, member: str) -> str:
+    """What a member of the archive holds: `data/N` is the N-th tensor saved, counted from 0; a tensor with two names is saved once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
@@ -144,16 +145,16 @@ def _read(path: Path) -> dict[str, object]:
     if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     if checkpoint["lm"].get("format") != FORMAT:
-        raise RunError(f"{path}: of checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
-    check_facts(checkpoint["lm"], path)
+        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
+    check_metadata(checkpoint["lm"], path)
     return checkpoint
 
 
 def _unreadable(path: Path, error: Exception) -> RunError:
-    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{_others(path)}")
+    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{_alternative(path)}")
 
 
-def _others(path: Path) -> str:
-    """Which checkpoint to take instead."""
+def _alternative(path: Path) -> str:
+    """Words that name the checkpoint to use instead; empty if there is none."""
     others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
     return f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""

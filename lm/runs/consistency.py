@@ -1,4 +1,4 @@
-"""What belongs together in a run folder: the checkpoint knows its configuration and data, and the other files must agree with it."""
+"""Whether the files of a run folder belong together: a checkpoint records its configuration and data, and the other files must agree."""
 
 from pathlib import Path
 
@@ -13,18 +13,18 @@ from lm.runs.folder import read_json
 from lm.schema import Plain, flatten, to_plain
 
 
-def trained_config(facts: dict[str, Plain], path: Path) -> Config:
-    """What the model at `path` says that it was trained with. Raises RunError if that can't be read."""
+def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
+    """The configuration that the model at `path` was trained with. Raises RunError if it can't be read."""
     try:
-        return parse(yaml.safe_load(facts["config"]))
+        return parse(yaml.safe_load(metadata["config"]))
     except (ConfigError, yaml.YAMLError, ValueError) as error:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
 
-def config_problems(config: Config, trained: Config, facts: dict[str, Plain], path: Path) -> list[Problem]:
+def config_problems(config: Config, trained: Config, metadata: dict[str, Plain], path: Path) -> list[Problem]:
     """Every difference between `config` and what the checkpoint at `path` was `trained` with that would make it another run.
 
-    facts: the checkpoint's; `step` and `phase` say how far it is.
+    metadata: the checkpoint's; `step` and `phase` say how far training has come.
     """
     old, new = flatten(to_plain(trained)), flatten(to_plain(config))
     problems = [
@@ -32,12 +32,12 @@ def config_problems(config: Config, trained: Config, facts: dict[str, Plain], pa
         for key in dict.fromkeys((*new, *old))
         if old.get(key) != new.get(key) and effect_of(key).on_resume == "same"
     ]
-    # Normalizers and phases are compared step by step: those ahead may change.
-    problems += _length_problems(config, trained, facts["step"], path)
-    return problems + _plan_problems(config, trained, facts["phase"], facts["step"], path)
+    # Normalizers and phases are compared up to the step: later ones may change.
+    problems += _length_problems(config, trained, metadata["step"], path)
+    return problems + _plan_problems(config, trained, metadata["phase"], metadata["step"], path)
 
 
-def check_environment(file: Path, facts: dict[str, Plain], path: Path) -> dict[str, Plain]:
+def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
     """The content of a run's environment.json, of the same run and data as the checkpoint at `path`.
 
     Raises:
@@ -45,7 +45,7 @@ def check_environment(file: Path, facts: dict[str, Plain], path: Path) -> dict[s
     """
     environment = read_json(file)
     for name, what in {"wandb_id": "is a checkpoint of the run", "data_fingerprint": "was trained on tokens"}.items():
-        ours, theirs = str(environment.get(name) or "")[:16], str(facts.get(name) or "")[:16]
+        ours, theirs = str(environment.get(name) or "")[:16], str(metadata.get(name) or "")[:16]
         if ours and theirs and ours != theirs:
             raise RunError(f"{path}: {what} {theirs}, {file} says {ours}: they are of different runs; bring back the one that belongs here")
     return environment

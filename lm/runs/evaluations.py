@@ -53,17 +53,17 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
 
 
 def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluation], list[str]]:
-    """The last evaluation of each kind that holds series, and what is lacking of those that `config` asks for, in words.
+    """The last evaluation of each kind that holds series, and words for each that `config` asks for and that is missing.
 
     Raises:
-        RunError: a file that can't be read; one that an older version wrote is lacking instead.
+        RunError: a file that can't be read; one that an older version wrote counts as missing.
     """
     last, wanted = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
-    found, lacking = [], []
+    found, missing = [], []
     for kind in dict.fromkeys((*EvalConfig().wanted(), *last)):
         name = f"{kind.replace('_', '-')} evaluation"
         if kind not in last:
-            lacking += [f"no {name}"] if kind in wanted else []
+            missing += [f"no {name}"] if kind in wanted else []
             continue
         content = read_json(last[kind])
         try:
@@ -71,10 +71,10 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
                 found.append(Evaluation.of(content))
         except KeyError as error:
             again = "if it was measured by an older version, measure it again with `lm eval`"
-            lacking.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
+            missing.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
         except (TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{last[kind]}: {one_line(error, None)}") from None
-    return found, lacking
+    return found, missing
 
 
 def _wanted(config: dict[str, Plain]) -> set[str]:

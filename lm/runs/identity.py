@@ -1,4 +1,4 @@
-"""What tells runs apart: what decides what they learn, what each start of them used, and the seeds behind them."""
+"""What makes two runs comparable: the settings that decide what a run learns, what each of its starts used, and its seeds."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import json
 from lm.config.effects import is_learned, recorded_per_start
 from lm.schema import Plain, flatten
 
-_UNLIKE_EACH_TIME = ("step", "time", "command")
+_DIFFERS_ALWAYS = ("step", "time", "command")
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -44,24 +44,24 @@ def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def unlike(environment: dict[str, Plain]) -> list[str]:
-    """What the starts of a run do not share, in words; empty if they used the same."""
+def differing(environment: dict[str, Plain]) -> list[str]:
+    """What the starts of a run used differently, in words; empty if they used the same."""
     found = starts(environment)
-    names = dict.fromkeys(name for start in found for name in start if name not in _UNLIKE_EACH_TIME)
-    differing = [name for name in names if len({json.dumps(start[name]) for start in found if start.get(name) is not None}) > 1]
-    return [f"{name} {used(environment, name)}" for name in differing]
+    names = dict.fromkeys(name for start in found for name in start if name not in _DIFFERS_ALWAYS)
+    differ = [name for name in names if len({json.dumps(start[name]) for start in found if start.get(name) is not None}) > 1]
+    return [f"{name} {used(environment, name)}" for name in differ]
 
 
 def _short(value: Plain) -> str:
-    """A value in a few letters: commits cut, truth as in YAML."""
+    """A value as short text: commits truncated, booleans as in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:24]
 
 
-def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """What decides what a run learns, its seed aside, as dotted keys: runs that are alike in it are one arm.
+def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
+    """All that decides what a run learns, except its seed, as dotted keys: runs in which it is equal are one arm.
 
-    Precision, compilation and the steps that the schedule was for are those used at each start; starting weights (`init_from`) are
-    named by the arm they are of, not by their path.
+    Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) are identified by
+    the arm they come from, not by their path.
     """
     found = {key: value for key, value in flatten(config).items() if is_learned(key)}
     as_used = {key: used(environment, _last_part(key)) for key in recorded_per_start()}
@@ -73,11 +73,11 @@ def learned(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str
 
 
 def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
-    """A name for the arm of a run: a hash of what `learned` gives."""
-    return hashlib.sha256(json.dumps(learned(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
+    """The identifier of a run's arm: a hash of `arm_definition`."""
+    return hashlib.sha256(json.dumps(arm_definition(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """The seeds behind a run's weights: those of the run it started from, then its own; the same one in a row once."""
+    """The seeds behind a run's weights: those of the run it started from, then its own; consecutive equal seeds once."""
     found = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
     return tuple(seed for number, seed in enumerate(found) if number == 0 or seed != found[number - 1])

@@ -24,13 +24,13 @@ from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import BEST, LAST, check_facts, load_checkpoint, step_of, step_path, steps_saved
+from lm.runs.checkpoints import BEST, LAST, check_metadata, load_checkpoint, step_of, step_path, steps_saved
 from lm.runs.consistency import check_environment, trained_config
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
 from lm.schema import Plain, to_plain
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # of a model folder
-MODEL_FORMAT = 5  # of the description; raised when older ones can no longer be read
+WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder
+MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 
 
@@ -44,7 +44,7 @@ class Loaded:
         tokenizer: None if no tokenizer.json lies beside the weights.
         path: the checkpoint or model folder it was read from.
         config: what it was trained with; None if no training run is behind it.
-        facts: what training knows of it, plain data: `step`, `tokens`, `data_fingerprint`, `phase`; {} without one.
+        metadata: of its training, plain data: `step`, `tokens`, `data_fingerprint`, `phase`; {} without one.
         environment: the run's environment.json; {} if none lies there.
     """
 
@@ -53,7 +53,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     path: Path
     config: Config | None = None
-    facts: dict[str, Plain] = field(default_factory=dict)
+    metadata: dict[str, Plain] = field(default_factory=dict)
     environment: dict[str, Plain] = field(default_factory=dict)
 
     @property
@@ -69,9 +69,9 @@ class Loaded:
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """What results say of when in a training they were measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without one."""
-        step, tokens = self.facts.get("step", 0), self.facts.get("tokens", 0)
-        return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.facts.get("data_fingerprint")}
+        """The point in training at which results were measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without one."""
+        step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
+        return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
@@ -92,18 +92,18 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     content = load_checkpoint(path)
     file = _folder(path) / ENVIRONMENT
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
-    config, facts = _training(content["lm"], path)
-    spec = ModelSpec.from_training(config, facts)
-    _tell_other_code(spec, path)
-    decoder, tokenizer = _build(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
-    return Loaded(decoder, spec, tokenizer, path, config, facts, environment)
+    config, metadata = _split_config(content["lm"], path)
+    spec = ModelSpec.from_training(config, metadata)
+    _warn_of_changed_code(spec, path)
+    decoder, tokenizer = _build_decoder(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
+    return Loaded(decoder, spec, tokenizer, path, config, metadata, environment)
 
 
 def _load_model(path: Path) -> Loaded:
     description = read_sealed(path / DESCRIPTION)
     if description.get("format") != MODEL_FORMAT:
         found = description.get("format")
-        raise RunError(f"{path / DESCRIPTION}: of format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
+        raise RunError(f"{path / DESCRIPTION}: format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
     try:
         expected, tokenizer_sha256, training = (description[name] for name in (TENSOR_SHA256, TOKENIZER_SHA256, "training"))
         spec = ModelSpec.read(description["spec"])
@@ -116,35 +116,37 @@ def _load_model(path: Path) -> Loaded:
     altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
-    _tell_other_code(spec, path)
-    decoder, tokenizer = _build(spec, weights, path, tokenizer_sha256)
+    _warn_of_changed_code(spec, path)
+    decoder, tokenizer = _build_decoder(spec, weights, path, tokenizer_sha256)
     if training is None:
         return Loaded(decoder, spec, tokenizer, path)
-    check_facts(training, path / DESCRIPTION)
-    config, facts = _training(training, path)
-    if function_of(config.model_in(facts["phase"])) != function_of(spec.model):
+    check_metadata(training, path / DESCRIPTION)
+    config, metadata = _split_config(training, path)
+    if function_of(config.model_in(metadata["phase"])) != function_of(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
-    return Loaded(decoder, spec, tokenizer, path, config, facts)
+    return Loaded(decoder, spec, tokenizer, path, config, metadata)
 
 
-def _tell_other_code(spec: ModelSpec, path: Path) -> None:
+def _warn_of_changed_code(spec: ModelSpec, path: Path) -> None:
     for name, before, now in spec.changed_plugins():
         print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
 
 
-def _training(facts: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
-    """The configuration that facts hold, and the others."""
-    config = trained_config(facts, path)
-    if facts["phase"] >= len(config.plan):
-        raise RunError(f"{path}: is of phase {facts['phase']} of a training that has {len(config.plan)}")
-    return config, {name: value for name, value in facts.items() if name != "config"}
+def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
+    """The configuration in the metadata, and all other metadata."""
+    config = trained_config(metadata, path)
+    if metadata["phase"] >= len(config.plan):
+        raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")
+    return config, {name: value for name, value in metadata.items() if name != "config"}
 
 
-def _build(spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None) -> tuple[Decoder, Tokenizer | None]:
+def _build_decoder(
+    spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None
+) -> tuple[Decoder, Tokenizer | None]:
     try:
         if spec.model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
-        if reason := misfit(spec, weights):
+        if reason := weights_mismatch(spec, weights):
             raise ValueError(reason)
         decoder = spec.decoder()
         decoder.load_state_dict(weights)
@@ -162,10 +164,10 @@ def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | 
     return load_tokenizer(file, end_of_text)
 
 
-def misfit(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
-    """The first tensor that a decoder of this kind does not have, and why; empty if all fit.
+def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
+    """The first tensor that doesn't fit the decoder that `spec` describes, and why; empty if all fit.
 
-    Nothing of the size that the configuration claims is made: shapes are compared on torch's meta device, which holds no numbers.
+    Nothing of the claimed size is allocated: shapes are compared on torch's meta device, which stores no numbers.
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
@@ -177,11 +179,11 @@ def misfit(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
         implied = spec.decoder().state_dict()
     for name in {**implied, **weights}:
         if name not in weights or name not in implied:
-            return f"{name} is {'missing' if name in implied else 'none of the model'}"
+            return f"{name} is {'missing' if name in implied else 'not a tensor of the model'}"
         if weights[name].shape != implied[name].shape:
             return _other_shape(name, weights[name], implied[name].shape)
-        if not weights[name].is_contiguous():  # a single number can pose as a matrix of any size
-            return f"{name} is not stored as a whole"
+        if not weights[name].is_contiguous():  # an expanded single number claims any size
+            return f"{name} is not contiguous"
     return ""
 
 
@@ -190,7 +192,7 @@ def _other_shape(name: str, found: Tensor, implied: tuple[int, ...]) -> str:
 
 
 def _sha256(tensor: Tensor) -> str:
-    """Of a tensor's values, with their type and shape."""
+    """The sha256 of a tensor's dtype, shape and values."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -217,20 +219,20 @@ def find_checkpoint(folder: Path, which: str) -> Path:
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Write the model at `source` to the folder `out` without pickle, with what its training knows of it. Returns `out`.
+    """Write the model at `source` to the folder `out` without pickle, with the metadata of its training. Returns `out`.
 
     Raises:
         RunError: nothing to load there, `out` holds something, or it can't be written; nothing half-written is left.
     """
     loaded = load(source, checkpoint)
-    training = {**loaded.facts, "config": to_yaml(loaded.config)} if loaded.config else None
+    training = {**loaded.metadata, "config": to_yaml(loaded.config)} if loaded.config else None
     return _write(loaded.decoder, loaded.spec, out, loaded.folder / TOKENIZER if loaded.tokenizer else None, training)
 
 
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained by whomever, to the folder `out` as `lm export` does: for `load`, generation, harness and others.
+    """Write a decoder, trained here or elsewhere, to the folder `out` as `lm export` does: for `load`, generation and the harness.
 
     Args:
         decoder: with its weights; on any device.

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run logged while training, one JSON object a line; the one parser of it."""
+"""metrics.jsonl: what a run logged while training, one JSON object a line; its only parser."""
 
 import json
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Plain]], list[int]]:
     return [line for line in found if line], [number for number, line in enumerate(found, 1) if not line]
 
 
-def cut_back_metrics(path: Path, step: int) -> list[str]:
-    """Keep the lines up to `step`, which a resumed run goes on from, without a swap at it. Returns notes on what could not be read."""
+def truncate_metrics(path: Path, step: int) -> list[str]:
+    """Keep the lines up to `step`, from which a run is resumed, without a swap at it. Returns notes on unreadable lines."""
     if not path.exists():
         return []
     lines, unreadable = read_metrics(path)

@@ -34,18 +34,18 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys; what decides what is learned as it was used (`lm.runs.identity.learned`)."""
-        return flatten(self.config) | self.learned
+        """The configuration as dotted keys, with the values of `arm_definition` where they differ from it."""
+        return flatten(self.config) | self.arm_definition
 
     @cached_property
-    def learned(self) -> dict[str, Plain]:
-        """What decides what the run learns, its seed aside: arms differ in it."""
-        return identity.learned(self.config, self.environment)
+    def arm_definition(self) -> dict[str, Plain]:
+        """All that decides what the run learns, except its seed: arms differ in it."""
+        return identity.arm_definition(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
         """Trained on tasks over symbols, not on text."""
-        return any(TASKS[share["task"]["name"]]().vocab_size for share in self.config["data"].get("tasks") or [])
+        return any(TASKS[weighted["task"]["name"]]().vocab_size for weighted in self.config["data"].get("tasks") or [])
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
@@ -103,12 +103,12 @@ def read_run(folder: Path) -> RunRecord:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"{folder}: no such run folder")
-    lacking = [name for name in (CONFIG, ENVIRONMENT) if not (folder / name).is_file()]
-    if lacking:
-        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(lacking)}")
+    absent = [name for name in (CONFIG, ENVIRONMENT) if not (folder / name).is_file()]
+    if absent:
+        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent)}")
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
-    missing = _missing_of(config, environment, folder / ENVIRONMENT)
+    missing = _missing_environment(config, environment, folder / ENVIRONMENT)
     lines, unreadable = read_metrics(folder / METRICS)
     if unreadable and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
@@ -117,14 +117,14 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"{METRICS}: unreadable lines were skipped ({said})")
     if not lines:
         missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
-    evaluations, lacking = last_evaluations(folder, config)
-    missing += lacking
+    evaluations, not_measured = last_evaluations(folder, config)
+    missing += not_measured
     logged = [line for line in lines if "val/loss" in line]
     if logged and not any(one.kind == KIND for one in evaluations):
         last, entropy = logged[-1], flatten(environment).get("unigram_entropy.val")
         numbers = (last["val/loss"], last.get("val/bits_per_byte"), entropy, flatten(config)["data.seq_len"])
-        of_log = {"data_fingerprint": "", "settings": {}, "precision": "", "weights_sha256": ""}
-        evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **of_log, series=tuple(validation_series(*numbers))))
+        not_logged = {"data_fingerprint": "", "settings": {}, "precision": "", "weights_sha256": ""}
+        evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **not_logged, series=tuple(validation_series(*numbers))))
         missing.append("its validation loss is the last one logged while training, without an interval")
     for one in evaluations[1:]:
         first = evaluations[0]
@@ -150,15 +150,15 @@ def _read_config(path: Path) -> dict[str, Plain]:
     return config
 
 
-def _missing_of(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """What environment.json lacks, and what makes its run more than one. Raises RunError where it can't be read as one."""
+def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
+    """What environment.json does not record, and what its starts used differently. Raises RunError if it is malformed."""
     try:
-        found, unlike = identity.starts(environment), identity.unlike(environment)
-        identity.learned(config, environment), identity.seeds(config, environment)
+        found, differing = identity.starts(environment), identity.differing(environment)
+        identity.arm_definition(config, environment), identity.seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RunError(f"{path}: {one_line(error, None)}; if an older version wrote it, train the run again") from None
-    lacks = [f"its starts used unlike things: {'; '.join(unlike)}"] if unlike else []
+    missing = [f"its starts differ: {'; '.join(differing)}"] if differing else []
     silent = "environment.json (of an older version, or of an export) does not say"
-    lacks += [f"{silent} what each start used: those it is silent on may be unlike"] if any("precision" not in one for one in found) else []
+    missing += [f"{silent} what each start used: they may differ"] if any("precision" not in one for one in found) else []
     unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
-    return lacks + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])
+    return missing + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])

@@ -1,4 +1,4 @@
-"""The series of a validation: what measures it and what reads a log that holds no more of it agree on them."""
+"""The series of a validation, for what measures it and for what reads its means from a log alone."""
 
 import numpy as np
 
@@ -25,8 +25,10 @@ def validation_series(
     token = "token" if bits_per_byte is not None else "token of the answers"
     units = 0 if sample is None else len(sample.values)
     amount, method = f"{units:,} of {seq_len:,} tokens", f"Validation loss is the mean negative log-likelihood in nats per {token}"
-    method += f" over {units:,} held-out rows of the training length"
-    shown = Shown("Validation, rows of the training length", "validation rows", amount if units else "", method=method if units else "")
+    method += f" over {units:,} held-out sequences of the training length"
+    shown = Shown(
+        "Validation, sequences of the training length", "validation sequences", amount if units else "", method=method if units else ""
+    )
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
     found = [
         Series(

@@ -22,11 +22,11 @@ from lm.model.counts import count_parameters, estimated_memory, flops_per_token
 from lm.model.decoder import Decoder
 from lm.schema import Plain
 from lm.training.optimizers import parameter_groups
-from lm.training.starting import Start
-from lm.training.whole_run import Machine
+from lm.training.run_context import Machine
+from lm.training.starting import PhaseStart
 
 
-def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
+def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
     """What a run prints first."""
     model, data, optim, decoder = config.model, config.data, config.optim, start.decoder
     parameters = count_parameters(decoder)
@@ -36,7 +36,7 @@ def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
     on = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
-    rows = {
+    lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
@@ -48,21 +48,21 @@ def banner(config: Config, store: Store, start: Start, machine: Machine) -> str:
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
-        **({"tasks": ", ".join(f"{share.task.name} {share.weight:.0%}" for share in data.tasks)} if data.tasks else {}),
-        "step": f"{config.micro_batch} rows x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
+        **({"tasks": ", ".join(f"{weighted.task.name} {weighted.weight:.0%}" for weighted in data.tasks)} if data.tasks else {}),
+        "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
-        **({"rows of": _lengths(store, config)} if data.lengths else {}),
-        **({"documents": "isolated: attention and n begin anew with each"} if data.documents == "isolate" else {}),
+        **({"lengths": _lengths(store, config)} if data.lengths else {}),
+        **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about {memory / 2**30:.2f} GiB a process",
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
-    return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+    return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 
 def _normalizer(decoder: Decoder) -> str:
-    """Formula and options; of each different one where layers differ."""
+    """Formula and options of the normalizer; where layers differ, of each."""
     found = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
@@ -90,12 +90,12 @@ def _groups(config: Config, decoder: Decoder) -> str:
 
 def _epochs(store: Store, config: Config, tokens: int) -> str:
     """How often the run reads the text, by source."""
-    share = 1 - sum(one.weight for one in config.data.tasks)
-    if share < 1e-6:
+    text_fraction = 1 - sum(one.weight for one in config.data.tasks)
+    if text_fraction < 1e-6:
         return ""
     parts = [
-        (part.label, tokens * share * asked.weight / part.n_tokens)
-        for asked, part in zip(config.data.sources, store.train.sources, strict=True)
+        (part.label, tokens * text_fraction * source.weight / part.n_tokens)
+        for source, part in zip(config.data.sources, store.train.sources, strict=True)
     ]
     if len(parts) == 1:
         return f" ({parts[0][1]:.2f} epochs)"
@@ -103,10 +103,12 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
 
 
 def _lengths(store: Store, config: Config) -> str:
-    """The share of the run's tokens in rows of each length."""
-    rows = train_sequences(store, config)
-    text = ", ".join(f"{length} tokens {share:.1%}" for length, share in rows.length_fractions(config.trainer.max_steps).items())
-    return text + (f"; {rows.natural.wasted:.1%} of the tokens are left out of each epoch, others each time" if rows.natural else "")
+    """The fraction of the run's tokens in sequences of each length."""
+    sequences = train_sequences(store, config)
+    text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in sequences.length_fractions(config.trainer.max_steps).items())
+    return text + (
+        f"; {sequences.natural.wasted:.1%} of the tokens are left out of each epoch, different ones each time" if sequences.natural else ""
+    )
 
 
 def _heads(model: ModelConfig) -> str:
@@ -114,16 +116,16 @@ def _heads(model: ModelConfig) -> str:
 
 
 def _phases(config: Config, phase: int) -> str:
-    """Each phase's normalizer and last step, the present one marked."""
+    """Each phase's normalizer and last step, the current phase in brackets."""
     ends = zip(config.phases, config.phase_ends, strict=True)
     names = [f"{one.normalizer.label()} to step {end:,}" for one, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 
-def environment(config: Config, store: Store, start: Start, machine: Machine, before: dict[str, Plain]) -> dict[str, Plain]:
-    """What the results depend on beside the configuration; a resumed run keeps what was said `before` of its starts.
+def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, before: dict[str, Plain]) -> dict[str, Plain]:
+    """What the results depend on beside the configuration; a resumed run keeps the `starts` recorded `before`.
 
-    What this start uses is in `starts`, an entry for each, and beside them.
+    What this start uses is in the last entry of `starts`, and at the top level.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
@@ -156,7 +158,7 @@ def environment(config: Config, store: Store, start: Start, machine: Machine, be
         "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        **({"row_lengths": train_sequences(store, config).length_fractions(config.trainer.max_steps)} if config.data.lengths else {}),
+        **({"sequence_lengths": train_sequences(store, config).length_fractions(config.trainer.max_steps)} if config.data.lengths else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
         "starts": [*before.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],

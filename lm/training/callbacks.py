@@ -21,7 +21,7 @@ from lm.runs.series import listed
 from lm.schema import Plain
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
-from lm.training.whole_run import WholeRun
+from lm.training.run_context import RunContext
 
 # A result, the numbers among the run's metrics, and a line to show.
 Measured = tuple[Evaluation | dict[str, Plain], dict[str, float], str]
@@ -42,8 +42,8 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """SIGINT, SIGTERM and SIGUSR1 end training after the current step, on all ranks, with a checkpoint.
 
-    A context manager around the phases of a run: between two of them a signal is noted, too. `signal` says
-    which came. A second one ends the process at once.
+    A context manager around the phases of a run: between two of them a signal is recorded, too, in
+    `signal`. A second one ends the process at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -64,8 +64,8 @@ class StopOnSignal(StepCallback):
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def told(self) -> bool:
-        """True if a signal has come to this process."""
+    def requested(self) -> bool:
+        """True if this process has received a signal."""
         return bool(self.signal)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -75,7 +75,7 @@ class StopOnSignal(StepCallback):
                 signal.signal(number, self._note)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Stop where all ranks have agreed to because one was told to."""
+        """Stop on all ranks after the step in which one of them received a signal."""
         if module.last.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
@@ -83,14 +83,14 @@ class StopOnSignal(StepCallback):
 
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; speed."""
+    rate; tokens per second."""
 
-    def __init__(self, run: WholeRun, clock: Clock):
+    def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
         self.last_step, self.last_time = 0, 0.0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Speed counts from here; time goes on from where the checkpoint was saved."""
+        """Speed is measured from here; training time continues from that of the checkpoint."""
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
@@ -101,7 +101,7 @@ class Metrics(StepCallback):
             self.progress.advance(step)
             return
         state, tokens = module.start.state, self.config.optim.batch_tokens
-        loss = state.take_loss()
+        loss = state.take_mean_loss()
         now = self.clock.seconds()
         speed = (step - self.last_step) * tokens / max(now - self.last_time, 1e-9)
         self.last_step, self.last_time = step, now
@@ -114,7 +114,7 @@ class Metrics(StepCallback):
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
-                **({"row_length": module.row_length} if self.config.data.lengths else {}),
+                **({"sequence_length": module.sequence_length} if self.config.data.lengths else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
             }
         )
@@ -124,14 +124,14 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
 
-    Training's clock is stopped meanwhile. A measurement that fails, or takes longer than it may, is noted, and training goes on
-    unless `eval.on_error` says stop.
+    Training time excludes it. A measurement that fails, or exceeds its time limit, is logged, and training continues unless
+    `eval.on_error` is stop.
     """
 
-    def __init__(self, run: WholeRun, clock: Clock):
+    def __init__(self, run: RunContext, clock: Clock):
         self.config, self.record, self.progress, self.clock = run.config, run.log, run.progress, clock
         self.bf16, self.max_steps = run.machine.bf16, run.config.trainer.max_steps
-        self.validation, *self.others = run.asked
+        self.validation, *self.others = run.measurements
 
     def take(
         self,
@@ -193,10 +193,10 @@ class Validate(Evaluations):
         result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
             return
-        state, loss, rows = module.start.state, result.series[0].whole, result.series[0].samples[0].sha256
-        fresh = not state.best or state.best["rows_sha256"] != rows
-        if math.isfinite(loss) and (fresh or loss < state.best["loss"]):
-            state.best = {"step": step, "loss": loss, "rows_sha256": rows}
+        state, loss, sha256 = module.start.state, result.series[0].whole, result.series[0].samples[0].sha256
+        other_sequences = not state.best or state.best["sequences_sha256"] != sha256  # losses that can't be compared
+        if math.isfinite(loss) and (other_sequences or loss < state.best["loss"]):
+            state.best = {"step": step, "loss": loss, "sequences_sha256": sha256}
 
 
 class Evaluate(Evaluations):
@@ -207,7 +207,7 @@ class Evaluate(Evaluations):
         return [one for one in self.others if one.schedule.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Make up for what is missing at the step that training goes on from; measure a swap that has just been made, as `lm swap` does."""
+        """Measure what is missing at the step that training continues from, and a swap that has just been made, as `lm swap` does."""
         step, before = trainer.global_step, module.start.before
         for measurement in self.due(step) if step else []:
             missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
@@ -231,4 +231,4 @@ class Evaluate(Evaluations):
         first = result["lengths"][0]
         scores = {"swap/loss_before": first["loss_before"], "swap/loss_after": first["loss_after"], "swap/kl": first["kl"]}
         change = f"{first['loss_before']:.4f} -> {first['loss_after']:.4f} ({first['change']['mean']:+.4f})"
-        return result, scores, f"{text}: loss of rows of {first['length']:,} tokens {change}"
+        return result, scores, f"{text}: loss of sequences of {first['length']:,} tokens {change}"

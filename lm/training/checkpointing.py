@@ -12,18 +12,18 @@ from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
 from lm.training.optimizers import named_state
-from lm.training.whole_run import WholeRun
+from lm.training.run_context import RunContext
 
 
 class Checkpoints(StepCallback):
     """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
-    training ends; points `last.ckpt` and `best.ckpt` at them.
+    training ends; links `last.ckpt` and `best.ckpt` to them.
 
     Lightning saves none of them: its own saving goes through $TMPDIR, which leaves a truncated file when that is another file
-    system and the process dies, and holds counters that would have to be mended when a run goes on.
+    system and the process dies, and stores counters that a resumed run would have to correct.
     """
 
-    def __init__(self, run: WholeRun, clock: Clock):
+    def __init__(self, run: RunContext, clock: Clock):
         self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
         self.every = self.config.trainer.checkpoint_every or max(1, self.config.trainer.max_steps // 10)
         self.folder = self.config.run_folder / CHECKPOINTS
@@ -44,7 +44,7 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save now (collective), and drop what is over `keep_checkpoints`."""
+        """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
         started, self.saved = time.perf_counter(), trainer.global_step
         if trainer.is_global_zero:
             path = step_path(self.folder, self.saved)
@@ -57,10 +57,10 @@ class Checkpoints(StepCallback):
         self.clock.paused(started)
 
     def content(self, module: TrainModule) -> dict[str, object]:
-        """Weights, the optimizer's state by name, and plain data: enough to rebuild the model, to go on, and to refuse the wrong one."""
+        """Weights, the optimizer's state by name, and metadata: enough to rebuild the model, to resume, and to refuse a mismatch."""
         start, step = module.start, module.global_step
         start.state.elapsed_s = self.clock.seconds()
-        facts = {
+        metadata = {
             "format": FORMAT,
             "config": to_yaml(self.config),
             "vocab_size": module.decoder.vocab_size,
@@ -73,10 +73,10 @@ class Checkpoints(StepCallback):
             **vars(start.state),
         }
         optimizer = named_state(module.optimizers(use_pl_optimizer=False))
-        return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": facts}
+        return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Drop what isn't the newest, one of the last regular ones or a phase's end; `best.ckpt` stays by itself."""
+        """Delete all but the newest, the last regular ones and the ends of phases; `best.ckpt` is a link of its own and stays."""
         by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)  # a run may have gone back to an earlier step
         regular = [saved for saved in by_age if self.is_regular(step_of(saved))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}

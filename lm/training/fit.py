@@ -1,4 +1,4 @@
-"""A run or its continuation: planned, written down, and trained phase by phase with Lightning's Trainer."""
+"""A new or resumed run: its start is checked and recorded, then each phase is trained with Lightning's Trainer."""
 
 import logging
 import os
@@ -32,20 +32,20 @@ from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
-from lm.training.starting import Start, check_resume, check_trained, fresh, going_on, truncate_after
-from lm.training.whole_run import Machine, WholeRun
+from lm.training.run_context import Machine, RunContext
+from lm.training.starting import PhaseStart, check_resume, check_trainable, start_from_checkpoint, start_new_run, truncate_after
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
     """Train from the start, or from a checkpoint of the run; the process's exit status.
 
-    main: whether this is the process that writes.
+    main: whether this is the process that writes files.
 
     Raises:
         LMError: whatever keeps the run from going on, most of it before anything is written.
     """
     quiet_lightning()
-    asked = measurements(config, store)
+    planned = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log)
     if accelerator == "cpu":
@@ -58,28 +58,28 @@ def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> in
         notes = check_resume(config, store, saved, checkpoint)
         before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
         if saved["lm"]["step"] >= config.trainer.max_steps:
-            return _complete(config, asked, checkpoint, saved["lm"]["step"], main)
-        start, origin = going_on(config, saved), before.get("started_from")
+            return _complete(config, planned, checkpoint, saved["lm"]["step"], main)
+        start, origin = start_from_checkpoint(config, saved), before.get("started_from")
     else:
-        start, origin, notes = fresh(config, store)
-    check_trained(config, start.decoder)
+        start, origin, notes = start_new_run(config, store)
+    check_trainable(config, start.decoder)
     precision = resolve_precision(config, accelerator, before)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
     machine = Machine(accelerator, device, precision, compiled)
-    facts = {**environment(config, store, start, machine, before), "started_from": origin}
-    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
+    recorded = {**environment(config, store, start, machine, before), "started_from": origin}
+    recorded[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirror = None
     if main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
-        _write_down(config, store, start, checkpoint, facts)
-        mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, facts["wandb_id"], to_plain(config))
+        _write_run_files(config, store, start, checkpoint, recorded)
+        mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, recorded["wandb_id"], to_plain(config))
     log = MetricLog(config.run_folder / METRICS, mirror, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
-        run = WholeRun(config, store, asked, machine, facts["wandb_id"], log, progress)
+        run = RunContext(config, store, planned, machine, recorded["wandb_id"], log, progress)
         return _phases(run, start)
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
@@ -90,14 +90,14 @@ def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> in
         log.close()
 
 
-def _write_down(config: Config, store: Store, start: Start, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
-    """What the run folder says of the run; what it holds of the time after `start` is dropped."""
+def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, recorded: dict[str, Plain]) -> None:
+    """Write configuration, environment and tokenizer to the run folder, and delete what it holds of later steps than `start`."""
     folder = config.run_folder
-    write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # how the run was resumed is not part of it
-    write_json(folder / ENVIRONMENT, facts)
+    write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
+    write_json(folder / ENVIRONMENT, recorded)
     write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
     if checkpoint and checkpoint.name != LAST:
-        link_checkpoint(LAST, checkpoint)  # the run goes back to it: from now on, even if killed in the next line
+        link_checkpoint(LAST, checkpoint)  # first, so that a kill right after leaves the run at this checkpoint
     for note in truncate_after(folder, start.step):
         print(note, flush=True)
     best = start.state.best
@@ -105,25 +105,25 @@ def _write_down(config: Config, store: Store, start: Start, checkpoint: Path | N
         link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best["step"]))
 
 
-def _phases(run: WholeRun, start: Start) -> int:
-    """Train each phase that is left; the next one begins with the checkpoint that the one before has ended with."""
+def _phases(run: RunContext, start: PhaseStart) -> int:
+    """Train each remaining phase; each begins with the checkpoint at which the previous one ended."""
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
-            module = TrainModule(run, start, stop.told)
+            module = TrainModule(run, start, stop.requested)
             trainer = make_trainer(run, module, stop)
             trainer.fit(module)
             step = trainer.global_step
             if step >= config.trainer.max_steps:
                 run.progress.say(f"done: {folder}")
                 return 0
-            if trainer.should_stop:  # as the step, the same on all ranks
+            if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
                 return 128 + stop.signal
-            start = going_on(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
+            start = start_from_checkpoint(config, load_checkpoint(step_path(folder / CHECKPOINTS, step)))
 
 
-def make_trainer(run: WholeRun, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
+def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
     """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
     config, start, clock = run.config, module.start, Clock()
     trainer = L.Trainer(
@@ -149,26 +149,26 @@ def make_trainer(run: WholeRun, module: TrainModule, stop: StopOnSignal) -> L.Tr
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning's count of optimizer steps, which `max_steps` and `global_step` go by: private, and touched nowhere else. Its other
-    # counters start anew with each phase.
+    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based: private, and set nowhere else. Its other
+    # counters restart with each phase.
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
     return trainer
 
 
-def _complete(config: Config, asked: list[Measurement], checkpoint: Path, step: int, main: bool) -> int:
-    """Nothing is left to train: make up for evaluations that a kill after the last step prevented."""
+def _complete(config: Config, planned: list[Measurement], checkpoint: Path, step: int, main: bool) -> int:
+    """The run is complete: make the evaluations that a kill after the last step prevented."""
     folder = config.run_folder
     if main:
-        due = [one.kind for one in asked if one.schedule.is_due(step, step)]
-        lost = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-        if lost:
-            print_results(evaluate(config, folder, checkpoint, lost))
+        due = [one.kind for one in planned if one.schedule.is_due(step, step)]
+        missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+        if missing:
+            print_results(evaluate(config, folder, checkpoint, missing))
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
 
 
 def quiet_lightning() -> None:
-    """Lightning's tips and notes on what is chosen here; our banner says what matters."""
+    """Silence Lightning's tips and notes; the banner says what matters."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")

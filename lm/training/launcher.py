@@ -1,4 +1,4 @@
-"""Which of a run's processes this one is, as its launcher says in the environment: torchrun, SLURM's srun, or Lightning itself."""
+"""The rank of this process, from the environment that its launcher sets: torchrun, SLURM's srun, or Lightning itself."""
 
 import os
 
@@ -10,7 +10,7 @@ UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
 def process_rank(config: Config) -> int:
-    """The rank of this process among all of the run: 0 unless a launcher that started several says otherwise.
+    """The rank of this process among those of the run: 0 without a launcher.
 
     The rank is the one that Lightning will take it for: torchrun's RANK, SLURM_PROCID in an srun, else LOCAL_RANK on the machine
     NODE_RANK (of processes that Lightning starts itself, or that were started by hand).
@@ -22,7 +22,7 @@ def process_rank(config: Config) -> int:
     srun = "SLURM_NTASKS" in found and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")  # which only allocate
     started = found.get("WORLD_SIZE", found["SLURM_NTASKS"] if srun else None)
     if started is None:
-        _check_alone(config, found)
+        _check_no_launcher(config, found)
         return 0
     if started != config.world_size:
         reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
@@ -41,12 +41,12 @@ def process_rank(config: Config) -> int:
     return rank
 
 
-def _check_alone(config: Config, found: dict[str, int]) -> None:
-    """Without a launcher no rank but 0 is anybody's, and Lightning could not start processes of its own beside it."""
-    strays = [name for name in RANKS if found.get(name) or (name in ("RANK", "LOCAL_RANK") and name in found and config.world_size > 1)]
-    if strays:
+def _check_no_launcher(config: Config, found: dict[str, int]) -> None:
+    """Without a launcher, refuse a rank other than 0, and one that would keep Lightning from starting processes of its own."""
+    stray = [name for name in RANKS if found.get(name) or (name in ("RANK", "LOCAL_RANK") and name in found and config.world_size > 1)]
+    if stray:
         reason = "no launcher of several processes gave this rank: there is no WORLD_SIZE"
-        raise ConfigError([Problem(strays[0], found[strays[0]], reason, UNSET)])
+        raise ConfigError([Problem(stray[0], found[stray[0]], reason, UNSET)])
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])

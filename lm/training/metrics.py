@@ -1,4 +1,4 @@
-"""metrics.jsonl, the run's record, and its mirror in wandb."""
+"""Writes metrics.jsonl, the log of the run, and mirrors it to wandb."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def wandb_mode(log: LogConfig) -> str:
     Raises:
         ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
     """
-    asked = os.environ.get("WANDB_MODE")  # empty as containers set it: not asked for
+    asked = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled":
         return log.wandb
     if asked and asked not in WANDB_MODES:

@@ -1,4 +1,4 @@
-"""The LightningModule: loss and gradient of one optimizer step on rows that are a pure function of the step."""
+"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step."""
 
 import math
 from collections.abc import Callable
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
-from lm.training.nonfinite import leave_out
+from lm.training.nonfinite import skip_or_stop
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
-from lm.training.starting import Start
-from lm.training.whole_run import WholeRun
+from lm.training.run_context import RunContext
+from lm.training.starting import PhaseStart
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of an optimizer step, the same on all ranks: loss (nats per target), gradient norm before clipping, and whether
-    a rank was told to stop after it."""
+    """An optimizer step, the same on all ranks: loss (nats per target), gradient norm before clipping, and whether a rank was asked to
+    stop after it."""
 
     loss: float
     grad_norm: float
@@ -26,7 +26,7 @@ class Step:
 
 
 class TrainModule(L.LightningModule):
-    """Trains a `Decoder` on the rows of a token store.
+    """Trains a `Decoder` on the sequences of a token store.
 
     The loss of a step is the sum of all its targets' losses over their number, however the step is split
     into micro-batches and ranks. The only data state is the step: batches and dropout follow from
@@ -34,28 +34,28 @@ class TrainModule(L.LightningModule):
 
     Args:
         start: decoder, state and optimizer to go on from.
-        told_to_stop: whether this process was.
+        stop_requested: whether this process was asked to stop.
 
     Attributes:
         last: the step just made.
-        row_length: tokens in its rows.
+        sequence_length: tokens in each of its sequences.
     """
 
     last: Step
 
-    def __init__(self, run: WholeRun, start: Start, told_to_stop: Callable[[], bool]):
+    def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
         super().__init__()
         self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
         config, compiled = run.config, run.machine.compiles
-        # A plain attribute: a compiled module would rename every parameter in the checkpoint.
-        self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss  # a graph for each row length
+        # A plain attribute, because a compiled module would rename every parameter in the checkpoint. One graph for each sequence length.
+        self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss
         if compiled:
             lengths = len(train_sequences(run.store, config).length_fractions(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_sequences // config.micro_batch
-        self.has_ignored = bool(config.data.tasks)  # tokens that are no target
-        self.sums: Tensor | None = None  # of this rank's micro-batches so far: loss (nats), targets; (2,) float64 on the device
-        self.told_to_stop, self.row_length = told_to_stop, config.data.seq_len
+        self.has_ignored = bool(config.data.tasks)  # some tokens are no targets
+        self.sums: Tensor | None = None  # loss (nats) and targets of this rank's micro-batches so far; (2,) float64 on the device
+        self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         """Micro-batches from the phase's first step on."""
@@ -72,20 +72,20 @@ class TrainModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, with what it knew of the parameters where training goes on."""
+        """The optimizer, with the state from which training continues."""
         optimizer = make_optimizer(self.decoder, self.config.optim)
         load_named_state(optimizer, self.start.optimizer)
         self.start.optimizer = {}
         return optimizer
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """The random stream (dropout's) is a function of (seed, micro-batch, rank): a checkpoint holds no random state."""
+        """Seed dropout by (seed, micro-batch, rank), so that a checkpoint needs no random state."""
         micro_batch = self.global_step * self.accumulation + batch_idx % self.accumulation
         torch.manual_seed((self.config.seed * 1_000_003 + micro_batch) * 4099 + self.global_rank)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
-        nll, self.row_length = self.loss_sum(batch), batch.tokens.size(1)
+        nll, self.sequence_length = self.loss_sum(batch), batch.tokens.size(1)
         targets = (batch.targets != IGNORED).sum() if self.has_ignored else nll.new_full((), batch.targets.numel())
         sums = torch.stack((nll.detach().double(), targets.double()))
         self.sums = sums if self.sums is None else self.sums + sums
@@ -101,11 +101,11 @@ class TrainModule(L.LightningModule):
     ) -> None:
         """Clip by the global norm; a loss or gradient that is not finite is the same on all ranks. Collective.
 
-        All that the host must know of the step comes from the device in one transfer, the step's only wait for it.
+        All that the host needs to know comes from the device in one transfer, the step's only synchronization.
         """
         optim, state = self.config.optim, self.start.state
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # of the mean over tokens, not targets
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # norm of the gradient of the mean over tokens, not targets
         nll, targets, stop = self._all_reduced()
         nll, targets, stop, grad_norm = torch.stack((nll, targets, stop, norm.double())).tolist()
         targets = max(1, int(targets))
@@ -115,15 +115,15 @@ class TrainModule(L.LightningModule):
             norm, grad_norm = norm * factor, grad_norm * factor
         self.last = Step(nll / targets, grad_norm, stop > 0)
         if math.isfinite(grad_norm) and math.isfinite(nll):
-            state.made(nll, targets)
+            state.count_step(nll, targets)
             torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
         else:
             where = f"step {self.global_step + 1}: the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
-            leave_out(self.decoder, state, optim.on_nonfinite, where)
+            skip_or_stop(self.decoder, state, optim.on_nonfinite, where)
 
     def _all_reduced(self) -> Tensor:
-        """Loss, targets, and how many ranks were told to stop: (3,) float64, sums over all ranks; starts the next step's."""
-        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.told_to_stop())))), None
+        """Sums over all ranks, (3,) float64: loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""
+        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums

@@ -1,4 +1,4 @@
-"""What is done about a step whose loss or gradient is not finite (`optim.on_nonfinite`)."""
+"""Handles a step whose loss or gradient is not finite (`optim.on_nonfinite`)."""
 
 import math
 
@@ -6,20 +6,20 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.training.state import RunState
 
-MOST_SKIPPED = 10  # steps in a row whose update may be left out before the run stops after all
+MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
-def leave_out(decoder: Decoder, state: RunState, policy: str, where: str) -> None:
-    """Leave a step's update out that is not finite (`optim.on_nonfinite: skip`).
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, where: str) -> None:
+    """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
     where: step, loss and gradient norm, in words.
 
     Raises:
-        RunError: the policy is `stop`, or too many steps in a row were left out.
+        RunError: the policy is `stop`, or too many consecutive steps were skipped.
     """
-    state.left_out()
+    state.count_skipped()
     if policy == "stop":
-        advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or leave such steps out: optim.on_nonfinite=skip"
+        advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
         raise RunError(f"{where} ({_norms(decoder)}); checkpoints up to the last saved are intact: {advice}")
     if state.skipped_in_a_row >= MOST_SKIPPED:
         raise RunError(f"{where} ({_norms(decoder)}), the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact")

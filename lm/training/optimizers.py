@@ -1,7 +1,7 @@
 """Optimizers: their builders, the groups of parameters, learning rates, and state by parameter name.
 
 A new optimizer is an options class and its row in `lm.config.training_config.OPTIMIZERS`, and a builder here in `BUILDERS`. One that
-treats projections apart finds them in the fused matrices with `lm.model.decoder.projections`.
+treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
 """
 
 import copy
@@ -15,7 +15,7 @@ from lm.config.training_config import AdamW, Groups, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, is_normalizer
 
-# What an optimizer knows of each trained parameter; {} of one that had no update yet.
+# An optimizer's state by parameter name; {} for a parameter without an update yet.
 State = dict[str, dict[str, Tensor | float]]
 
 GROUPS = tuple(group.name for group in fields(Groups))
@@ -49,12 +49,12 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
 
 def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
-    """Fused where the device has it: one kernel over all parameters."""
+    """AdamW; fused (one kernel over all parameters) where the device supports it."""
     fused = next(decoder.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=fused)
 
 
-# By the options' name: from options, groups of named parameters, and the decoder that they are of.
+# Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.
 BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}
 
 
@@ -64,7 +64,7 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
 
 
 def freeze(decoder: Decoder, train_only: str | None) -> None:
-    """Leave `train_only` to train."""
+    """Freeze all parameters but those that `train_only` names (None: freeze none)."""
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(not train_only or is_normalizer(name))
 
@@ -72,11 +72,11 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
     """Give each group its learning rate for optimizer step `step` (0-based).
 
-    They are functions of the step alone, so that a schedule has no state to restore.
+    The rates depend on the step alone, so that a schedule has no state to restore.
     """
     rate = config.optim.lr_at(step, config.trainer.max_steps)
     start = config.phase_ends[phase - 1] if phase else 0
-    warm = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # of a new normalizer
+    warm = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
     for group in optimizer.param_groups:
         factor = getattr(config.optim.groups, group["name"]).lr_factor
         group["lr"] = rate * factor * (warm if group["name"] == "normalizer" else 1.0)
@@ -86,27 +86,27 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> State:
-    """What the optimizer knows of each parameter."""
+    """The optimizer's state by parameter name."""
     named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Give a new optimizer a copy of what `state` knows of its parameters; what it doesn't know starts afresh."""
+    """Give a new optimizer a copy of `state`; parameters that `state` does not contain start without."""
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     known = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def after_swap(state: State) -> State:
-    """What a swap keeps of an optimizer's state: all but the normalizers', whose parameters start afresh."""
+    """The state that a swap keeps: all but that of the normalizers, whose parameters are new."""
     return {name: known for name, known in state.items() if not is_normalizer(name)}
 
 
-def state_misfit(decoder: Decoder, config: Config, state: State) -> str:
-    """The first entry of `state` that the optimizer of this decoder would not have, and why; empty if all fit.
+def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
+    """The first entry of `state` that doesn't fit the optimizer of this decoder, and why; empty if all fit.
 
-    decoder: on the meta device, where the step that shows what an optimizer keeps costs nothing.
+    decoder: on the meta device, where the step that creates the expected state costs nothing.
     """
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)
@@ -119,13 +119,13 @@ def state_misfit(decoder: Decoder, config: Config, state: State) -> str:
             return f"{name} is {'missing' if name in implied else 'not trained'}"
         ours, theirs = implied[name], state[name]
         if not isinstance(theirs, dict):
-            return f"{name} has {theirs!r:.40} in place of what the optimizer keeps"
+            return f"{name} has {theirs!r:.40} in place of optimizer state"
         for key in {**ours, **theirs} if theirs else ():
             if key not in ours or key not in theirs:
-                return f"{name}: {key} is {'missing' if key in ours else 'nothing the optimizer keeps'}"
+                return f"{name}: {key} is {'missing' if key in ours else 'not part of its state'}"
             shapes = [tuple(one[key].shape) if isinstance(one[key], Tensor) else None for one in (theirs, ours)]
             if shapes[0] != shapes[1]:
                 return f"{name}: {key} has shape {shapes[0]}, the configuration implies {shapes[1]}"
-            if shapes[0] is not None and not theirs[key].is_contiguous():  # a single number can pose as a matrix of any size
-                return f"{name}: {key} is not stored as a whole"
+            if shapes[0] is not None and not theirs[key].is_contiguous():  # an expanded single number claims any size
+                return f"{name}: {key} is not contiguous"
     return ""

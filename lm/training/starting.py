@@ -1,4 +1,4 @@
-"""What a run, or a phase of it, goes on from: initial weights, those of another run, a checkpoint; and what is refused."""
+"""What a phase of a run starts from: random weights, those of another run, or a checkpoint; and what is refused."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -16,26 +16,26 @@ from lm.evaluation.measurement import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import BEST, load_facts, step_of, steps_saved
+from lm.runs.checkpoints import BEST, load_metadata, step_of, steps_saved
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER
 from lm.runs.identity import arm, seeds
-from lm.runs.loading import Loaded, load, misfit
-from lm.runs.metric_log import cut_back_metrics
+from lm.runs.loading import Loaded, load, weights_mismatch
+from lm.runs.metric_log import truncate_metrics
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import GROUPS, State, after_swap, freeze, group_of, state_misfit
+from lm.training.optimizers import GROUPS, State, after_swap, freeze, group_of, optimizer_mismatch
 from lm.training.state import RunState
 
 
 @dataclass
-class Start:
-    """What a phase of a run begins with. Whoever has used `optimizer` or `before` up drops it, for its memory.
+class PhaseStart:
+    """What a phase of a run begins with. `optimizer` and `before` are cleared after use, to free their memory.
 
     Attributes:
         step: optimizer steps done.
-        decoder: on the CPU, with the weights to go on from.
-        optimizer: what the optimizer knows of the parameters.
+        decoder: on the CPU, with the weights to train from.
+        optimizer: its state by parameter name.
         before: the decoder that a swap at this step replaced.
     """
 
@@ -47,21 +47,21 @@ class Start:
     before: Decoder | None = None
 
 
-# ---------------------------------------------------------------- a new run, from initial weights or from those of another (init_from)
+# ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
 
 
-def fresh(config: Config, store: Store) -> tuple[Start, dict[str, Plain] | None, list[str]]:
-    """The start of a new run, where `init_from` has its weights from (see `start_from`), and notes."""
+def start_new_run(config: Config, store: Store) -> tuple[PhaseStart, dict[str, Plain] | None, list[str]]:
+    """The start of a new run, the origin of its weights (None: random; see `initialize_from`), and notes."""
     decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len, config.seed)
-    origin, notes = start_from(config, store, decoder) if config.init_from else (None, [])
+    origin, notes = initialize_from(config, store, decoder) if config.init_from else (None, [])
     freeze(decoder, config.train_only)
-    return Start(0, 0, decoder), origin, notes
+    return PhaseStart(0, 0, decoder), origin, notes
 
 
-def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights that `init_from` names; where they come from, and notes on it.
+def initialize_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str, Plain], list[str]]:
+    """Give `decoder` the weights that `init_from` names; returns their origin, and notes on it.
 
-    The former: `path`, `step`, `tokens`, and what tells like weights of other seeds: `normalizer`, `arm` and `seeds` (lm/runs/identity.py).
+    The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/identity.py).
 
     Raises:
         RunError: nothing to load there.
@@ -71,7 +71,7 @@ def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str
     problems = []
     ours, theirs = (function_of(model) for model in (decoder.config, loaded.decoder.config))
     for key in dict.fromkeys((*ours, *theirs)):
-        if ours.get(key) != theirs.get(key) and not key.startswith("normalizer"):  # which may have been set up otherwise
+        if ours.get(key) != theirs.get(key) and not key.startswith("normalizer"):  # compared below
             problems.append(Problem(f"model.{key}", ours.get(key), f"{loaded.path} has {theirs.get(key)!r}", "set it to that"))
     problems += _normalizer_problems(config, decoder, loaded)
     problems += _tokenizer_problems(config, store, loaded)
@@ -98,12 +98,12 @@ def start_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
-    """A normalizer other than that of the weights, first values aside, or one that means another thing at this length."""
+    """A normalizer other than that of the weights, initial values aside, or one whose constants differ at this training length."""
     models = decoder, loaded.decoder
     labels = [model.config.normalizer.label() for model in models]
     where = "phases[0].normalizer" if config.phases else "model.normalizer"
     for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
-        settled = {"init", *ours.constants()}  # first values are replaced; constants are compared by what they come to
+        settled = {"init", *ours.constants()}  # initial values are replaced; constants are compared by their values below
         plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
         if plain[0] != plain[1]:
             to = config.plan[0].normalizer.swap_arguments()
@@ -133,8 +133,8 @@ def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Pr
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
 
-def check_trained(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if there is nothing to train in some phase, or in a group with a rate or decay of its own."""
+def check_trainable(config: Config, decoder: Decoder) -> None:
+    """Raises ConfigError if a phase has nothing to train, or a group with its own learning rate or decay has no trained parameter."""
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
@@ -146,22 +146,22 @@ def check_trained(config: Config, decoder: Decoder) -> None:
             reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
     own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
-    idle, reason = to_plain(Group()), "no parameter that is trained is in this group"
+    idle, reason = to_plain(Group()), "no trained parameter is in this group"
     if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:
         raise ConfigError(problems)
 
 
-# ---------------------------------------------------------------- the same run, everything (resume), or its next phase
+# ---------------------------------------------------------------- a resumed run, or the next phase of one
 
 
-def going_on(config: Config, checkpoint: dict[str, object]) -> Start:
-    """Where a checkpoint's run is: in its phase as it is, or at the start of the next one, with the normalizers swapped."""
-    facts = checkpoint["lm"]
-    phase = config.phase_at(facts["step"])
-    decoder = Decoder(config.model_in(facts["phase"]), facts["vocab_size"], config.data.seq_len, seed=None)
+def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
+    """The start from a checkpoint: within its phase, or at the start of the next one, with the normalizers swapped."""
+    metadata = checkpoint["lm"]
+    phase = config.phase_at(metadata["step"])
+    decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     decoder.load_state_dict(checkpoint["state_dict"])
-    start = Start(facts["step"], phase, decoder, RunState.of(facts, config.run_folder / CHECKPOINTS), checkpoint["optimizer"])
-    if phase != facts["phase"]:
+    start = PhaseStart(metadata["step"], phase, decoder, RunState.of(metadata, config.run_folder / CHECKPOINTS), checkpoint["optimizer"])
+    if phase != metadata["phase"]:
         start.decoder, start.before = swapped(decoder, config.model_in(phase).normalizer), decoder
         start.optimizer = after_swap(start.optimizer)
     freeze(start.decoder, config.train_only)
@@ -169,11 +169,11 @@ def going_on(config: Config, checkpoint: dict[str, object]) -> Start:
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Notes on what has changed and matters where `config` goes on from a checkpoint.
+    """Check that `config` may resume from a checkpoint; returns notes on what has changed.
 
     Raises:
         ConfigError: every difference that would make it another run.
-        RunError: the checkpoint holds weights alone, or other ones than it says.
+        RunError: the checkpoint holds weights alone, or tensors that don't fit its configuration.
     """
     saved = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
@@ -190,15 +190,15 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     for name, before, now in spec.changed_plugins():
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("model.normalizer", name, f"its code is {now}, {path} was trained with {before}", remedy)])
-    if reason := misfit(spec, checkpoint["state_dict"]):
+    if reason := weights_mismatch(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     with torch.device("meta"):
         decoder = spec.decoder()
-    if reason := state_misfit(decoder, trained, checkpoint["optimizer"]):
+    if reason := optimizer_mismatch(decoder, trained, checkpoint["optimizer"]):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
     if any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
-        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are dropped")
+        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     steps = trained.trainer.max_steps, config.trainer.max_steps
     if steps[0] != steps[1] and config.optim.schedule.name != "constant":
         notes.append(
@@ -208,21 +208,21 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 
 
 def truncate_after(run: Path, step: int) -> list[str]:
-    """Drop what a run folder holds of the time after `step`, which a resumed run makes again: lines of metrics.jsonl,
-    evaluations, checkpoints, and a swap at `step` itself; and what a kill left half-written. Returns notes on what could not be read.
+    """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
+    evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
     """
     for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
-        for rubbish in part.glob(".*"):
-            if rubbish.is_file():
-                rubbish.unlink()
+        for leftover in part.glob(".*"):
+            if leftover.is_file():
+                leftover.unlink()
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
     best = run / CHECKPOINTS / BEST
     with contextlib.suppress(RunError):  # none, or damaged
-        if load_facts(best)["step"] > step:
+        if load_metadata(best)["step"] > step:
             best.unlink()
     for (kind, measured_at), path in evaluation_files(run).items():
         if measured_at > step or (kind, measured_at) == ("swap", step):
             path.unlink()
-    return cut_back_metrics(run / METRICS, step)
+    return truncate_metrics(run / METRICS, step)

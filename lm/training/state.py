@@ -1,4 +1,4 @@
-"""What a run remembers from step to step beside weights and optimizer."""
+"""The state of a run beside its weights and optimizer."""
 
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -11,12 +11,12 @@ from lm.schema import Plain, convert, type_name
 
 @dataclass
 class RunState:
-    """What a run remembers beside weights and optimizer; a checkpoint's facts hold it whole. The same on all ranks but for the time.
+    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks except for the time.
 
     Attributes:
-        best: `step`, `loss` and `rows_sha256` of the lowest validation so far.
-        skipped: steps whose update was left out.
-        skipped_in_a_row: as many of them were the last ones.
+        best: `step`, `loss` and `sequences_sha256` of the lowest validation so far.
+        skipped: steps whose update was skipped.
+        skipped_in_a_row: number of consecutive ones up to the last step.
         nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
         elapsed_s: seconds of training.
     """
@@ -29,35 +29,35 @@ class RunState:
     elapsed_s: float = 0.0
 
     @classmethod
-    def of(cls, facts: dict[str, Plain], folder: Path) -> "RunState":
-        """As a checkpoint's `facts` have it. A best model that is not in `folder`, with the run's checkpoints, any more is none.
+    def of(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
+        """From a checkpoint's `metadata`. A best model that is no longer in `folder`, with the run's checkpoints, is dropped.
 
         Raises:
             RunError: something is missing, or of another type.
         """
-        values = {one.name: convert(one.type, facts.get(one.name, MISSING)) for one in fields(cls)}
+        values = {one.name: convert(one.type, metadata.get(one.name, MISSING)) for one in fields(cls)}
         for one in fields(cls):
             if values[one.name] is MISSING:
-                found = str(facts.get(one.name))[:40]
-                raise RunError(f"{step_path(folder, facts['step'])}: its `{one.name}` must be {type_name(one.type)}, not {found!r}")
+                found = str(metadata.get(one.name))[:40]
+                raise RunError(f"{step_path(folder, metadata['step'])}: its `{one.name}` must be {type_name(one.type)}, not {found!r}")
         state = cls(**values)
-        if state.best and not is_saved(folder, state.best["step"]):  # a run that goes back may find the weights gone
+        if state.best and not is_saved(folder, state.best["step"]):  # its weights may have been deleted when a run went back
             state.best = None
         return state
 
-    def made(self, nll: float, targets: int) -> None:
-        """A step was made, with this loss (nats, summed) over so many targets."""
+    def count_step(self, nll: float, targets: int) -> None:
+        """Count a step with the summed loss `nll` (nats) over `targets` targets."""
         self.skipped_in_a_row = 0
         self.nll_since_line += nll
         self.targets_since_line += targets
 
-    def left_out(self) -> None:
-        """A step's update was left out."""
+    def count_skipped(self) -> None:
+        """Count a step whose update was skipped."""
         self.skipped += 1
         self.skipped_in_a_row += 1
 
-    def take_loss(self) -> float:
-        """Mean loss (nats per target) of the steps since this was last asked, over all ranks; NaN if all their updates were left out."""
+    def take_mean_loss(self) -> float:
+        """Mean loss (nats per target) since the last call, over all ranks; NaN if every step was skipped. Resets the sums."""
         mean = self.nll_since_line / self.targets_since_line if self.targets_since_line else math.nan
         self.nll_since_line, self.targets_since_line = 0.0, 0
         return mean

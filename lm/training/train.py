@@ -1,4 +1,4 @@
-"""`lm train`: the run folder is claimed and held, the data are there, then the run is fitted."""
+"""`lm train`: create or reopen the run folder, lock it, prepare the data, then fit the run."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ def train(config: Config) -> int:
     """Train as configured; the process's exit status (0, or 128 + the signal that stopped the run).
 
     Raises:
-        LMError: whatever keeps the run from going on; a new run folder is not left behind half-made.
+        LMError: whatever prevents the run; an incomplete new run folder is removed.
     """
     main = process_rank(config) == 0
     folder = config.run_folder
@@ -30,7 +30,7 @@ def train(config: Config) -> int:
         with lock_run_folder(folder) if main else contextlib.nullcontext():
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
-            from lm.training.fit import fit  # torch and Lightning take seconds to import, and what is refused before needs neither
+            from lm.training.fit import fit  # torch and Lightning take seconds to import; errors above need neither
 
             return fit(config, store, checkpoint, main)
     except BaseException:
@@ -60,7 +60,7 @@ def find_checkpoint(config: Config) -> Path | None:
 
 
 def create_run_folder(folder: Path, resume: bool) -> None:
-    """Make the run folder. Raises RunError if it exists (and holds more than nothing) or can't be made."""
+    """Make the run folder. Raises RunError if it exists and is not empty, or can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not resume:
@@ -72,7 +72,7 @@ def create_run_folder(folder: Path, resume: bool) -> None:
 
 @contextlib.contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in `folder` meanwhile. Raises RunError if one does."""
+    """Lock `folder` against other training processes. Raises RunError if one has it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

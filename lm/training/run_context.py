@@ -1,4 +1,4 @@
-"""What all phases of a run share."""
+"""What all phases of a run have in common."""
 
 from dataclasses import dataclass
 
@@ -31,12 +31,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class WholeRun:
-    """What all phases of a run share; `asked`: what it measures, the validation first."""
+class RunContext:
+    """What all phases of a run have in common; `measurements`: what it measures, the validation first."""
 
     config: Config
     store: Store
-    asked: list[Measurement]
+    measurements: list[Measurement]
     machine: Machine
     wandb_id: str
     log: MetricLog
