@@ -91,7 +91,7 @@ class Coarse(FusedSoftmax):
 
 
 BROKEN = {
-    Drawn: {"first_values"},
+    Drawn: {"initial_values"},
     OtherForward: {"fast_path"},
     NoGradient: {"fast_path", "finite_differences"},
     Acausal: {"row_sums", "causality"},
@@ -135,7 +135,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
     result = lm("check-normalizer", "broken:Acausal", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
     assert "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: AssertionError: outputs before" in result.stdout
-    assert "broken:Acausal: kept: first values are the same each time" in result.stdout
+    assert "broken:Acausal: kept: initial values are the same each time" in result.stdout
 
 
 def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones():

@@ -247,7 +247,7 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize("options", CASES, ids=str)
 
-# First values, of each head alike; of parameters not named: 0.
+# Initial values, of each head alike; of parameters not named: 0.
 FIRST = {
     "ssmax": lambda o: {"s": {"match": 1 / mean_over(o.n, math.log), "unit": 1.0}.get(o.init, o.init)},
     "sqrt_log_n": lambda o: {"c": 1 / mean_over(o.n, lambda n: math.sqrt(2 * math.log(n)))},

@@ -1,7 +1,8 @@
 """Every normalizer: its definition, its fast path, its n, and the exact figures of its source."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.options import Options
+from lm.config.load import load_normalizer
+from lm.errors import ConfigError
 
 # One case for each entry and choice of options; a new normalizer adds its case here.
 CASES = {
@@ -343,3 +346,44 @@ def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
         ("b", (5,)),
     ]
     assert not list(make_normalizer(opt.SSMax(scale="none"), LayerSpec(5, 16, WIDTH, 64)).parameters())
+
+
+def at_the_bounds() -> Iterator[Options]:
+    """Every option of every normalizer at its least and at its largest value, the others at their defaults."""
+    for options in catalogue.SINGLE.values():
+        for spec in fields(options):
+            limits = spec.metadata["limits"]
+            bounds = ["fixed:2", "fixed:1000000000"] if spec.name == "n" else [limits.ge, limits.le]
+            yield from (options(**{spec.name: bound}) for bound in bounds if bound is not None)
+
+
+@pytest.mark.parametrize("options", list(at_the_bounds()), ids=Options.label)
+def test_options_at_their_bounds_give_finite_outputs_and_gradients(options: Options):
+    normalizer = make_normalizer(options, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH))
+    leaves = [x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer)]
+    out = normalizer(*leaves, AttentionLayout.full(50))
+    for found in (out, *contract.gradients(out, [*leaves, *normalizer.parameters()], torch.ones_like(out))):
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "ssmax n=fixed:1",
+        "ssmax n=fixed:1000000001",
+        "ssmax n=fixed:" + 30 * "9",
+        "ssmax init=1e308",
+        "ssmax init=.nan",
+        "sink init=-1e308",
+        "log_n base=1.0000000000000002",
+        "yarn base=1e308",
+        "llama4 attn_scale=1e308",
+        "llama4 floor_scale=1e-300",
+        "scale_invariant tau=1e-300",
+        "window size=" + 30 * "9",
+    ],
+)
+def test_options_beyond_what_can_be_computed_are_refused(override: str):
+    name, option = override.split()
+    with pytest.raises(ConfigError, match=rf"^model\.normalizer\.{option.partition('=')[0]} = [^\n]*: (must be|unknown row length)[^\n]*$"):
+        load_normalizer(name, [option])

@@ -19,7 +19,7 @@ AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softma
 
 
 def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
-    """The normalizer with its parameters moved off their first values."""
+    """The normalizer with its parameters moved off their initial values."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -96,8 +96,8 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whol
 # ---------------------------------------------------------------- the promises
 
 
-def first_values(options: Options) -> None:
-    """first values are the same each time, but for matrices named `hidden`"""
+def initial_values(options: Options) -> None:
+    """initial values are the same each time, but for matrices named `hidden`"""
     with torch.random.fork_rng():
         one, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
@@ -272,7 +272,7 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    first_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, shared_keys, packed, documents, row_length,
+    initial_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, shared_keys, packed, documents, row_length,
     one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 

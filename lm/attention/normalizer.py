@@ -28,7 +28,7 @@ class LayerSpec:
         n_head: heads H.
         head_size: dimensions D of each head's queries and keys.
         width: of the layer's input, C.
-        train_length: tokens in a training sequence, for first values and bases "at the training length".
+        train_length: tokens in a training sequence, for initial values and bases "at the training length".
     """
 
     n_head: int
@@ -55,7 +55,7 @@ class Normalizer(nn.Module, ABC):
         self.initialise()
 
     def initialise(self) -> None:
-        """Create the parameters with their first values."""
+        """Create the parameters with their initial values."""
 
     def tie_parameters(self, first: "Normalizer") -> None:
         """Take over the parameters that all layers share from those of the first layer."""
@@ -63,7 +63,7 @@ class Normalizer(nn.Module, ABC):
     def init_from(self, other: "Normalizer") -> None:
         """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
 
-        The closed form over sequences of the training length, where there is one; the first values stay otherwise.
+        The closed form over sequences of the training length, where there is one; the initial values stay otherwise.
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:

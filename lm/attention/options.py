@@ -13,7 +13,9 @@ from lm.schema import Plain, build, key, own_problems, to_plain
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 FIRST_VALUE = "is an initial value, which training has replaced"
-_ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]+)")
+_LONGEST = 1e9  # tokens, of any length among the options: more would leave the range of what is computed with it
+_LARGEST = 1e6  # of factors and logits: products of them stay within fp32
+_ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Options:
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
-        return [Problem("n", n, "unknown row length", "choose visible, sample or fixed:N (N a whole number from 2)")]
+        return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {_LONGEST:g})")]
 
     def layer_options(self) -> list["Options"]:
         """The options of single normalizers: themselves."""
@@ -70,7 +72,7 @@ class Options:
         return labelled(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """As `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; first values left out."""
+        """As `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
         changed = {option: value for option, value in self.non_defaults().items() if option != "init"}
         return " ".join([self.name, *(f"model.normalizer.{option}={shown(value)}" for option, value in changed.items())])
 
@@ -108,8 +110,10 @@ class SSMax(Options):
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
     init: Literal["match", "unit"] | float = key(
         "match",
-        "first value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
+        "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
         "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
+        ge=-_LARGEST,
+        le=_LARGEST,
     )
     n: str = key("visible", N_HELP)
 
@@ -130,7 +134,7 @@ class LogN(Options):
 
     name = "log_n"
     full_formula = "softmax(z ln n / ln m)"
-    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", gt=1)
+    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=_LONGEST)
     clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
     n: str = key("visible", N_HELP)
 
@@ -150,8 +154,8 @@ class Llama4(Options):
 
     name = "llama4"
     full_formula = "softmax(z (1 + a ln(1 + floor((p + 1) / f))))"
-    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", gt=0)
-    attn_scale: float = key(0.1, "a", ge=0)
+    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=_LONGEST)
+    attn_scale: float = key(0.1, "a", ge=0, le=_LARGEST)
 
 
 @dataclass
@@ -160,7 +164,9 @@ class YaRN(Options):
 
     name = "yarn"
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
-    base: Literal["train"] | float = key("train", "m, the length up to which this is softmax; `train`: the training length", gt=1)
+    base: Literal["train"] | float = key(
+        "train", "m, the length up to which this is softmax; `train`: the training length", ge=2, le=_LONGEST
+    )
     n: str = key("sample", N_HELP)
 
 
@@ -170,7 +176,7 @@ class InfoScale(Options):
 
     name = "infoscale"
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
-    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", gt=1)
+    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=_LONGEST)
     n: str = key("visible", N_HELP)
 
 
@@ -218,7 +224,7 @@ class Sink(Options):
     full_formula = "e^z / (e^b + sum e^z)"
     sums_to_one = False
     fixed_by_training: ClassVar[Mapping[str, str]] = {"init": FIRST_VALUE}
-    init: float = key(0.0, "first value of b")
+    init: float = key(0.0, "initial value of b", ge=-_LARGEST, le=_LARGEST)
 
 
 @dataclass
@@ -300,7 +306,7 @@ class Window(Options):
 
     name = "window"
     full_formula = "softmax(z), t < w"
-    size: int = key(256, "keys a query sees, its own among them", ge=1)
+    size: int = key(256, "keys a query sees, its own among them", ge=1, le=_LONGEST)
 
 
 @dataclass
@@ -309,7 +315,7 @@ class ScaleInvariant(Options):
 
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t)"
-    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", gt=0)
+    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=_LONGEST)
 
 
 @dataclass

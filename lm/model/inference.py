@@ -32,7 +32,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
 
 def _with_options(trained: Normalizer, options: Options) -> Normalizer:
     """A normalizer with other options and the same parameters."""
-    with torch.random.fork_rng():  # first values may be drawn
+    with torch.random.fork_rng():  # initial values may be drawn
         fresh = make_normalizer(options, trained.layer)
     for name, tensor in (*trained.named_parameters(), *trained.named_buffers()):
         owner, _, own = name.rpartition(".")

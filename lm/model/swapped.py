@@ -18,7 +18,7 @@ FIT_EPOCHS, FIT_LR = 8, 0.02
 def swapped(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    The new normalizer has its first values for the old decoder's training length, or those that its `init_from` gives.
+    The new normalizer has its initial values for the old decoder's training length, or those that its `init_from` gives.
 
     Args:
         normalizer: the new entry's options (`lm.attention.options`).
