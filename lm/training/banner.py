@@ -106,9 +106,9 @@ def _lengths(store: Store, config: Config) -> str:
     """The fraction of the run's tokens in sequences of each length."""
     sequences = train_sequences(store, config)
     text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in sequences.length_fractions(config.trainer.max_steps).items())
-    return text + (
-        f"; {sequences.natural.wasted:.1%} of the tokens are left out of each epoch, different ones each time" if sequences.natural else ""
-    )
+    if sequences.pieces:
+        text += f"; {sequences.pieces.wasted:.1%} of the tokens are left out of each epoch, different ones each time"
+    return text
 
 
 def _heads(model: ModelConfig) -> str:
