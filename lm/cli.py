@@ -33,7 +33,7 @@ Configuration = Annotated[
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax", show_default=False)]
 RunsAndOverrides = Annotated[
-    list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.rows=512", show_default=False)
+    list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.sequences=512", show_default=False)
 ]
 Suite = Annotated[
     str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]", show_default=False)
@@ -43,7 +43,7 @@ NeedleOption = Annotated[
     typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
 ]
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. eval.rows=512", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. eval.sequences=512", show_default=False)]
 Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest validation loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]

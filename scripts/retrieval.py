@@ -32,7 +32,7 @@ ARMS = {
 }
 FACTORS = (1, 2, 4, 8, 16, 32)  # as in eval.recall of the configuration
 INFERENCE = {
-    "as trained": "right answers to earlier questions given",
+    "as trained": "correct answers to earlier questions given",
     "as trained, roll-out": "with the model's own answers to earlier questions",
 }
 
@@ -53,7 +53,7 @@ def train(arm: str, seed: int, runs: Path) -> str:
 def measured(run: Path) -> dict[str, Series]:
     """The run's recall at each of FACTORS in each of INFERENCE, as it was measured when training ended."""
     content = read_json(evaluation_path(run, "recall", lm.config.load.load([CONFIG]).trainer.max_steps))
-    return {one.setting: one for one in Evaluation.of(content).series if one.metric == "answers right"}
+    return {one.setting: one for one in Evaluation.of(content).series if one.metric == "accuracy"}
 
 
 def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], path: Path) -> None:
@@ -77,7 +77,7 @@ def draw(found: dict[str, dict[str, np.ndarray]], chances: dict[str, float], pat
         axes.set_xticks(FACTORS, [f"{factor}x" for factor in FACTORS])
         axes.set(title=INFERENCE[key], xlabel="length of the sequence, in training lengths of 64", ylim=(0, 1.02))
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("answers right")
+    panels[0].set_ylabel("accuracy")
     figure.legend(frameon=False, loc="outside right center")
     figure.savefig(path, dpi=120)
 

@@ -61,14 +61,14 @@ DECODERS = {
     "gau, learned positions, tied, relu2": [GAU, "model.n_head=1", "model.position=learned", "model.tied=true", "model.normalizer=relu2"],
 }
 
-LONG = ["data.seq_len=128", "eval.long_context={length_factor: 2, rows: 8}", "eval.swap_lengths=[1,2]"]
-RECALL = ["eval.recall={tasks: [passkey], length_factors: [2], rows: 8}"]
-NEEDLE = ["eval.needle={length_factors: [2], depths: [0.5], trials: 8, heads_at: 2, finetune: {steps: 1, rows: 1}}"]
+LONG = ["data.seq_len=128", "eval.long_context={length_factor: 2, sequences: 8}", "eval.swap_lengths=[1,2]"]
+RECALL = ["eval.recall={tasks: [passkey], length_factors: [2], sequences: 8}"]
+NEEDLE = ["eval.needle={length_factors: [2], depths: [0.5], trials: 8, heads_at: 2, finetune: {steps: 1, batch_sequences: 1}}"]
 SWAP = ["phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]"]
 ONLY_VALIDATION = ["eval.long_context.length_factor=0"]
 MQAR = [
     "data.tasks=[{task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]",
-    "eval.recall={length_factors: [2], rows: 8}",
+    "eval.recall={length_factors: [2], sequences: 8}",
 ]
 
 
@@ -142,7 +142,7 @@ def decoders() -> Tree:
 
 
 def _parameters(*changes: str) -> dict[str, str]:
-    config = load([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, settings: [{}]}", *changes])
+    config = load([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes])
     decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
     kept = {name for name, _ in decoder.named_buffers()}
     return {name: _shape(value) + (", no parameter" if name in kept else "") for name, value in decoder.state_dict().items()}

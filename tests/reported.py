@@ -18,7 +18,7 @@ from lm.runs.series import Axis, Sample, Series, Shown
 from lm.runs.validation import validation_series
 
 SEQ_LEN = 64
-ANSWERS = "answers right"
+ANSWERS = "accuracy"
 
 
 def plain(value):
@@ -39,7 +39,7 @@ def build_run(
     seed: int = 1,
     better: float = 0.0,
     rise: float = 0.5,
-    tokens: str = "rows-a",
+    tokens: str = "sequences-a",
     fingerprint: str = "data-a",
     evaluations: tuple[str, ...] = ("validation", "long_context"),
     seq_len: int = SEQ_LEN,
@@ -51,7 +51,7 @@ def build_run(
 ) -> Path:
     """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the training length."""
     rng = np.random.default_rng([seed, *name.encode()])
-    rows_rng = np.random.default_rng([*tokens.encode()])  # how hard each row is: the same for every run on these rows
+    sequence_rng = np.random.default_rng([*tokens.encode()])  # how hard each sequence is: the same for every run
     folder = root / name
     (folder / "evaluations").mkdir(parents=True)
     merged = {
@@ -84,28 +84,35 @@ def build_run(
             lines.append(base | {"val/loss": curve + 0.05, "val/bits_per_byte": curve / 2.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(plain(line)) + "\n" for line in lines))
     if "validation" in evaluations:
-        nll = final + rows_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
+        nll = final + sequence_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
         documents = np.arange(128) // 8
         sample = Sample(tokens, nll[:, None], np.full(128, 256), documents)
         write_series(folder, "validation", validation_series(nll.mean(), nll.mean() / 2.9, 6.31, seq_len, sample, fingerprint), steps)
     if "long_context" in evaluations:
-        length, rows = 8 * seq_len, 24
+        length, count = 8 * seq_len, 24
         shift = 1.0 if align else 1.1
         edges = np.unique([0, *np.round(shift * 2 ** np.arange(0, np.log2(length), 0.25)).astype(int), length])
         edges = edges[edges <= length]
         position = np.arange(length)
-        hard = rows_rng.normal(0, 0.3, (rows, 1))
-        shown = Shown("Long rows, by position", "long-context rows", f"{rows} of {length:,} tokens", "loss by position, mean over rows")
+        hard = sequence_rng.normal(0, 0.3, (count, 1))
+        shown = Shown(
+            "Long sequences, by position",
+            "long-context sequences",
+            f"{count} of {length:,} tokens",
+            "loss by position, mean over sequences",
+        )
         series = []
         for factor in (1.0, 50.0):
             beyond = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
-            by_row = final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (rows, length))
-            buckets = np.stack([by_row[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-            axis = Axis("position in the row", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+            by_sequence = (
+                final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (count, length))
+            )
+            buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
+            axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
             series.append(
                 Series(
                     "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="bootstrap",
-                    samples=(Sample(tokens, buckets, np.ones(rows), np.arange(rows) // 2),), curve=by_row.mean(0), shown=shown,
+                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),), curve=by_sequence.mean(0), shown=shown,
                     setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
                 )
             )  # fmt: skip
@@ -116,14 +123,14 @@ def build_run(
 
 
 def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN, **task: int) -> None:
-    """Recall of `asked`, the share of answers right by length, and needles, of which a tenth fewer are found."""
-    by_row = {length: np.clip(share + np.linspace(-0.1, 0.1, 16), 0, 1) for length, share in asked.items()}
-    right = {length: np.arange(10.0) < round(9 * share) for length, share in asked.items()}
+    """Recall of `asked`, the accuracy by length, and needles, of which a tenth fewer are found."""
+    by_sequence = {length: np.clip(fraction + np.linspace(-0.1, 0.1, 16), 0, 1) for length, fraction in asked.items()}
+    right = {length: np.arange(10.0) < round(9 * fraction) for length, fraction in asked.items()}
     mqar = {"kind": "recall", "what": "mqar", "options": {"pairs": 8} | task, "seq_len": seq_len, "weight": 8}
     needle = {"kind": "needle", "seq_len": seq_len, "weight": 1}
     recall = [
-        answers(by_row, "m", chance={"chance": 0.3397}, **mqar),
-        answers({length: row / 2 for length, row in by_row.items()}, "m", chance={"chance, roll-out": 0.125}, rolled=True, **mqar),
+        answers(by_sequence, "m", chance={"chance": 0.3397}, **mqar),
+        answers({length: row / 2 for length, row in by_sequence.items()}, "m", chance={"chance, roll-out": 0.125}, rolled=True, **mqar),
     ]
     needles = [
         answers(right, "n", what="needle", **needle),
@@ -142,15 +149,15 @@ def answers(
     levels = "chance, picking among the answers shown and not yet given"
     return Series(
         metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]), samples=tuple(samples),
-        axis=Axis("length of the row", "tokens", "in rows of", tuple(values)), references=chance or {}, interval="wilson",
+        axis=Axis("sequence length", "tokens", "in sequences of", tuple(values)), references=chance or {}, interval="wilson",
         setting="as trained, roll-out" if rolled else "as trained",
-        shown=Shown("Answers right, by tokens in the row", "rows with questions", "some", "answers by length", levels=levels), **given,
+        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length", levels=levels), **given,
     )  # fmt: skip
 
 
 def write_series(folder: Path, kind: str, series: list[Series], step: int = 200, fingerprint: str = "data-a") -> None:
     """An evaluation as the trainer writes it."""
-    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "settings": {}, "precision": "32", "weights_sha256": "w"}
+    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "options": {}, "precision": "32", "weights_sha256": "w"}
     write_evaluation(folder, kind, step, Evaluation(kind=kind, step=step, series=tuple(series), **facts).plain())
 
 

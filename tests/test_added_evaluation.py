@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lm.data.batches import Batch
-from lm.evaluation.held_out import validation_rows
+from lm.evaluation.held_out import validation_sequences
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.sequences import by_sequence
 from lm.runs.series import Axis, Sample, Series, Shown
@@ -28,27 +28,28 @@ class Spread(Measurement):
     kind = "spread"
 
     @property
-    def settings(self):
-        return {"positions": self.schedule.positions}
+    def options(self):
+        return {"positions": self.asked.positions}
 
     @property
     def work(self):
-        return self.config.eval.rows
+        return self.config.eval.sequences
 
     def measure(self, decoder, where, progress):
-        held_out, positions = validation_rows(self.store, self.config), self.schedule.positions
+        held_out, positions = validation_sequences(self.store, self.config), self.asked.positions
 
         def measure(part):
-            batch = Batch.of(held_out.rows[part]).to(where.device)
+            batch = Batch.of(held_out.sequences[part]).to(where.device)
             return decoder.head(decoder.hidden(batch)[:, positions]).std(-1)
 
-        lengths = [held_out.length] * len(held_out.rows)
+        lengths = [held_out.length] * len(held_out.sequences)
         values = by_sequence([decoder], lengths, (len(positions),), where, measure, progress)
-        shown = Shown("Spread of logits", "validation rows", f"{len(values)} of {held_out.length} tokens", "spread of logits by position")
+        caption = "spread of logits by position"
+        shown = Shown("Spread of logits", "validation sequences", f"{len(values)} of {held_out.length} tokens", caption)
         return [
             Series(
                 self.kind, "spread", "nats", "higher", held_out.length, values.mean(0), axis=Axis("position", "tokens", "at position",
-                tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.document_by_row),),
+                tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.document_labels),),
                 interval="bootstrap", logged=tuple(f"spread/{position}" for position in positions), shown=shown,
                 data_fingerprint=self.store.fingerprint,
             )

@@ -75,11 +75,11 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
         ("model.normalizer={name: log_n, base: 1}", "model.normalizer.base"),
         ("model.n_head=3", "model.n_embd"),
         ("model.position=learned", "eval.long_context.length_factor"),
-        ("model.position=none", "eval.long_context.settings[1].rope"),
+        ("model.position=none", "eval.long_context.inference[1].rope"),
         ("eval.long_context.length_factor=0.5", "eval.long_context.length_factor"),
-        ("eval.long_context.settings=[{}, {}]", "eval.long_context.settings"),
-        ("eval.long_context.settings=[{normalizer: {clip: true}}]", "eval.long_context.settings[0].normalizer.clip"),
-        ("eval.long_context.settings=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.settings[0].rope.fast"),
+        ("eval.long_context.inference=[{}, {}]", "eval.long_context.inference"),
+        ("eval.long_context.inference=[{normalizer: {clip: true}}]", "eval.long_context.inference[0].normalizer.clip"),
+        ("eval.long_context.inference=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.inference[0].rope.fast"),
         ("optim.warmup_steps=2000", "optim.warmup_steps"),
         ("optim.schedule={name: wsd, decay_fraction: 0.95}", "optim.schedule.decay_fraction"),
         ("optim.batch_tokens=1000", "optim.batch_tokens"),
@@ -113,11 +113,11 @@ def test_an_inference_setting_may_set_those_options_of_normalizers_that_training
     normalizer: str, change: str, said: str | None
 ):
     arguments = ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", f"model.normalizer={normalizer}"]
-    arguments.append(f"eval.recall.settings=[{{normalizer: {{{change}}}}}]")
+    arguments.append(f"eval.recall.inference=[{{normalizer: {{{change}}}}}]")
     arguments.append("data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]")
     arguments += ["eval.long_context.length_factor=0", "data.seq_len=64"]
     if said is None:
-        assert load(arguments).eval.recall.settings[0].label.startswith("as trained, clip=true")
+        assert load(arguments).eval.recall.inference[0].label.startswith("as trained, clip=true")
     else:
         with pytest.raises(ConfigError, match=said):
             load(arguments)
@@ -206,6 +206,6 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
     [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],
 )
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
-    where = f"eval.{kind}.settings"
+    where = f"eval.{kind}.inference"
     with pytest.raises(ConfigError, match=rf"{where}\[0\]\.normalizer\.clpi = True: no normalizer of this model has this option"):
         load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{where}=[{{normalizer: {{clpi: true}}}}]"])

@@ -55,7 +55,7 @@ def test_each_command_accepts_the_keys_that_act_in_it():
     assert set(acting_in("harness")) == {"trainer.accelerator", "trainer.precision", "trainer.threads"}
     assert set(acting_in("eval")) == {*acting_in("harness"), "data.root", "eval"}
     assert set(acting_in("swap")) == {*acting_in("eval"), "model.normalizer"}
-    assert overrides_in("eval", ["eval.rows=3"]) == {"eval": {"rows": 3}}
+    assert overrides_in("eval", ["eval.sequences=3"]) == {"eval": {"sequences": 3}}
 
 
 @pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "optim.groups.head.lr_factor=2"])
@@ -65,5 +65,5 @@ def test_an_override_that_a_command_would_ignore_is_refused(override: str):
 
 
 def test_a_misspelt_key_of_an_override_is_reported_with_the_nearest_key():
-    with pytest.raises(ConfigError, match=r"eval\.rowz = 3: unknown key; did you mean 'rows'\?"):
-        parse(merge(to_plain(Config(name="a")), overrides_in("eval", ["eval.rowz=3"])))
+    with pytest.raises(ConfigError, match=r"eval\.sequencez = 3: unknown key; did you mean 'sequences'\?"):
+        parse(merge(to_plain(Config(name="a")), overrides_in("eval", ["eval.sequencez=3"])))

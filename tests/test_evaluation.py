@@ -23,7 +23,7 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
+from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.text_loss import LongContext
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
@@ -34,25 +34,25 @@ from lm.training.train import train
 CPU = Device(torch.device("cpu"), bf16=False)
 
 
-def made(name: str = "softmax", rows: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
+def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), dropout=0.5), 60, 16)
-    tokens = np.random.default_rng(0).integers(60, size=(rows, length + 1))
+    tokens = np.random.default_rng(0).integers(60, size=(count, length + 1))
     return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32))
 
 
-@pytest.mark.parametrize(("rows", "length"), [(5, 128), (1, 2048)])
+@pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 2048)])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_loss_by_token_equals_the_full_computation(name: str, rows: int, length: int, monkeypatch: pytest.MonkeyPatch):
+def test_loss_by_token_equals_the_full_computation(name: str, count: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.blocks.MLP_TOKENS", 100)
-    decoder, held_out = made(name, rows, length)
+    decoder, held_out = made(name, count, length)
     used = for_inference(decoder, InferenceSetting(ThetaFactor()))
     found = nll_by_token(used, held_out, CPU)
     assert used.training
     used.eval()
-    rows = torch.from_numpy(held_out.rows)
-    logits = decoder.head(used(rows[:, :-1]))
-    expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(found.shape)
+    tokens = torch.from_numpy(held_out.sequences)
+    logits = decoder.head(used(tokens[:, :-1]))
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(found.shape)
     assert np.allclose(found, expected.detach(), atol=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     decoder, held_out = made()
     state = torch.get_rng_state()
 
-    def fails(rows: int) -> None:
+    def fails(done: int) -> None:
         torch.rand(3)
         raise ValueError("broken")
 
@@ -82,7 +82,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ranks_share_the_rows_even_if_there_are_fewer_rows_than_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.all_reduce_sum", lambda where, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
@@ -104,11 +104,11 @@ def test_buckets_tile_the_row_with_edges_at_every_doubling_of_the_training_lengt
     assert {seq_len * 2**i for i in range(20) if seq_len * 2**i <= length} <= set(edges.tolist())
 
 
-def test_positions_rows_and_buckets_agree(tiny):
+def test_positions_sequences_and_buckets_agree(tiny):
     config = tiny()
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
-    found = [one for one in LongContext(config, store).measure(decoder, CPU, lambda rows: None) if one.bins]
+    found = [one for one in LongContext(config, store).measure(decoder, CPU, lambda done: None) if one.bins]
     for one in found:
         widths = np.diff(one.axis.values)
         assert one.curve.mean() == pytest.approx(one.whole, abs=1e-4)
@@ -118,13 +118,13 @@ def test_positions_rows_and_buckets_agree(tiny):
     assert not np.array_equal(first.curve, second.curve)
 
 
-def test_held_out_rows_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):
+def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):
     softmax, ssmax = tiny("name=a"), tiny("name=b", "model.normalizer=ssmax", "seed=2")
     store = prepare(softmax.data)
-    assert validation_rows(store, softmax).sha256 == validation_rows(store, ssmax).sha256
-    assert long_rows(store, softmax).sha256 == long_rows(store, ssmax).sha256
+    assert validation_sequences(store, softmax).sha256 == validation_sequences(store, ssmax).sha256
+    assert long_sequences(store, softmax).sha256 == long_sequences(store, ssmax).sha256
     held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(store.val.tokens, 129).tolist()}
-    assert all(tuple(row) in held_out for row in long_rows(store, softmax).rows.tolist())
+    assert all(tuple(row) in held_out for row in long_sequences(store, softmax).sequences.tolist())
 
 
 def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
@@ -136,7 +136,7 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     assert long.samples[0].sha256 == during.samples[0].sha256
     assert long.curve == pytest.approx(during.curve, abs=1e-4)
     assert validation.whole > 0
-    changes = ["eval.long_context.length_factor=8", "eval.long_context.settings=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
+    changes = ["eval.long_context.length_factor=8", "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
     longer = [one for one in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if one.bins]
     assert [(len(one.curve), one.setting) for one in longer] == [(256, "theta x 2"), (256, "yarn")]
     assert (folder / "evaluations" / "long_context.step-000004.json").exists()
@@ -148,7 +148,7 @@ def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
     config = tiny("name=cached")
     train(config)
     quick = tmp_path / "quick.yaml"
-    quick.write_text("eval: {rows: 3, long_context: {rows: 2}}")
+    quick.write_text("eval: {sequences: 3, long_context: {sequences: 2}}")
     runs = [
         evaluate_runs([config.run_folder], suite=suite, overrides=overrides)
         for suite, overrides in ((str(quick), []), ("", []), (str(quick), []), (str(quick), ["trainer.precision=bf16-mixed"]))
@@ -175,7 +175,7 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
     assert [(line["run"], line["metric"]) for line in lines] == [(folder, metric) for folder in folders for metric in metrics]
     assert [float(line["value"]) for line in lines] == [line["value"] for line in again]
     assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr
-    assert "no run folder given" in lm("eval", "eval.rows=3").stderr
+    assert "no run folder given" in lm("eval", "eval.sequences=3").stderr
 
 
 def test_a_failing_evaluation_is_logged_and_training_goes_on_unless_asked(tiny, monkeypatch):
@@ -211,8 +211,8 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
         evaluate_runs([tmp_path])
     with pytest.raises(ConfigError, match="choose quick, full or name a YAML file"):
         evaluate_runs([config.run_folder], suite="quik")
-    result = lm("eval", str(config.run_folder), "eval.rows=0")
-    assert (result.returncode, result.stderr) == (2, "error: eval.rows = 0: must be >= 1\n")
+    result = lm("eval", str(config.run_folder), "eval.sequences=0")
+    assert (result.returncode, result.stderr) == (2, "error: eval.sequences = 0: must be >= 1\n")
 
 
 def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_its_sources(tiny, corpus: Path, tmp_path: Path):
@@ -220,9 +220,9 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
     config = tiny("name=moved", f"data.source.paths=[{tmp_path / 'texts'}]", f"data.root={tmp_path / 'stores'}")
     train(config)
     (tmp_path / "texts" / "00.txt").write_text("something else")
-    first = evaluate_runs([config.run_folder], overrides=["eval.rows=5"])
+    first = evaluate_runs([config.run_folder], overrides=["eval.sequences=5"])
     shutil.rmtree(tmp_path / "texts")
-    again = evaluate_runs([config.run_folder], overrides=["eval.rows=6"])
+    again = evaluate_runs([config.run_folder], overrides=["eval.sequences=6"])
     assert [one.evaluation.data_fingerprint for one in again] == [one.evaluation.data_fingerprint for one in first]
     shutil.rmtree(tmp_path / "stores")
     shutil.copytree(corpus, tmp_path / "texts")
@@ -231,17 +231,17 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
         evaluate_runs([config.run_folder])
 
 
-def test_rows_know_the_documents_they_begin_in(tiny):
-    config = tiny("eval.rows=20", "eval.long_context.rows=20")
+def test_sequences_know_the_documents_they_begin_in(tiny):
+    config = tiny("eval.sequences=20", "eval.long_context.sequences=20")
     store = prepare(config.data)
-    for held_out in (validation_rows(store, config), long_rows(store, config)):
-        assert len(set(held_out.document_by_row.tolist())) > 1
-        for row, number in zip(held_out.rows, held_out.document_by_row, strict=True):
+    for held_out in (validation_sequences(store, config), long_sequences(store, config)):
+        assert len(set(held_out.document_labels.tolist())) > 1
+        for row, number in zip(held_out.sequences, held_out.document_labels, strict=True):
             document = store.val.document(number)
             begins = np.flatnonzero(document == row[0])
             shown = min(len(row), 12)
             assert any((document[begin : begin + shown] == row[: len(document[begin : begin + shown])]).all() for begin in begins)
-    assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_by_row.tolist() == [0, 1, 2]
+    assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_labels.tolist() == [0, 1, 2]
 
 
 def test_a_checkpoint_gives_its_model_back(tiny):

@@ -65,7 +65,7 @@ def ask(kind: str, *arguments: tuple) -> list[Instance]:
 
 
 def log_p(model: HarnessLM, tokens: list[int], last: int) -> tuple[float, bool]:
-    """The definition: one row, all logits."""
+    """The definition: one sequence, all logits."""
     with torch.no_grad():
         p = F.log_softmax(model.decoder.logits(torch.tensor([tokens[:-1]]))[0].double(), -1)
     p, targets = p[-last:], torch.tensor(tokens[-last:])
@@ -100,7 +100,7 @@ def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monke
     assert [-nll for nll, _ in found] == pytest.approx([log_p(model, *row)[0] for row in rows], abs=1e-5)
 
 
-def test_only_a_continuation_whose_every_token_is_the_likeliest_is_greedy(tiny):
+def test_only_a_continuation_whose_every_token_is_the_most_probable_is_greedy(tiny):
     model = made(tiny)
     start = [model.prefix_token_id, 70, 71]
     likely = list(generate(model.decoder, start, 4, temperature=0))

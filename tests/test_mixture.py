@@ -273,7 +273,7 @@ def test_a_run_reads_a_mixture_and_refuses_the_lengths_of_documents(tmp_path: Pa
 def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
-    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, rows=1000))
+    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
     loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda rows: None)

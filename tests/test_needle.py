@@ -97,7 +97,7 @@ def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     decoder, text = made(store).float(), Text(store)
     before = copy.deepcopy(decoder.state_dict())
-    asked = NeedleConfig(finetune=FinetuneConfig(steps=12, rows=2, lr=3e-3))
+    asked = NeedleConfig(finetune=FinetuneConfig(steps=12, batch_sequences=2, lr=3e-3))
     state = torch.get_rng_state()
     taught = finetuned(decoder, asked, LENGTH, text, CPU)
     again = finetuned(decoder, asked, LENGTH, text, CPU)
@@ -132,7 +132,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     exact = [one for one in result if one.metric == "exact"]
     assert [(one.what, one.axis.values) for one in exact] == [(name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")]
     assert all(one.references == {} for one in exact), "one needle is no choice"
-    right = [one for one in result if one.metric == "answers right"]
+    right = [one for one in result if one.metric == "accuracy"]
     assert [(one.what, one.control) for one in right] == [("needle", False), ("needle, control without it", True)]
     by_depth = np.stack([one.samples[0].values[:, 0] for one in exact[:2]])
     assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), "a trial asks the same at each depth: it counts once"
@@ -148,7 +148,7 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
-    exact = [one.references for one in result if one.metric in ("answers right", "exact")]
+    exact = [one.references for one in result if one.metric in ("accuracy", "exact")]
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], "the control shows none that is right"
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
@@ -161,12 +161,12 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     assert (folder / "needle.step-000004.json").exists()
     found = evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])
     (needle,) = [one.evaluation for one in found if one.evaluation.kind == "needle"]
-    assert needle.settings["finetune"]["steps"] == 2
+    assert needle.options["finetune"]["steps"] == 2
     assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
     assert (folder / "needle.step-000008.png").stat().st_size > 5000
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2
     assert (
-        "error: eval.needle.length_factors = [0.3]: needle in rows of 38: the needles and their questions need sequences of at least"
+        "error: eval.needle.length_factors = [0.3]: needle in sequences of 38: the needles and their questions need sequences of at least"
         in result.stderr
     )

@@ -21,7 +21,7 @@ from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import ConfigError, DataError
-from lm.evaluation.held_out import long_rows
+from lm.evaluation.held_out import long_sequences
 
 # ---------------------------------------------------------------- the prepared store
 
@@ -382,7 +382,7 @@ def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data
         try:
             check_sequences(store, whole)
             if whole.eval.long_context.wanted(whole.data):
-                long_rows(store, whole)
+                long_sequences(store, whole)
         except ConfigError as error:
             return str(error)
         return ""

@@ -23,7 +23,7 @@ from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
 from lm.evaluation.answers import answers
-from lm.evaluation.held_out import validation_rows
+from lm.evaluation.held_out import validation_sequences
 from lm.evaluation.numbers import rows_of
 from lm.evaluation.recall import Recall
 from lm.evaluation.statistics import interval_of
@@ -43,8 +43,8 @@ NEEDLE = "data.tasks=[{weight: 0.25, task: needle}]"
 # ---------------------------------------------------------------- measuring
 
 
-def rows(task: Task, length: int, count: int) -> list[Example]:
-    """The first test rows of a task."""
+def sequences(task: Task, length: int, count: int) -> list[Example]:
+    """The first test sequences of a task."""
     return [example(task, 0, index, length, "test") for index in range(count)]
 
 
@@ -52,11 +52,11 @@ def rows(task: Task, length: int, count: int) -> list[Example]:
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    found = answers(decoder, rows(task, length, 7), CPU)
+    found = answers(decoder, sequences(task, length, 7), CPU)
     assert decoder.training
     decoder.eval()
     nll, right, whole = [], [], []
-    for made in rows(task, length, 7):
+    for made in sequences(task, length, 7):
         logits = decoder.logits(torch.from_numpy(made.tokens[None, :-1]))[0]
         losses = F.cross_entropy(logits, torch.from_numpy(made.tokens[1:]), reduction="none").detach().numpy()
         hits = logits.argmax(-1).numpy() == made.tokens[1:]
@@ -66,12 +66,12 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
     assert np.allclose(found.nll, nll, atol=1e-5)
     assert found.right.tolist() == right
     assert found.whole(found.right).tolist() == whole
-    assert found.row.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
+    assert found.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
 
 
-def test_ranks_share_the_rows(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.sequences.all_reduce_sum", lambda where, local: local())
-    decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), rows(MQAR(), 40, 5)
+    decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
     parts = [answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     together = answers(decoder, asked, CPU)
     assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
@@ -98,18 +98,18 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
         ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
-    found = answers(decoder, rows(task, length, 7), CPU)
-    made = rows(task, length, 7)
+    found = answers(decoder, sequences(task, length, 7), CPU)
+    made = sequences(task, length, 7)
     with torch.no_grad():
         expected = [greedy(decoder, one.tokens, one.answers) == one.tokens[1:][one.answers] for one in made]
     assert found.rolled_out.tolist() == np.concatenate(expected).tolist()
 
 
-def test_a_wrong_answer_stays_in_the_row(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_answer_stays_in_the_sequence(monkeypatch: pytest.MonkeyPatch):
     """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
-    found = answers(decoder, rows(task, 24, 3), CPU)
+    found = answers(decoder, sequences(task, 24, 3), CPU)
     assert found.whole(found.right).tolist() == [True, True, False, True] * 3
     assert found.whole(found.rolled_out).tolist() == [True, True, False, False] * 3
 
@@ -135,7 +135,7 @@ def test_chance_of_all_keys_asked_is_the_harmonic_number_over_k_and_none_where_i
 
 
 class Knowing(torch.nn.Module):
-    """A decoder that knows the next token, but for those in `wrong` (row, position of the target)."""
+    """A decoder that knows the next token, but for those in `wrong` (sequence, position of the target)."""
 
     def __init__(self, size: int, wrong: set[tuple[int, int]]):
         super().__init__()
@@ -158,7 +158,7 @@ class Knowing(torch.nn.Module):
 
 
 class Chained(torch.nn.Module):
-    """A decoder that misses one question, and after a wrong answer in the row the next."""
+    """A decoder that misses one question, and after a wrong answer in the sequence the next."""
 
     def __init__(self, task: MQAR, mistaken: int):
         super().__init__()
@@ -192,12 +192,12 @@ class Chained(torch.nn.Module):
 
 def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     task, end = Copy(symbols=8, filler=8, span=4), 33
-    options = "eval.recall={length_factors: [1], rows: 10}"
+    options = "eval.recall={length_factors: [1], sequences: 10}"
     config = tiny("data.tasks=[{task: {name: copy, symbols: 8, filler: 8, span: 4}}]", SYMBOLS[1], options)
     decoder = Knowing(task.vocab_size, {(0, end - 1), (3, end - 4), (3, end - 2)})
     recall = Recall(config, prepare(config.data))
     whole, tokens, _ = recall.measure(decoder, CPU, lambda units: None)
-    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("answers right", [0.8], [37 / 40])
+    assert (whole.metric, whole.means.tolist(), tokens.means.tolist()) == ("accuracy", [0.8], [37 / 40])
     (sample,) = whole.samples
     assert sample.values[:, 0].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert sample.weights.tolist() == [1] * 10
@@ -206,16 +206,16 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
 
 
 def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
-    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], rows: 4}"), prepare(config.data))
+    recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
     found = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
-    assert [(one.metric, one.setting) for one in found[:2]] == [("answers right", "as trained"), ("answers right", "as trained, roll-out")]
+    assert [(one.metric, one.setting) for one in found[:2]] == [("accuracy", "as trained"), ("accuracy", "as trained, roll-out")]
     assert found[0].samples[0].weights.tolist() == [4] * 4
 
 
 def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
     small = "{name: mqar, keys: 4, values: 8, pairs: 2, queries: 2, filler: 1}"
     tasks = f"eval.recall.tasks=[{{name: mqar, keys: 8, values: 8, filler: 8, pairs: 4, queries: 2}}, {small}]"
-    config = tiny(*SYMBOLS, tasks, "eval.recall.length_factors=[1, 2.5]", "eval.recall.rows=3")
+    config = tiny(*SYMBOLS, tasks, "eval.recall.length_factors=[1, 2.5]", "eval.recall.sequences=3")
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
@@ -227,15 +227,15 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert logged == [f"recall/mqar ({options}) {length}" for options in told for length in (32, 80)]
     chances = [level for one in found for level in one.references.values()]
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
-    metrics = ["answers right", "answers right: chance", "answers right: chance, roll-out", "tokens right", "loss of answers"]
+    metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row.metric for row in rows_of(found))) == metrics
     assert recall.work == 12
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
-    tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], rows: 2}"
+    tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], sequences: 2}"
     assert train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0")) == 0
-    found = [one for one in series(tmp_path / "runs" / "a", "recall", 8) if one.metric == "answers right"]
+    found = [one for one in series(tmp_path / "runs" / "a", "recall", 8) if one.metric == "accuracy"]
     cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
     assert [(one.what, length) for one in found for length in one.axis.values] == cells
     last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -251,7 +251,8 @@ def test_what_recall_can_not_measure_is_refused(tiny):
     config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", off)
     store = prepare(config.data)
     with pytest.raises(
-        ConfigError, match=r"eval.recall.length_factors = \[0.5\]: needle in rows of 64: the needles and their questions need sequences of"
+        ConfigError,
+        match=r"eval.recall.length_factors = \[0.5\]: needle in sequences of 64: the needles and their questions need sequences of",
     ):
         Recall(config, store)
 
@@ -334,34 +335,34 @@ def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
         assert [v for _, v in one] == pytest.approx([v for _, v in two], abs=5e-5)
 
 
-def test_validation_is_the_loss_of_the_answers_to_test_rows(tiny, tmp_path: Path):
-    config = tiny(*SYMBOLS, "name=a", "eval.recall={length_factors: [1], rows: 8}")
+def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path: Path):
+    config = tiny(*SYMBOLS, "name=a", "eval.recall={length_factors: [1], sequences: 8}")
     assert train(config) == 0
     loss = series(tmp_path / "runs" / "a", "recall", 8)[-1]
     assert loss.metric == "loss of answers"
     assert curve(tmp_path / "runs" / "a", "val/loss")[-1][1] == pytest.approx(loss.means[0], abs=1e-5)
-    assert validation_rows(prepare(config.data), config).sha256 == loss.samples[0].sha256
+    assert validation_sequences(prepare(config.data), config).sha256 == loss.samples[0].sha256
 
 
 def test_a_task_without_a_validation_row_is_refused(tiny):
     rare = "data.tasks=[{weight: 0.9, task: {name: copy}}, {weight: 0.1, task: {name: copy, symbols: 30}}]"
-    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.rows = 8"):
-        tiny(rare, *SYMBOLS[1:], "eval.rows=8")
+    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.sequences = 8"):
+        tiny(rare, *SYMBOLS[1:], "eval.sequences=8")
 
 
-def test_validation_rows_follow_the_weights_of_tasks_over_symbols(tiny):
+def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     shares = (
         "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"
     )
-    config = tiny(shares, SYMBOLS[1], "eval.rows=40")
+    config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    whole, *sources = validation.measure(decoder, CPU, lambda rows: None)
+    whole, *sources = validation.measure(decoder, CPU, lambda done: None)
     units = [(one.what, len(one.samples[0].values)) for one in sources]
     assert units == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)], "and no bits per byte"
     made = example(Copy(span=5), 0, 7, 32, "test")
     held_out = validation.held_out
-    assert (held_out.rows[37] == made.tokens).all()
+    assert (held_out.sequences[37] == made.tokens).all()
     assert (held_out.counts[37] == made.answers).all()
     counts = held_out.counts.sum(1)
     assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.whole, abs=1e-5)
@@ -428,7 +429,7 @@ def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: match}}]"
     assert train(tiny(*SYMBOLS, phases, "name=a")) == 0
     lengths = json.loads((tmp_path / "runs" / "a" / "evaluations" / "swap.step-000004.json").read_text())["lengths"]
-    assert [one["length"] for one in lengths] == [32], "longer rows need text"
+    assert [one["length"] for one in lengths] == [32], "longer sequences need text"
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
     assert lengths[0]["loss_before"] == pytest.approx(before[0], abs=1e-5)
     assert lengths[0]["nll_by_position_before"].count(None) == 28

@@ -56,7 +56,7 @@ def test_evaluations_of_different_steps_are_said(pair):
     assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
     checks = {check.what: check.ok for check in compare([run, read_run(pair[1])]).checks}
     assert checks["tokens seen"] is True
-    assert checks["tokens seen, long-context rows"] is False
+    assert checks["tokens seen, long-context sequences"] is False
 
 
 def test_a_cut_off_last_line_is_ignored(pair):
@@ -151,7 +151,9 @@ def test_paired_differences_find_what_was_built_in(pair):
     assert comparison.warning == ""
 
 
-@pytest.mark.parametrize(("change", "why"), [({"tokens": "rows-b"}, "rows or positions"), ({"fingerprint": "data-b"}, "fingerprint")])
+@pytest.mark.parametrize(
+    ("change", "why"), [({"tokens": "sequences-b"}, "sequences or positions"), ({"fingerprint": "data-b"}, "fingerprint")]
+)
 def test_runs_on_different_tokens_are_refused_a_difference_and_told_why(tmp_path, change, why):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax", **change)]
     files = write_report(folders, tmp_path / "out")
@@ -262,10 +264,10 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
 
 def test_few_documents_are_said_and_not_resampled(tmp_path):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
-    assert "paired bootstrap over 16 documents (128 rows)" in compared(*folders)[1][()].note
+    assert "paired bootstrap over 16 documents (128 sequences)" in compared(*folders)[1][()].note
     for folder in folders:
         edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))
-    assert "over 128 rows of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
+    assert "over 128 sequences of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
 
 
 # ---------------------------------------------------------------- output

@@ -1,4 +1,4 @@
-"""Answers right in reports: recall and needles, by length of the row."""
+"""Accuracy in reports: recall and needles, by sequence length."""
 
 import re
 from pathlib import Path
@@ -18,25 +18,25 @@ RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
 
 
-def test_answers_have_intervals_and_paired_differences_at_the_longest_rows(tmp_path):
+def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
     comparison, found = compared(*folders)
     assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
     assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
     assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
-    assert found[RECALL].interval is None, "all rows differ by the same"
+    assert found[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     found = compared(*folders)[1]
     assert found[RECALL].interval.mean == pytest.approx(0.5)
     assert found[RECALL].interval.low < 0.49
-    assert "answers right, mqar in rows of 512" in found[RECALL].what
-    assert found[RECALL].note.startswith("paired bootstrap over 16 rows")
-    assert found[NEEDLE].note.startswith("paired bootstrap over 10 rows")
+    assert "accuracy, mqar in sequences of 512" in found[RECALL].what
+    assert found[RECALL].note.startswith("paired bootstrap over 16 sequences")
+    assert found[NEEDLE].note.startswith("paired bootstrap over 10 sequences")
     files = write_report(folders, tmp_path / "out")
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
     assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
-    assert b"Answers right" in files.html.read_bytes()
+    assert b"Accuracy" in files.html.read_bytes()
 
 
 def weighed(result: dict, values: list[float], weights: list[int]) -> None:
@@ -73,8 +73,8 @@ def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
-    def arm(name: str, *shares: float) -> Interval:
-        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: share}) for seed, share in enumerate(shares)]
+    def arm(name: str, *fractions: float) -> Interval:
+        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: fraction}) for seed, fraction in enumerate(fractions)]
         return fraction_right(compared(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
@@ -102,18 +102,18 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     assert found[RECALL].interval is None
     assert "not measured on the same tokens" in found[RECALL].note
     assert found[NEEDLE].interval is not None
-    assert [check.ok for check in comparison.checks if check.what == "rows with questions (sha256)"] == [False]
+    assert [check.ok for check in comparison.checks if check.what == "sequences with questions (sha256)"] == [False]
 
 
-def test_differences_are_at_the_longest_rows_that_both_were_asked_in(tmp_path):
+def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
     edit(folders[1], "recall", lambda result: first_sample(result)["values"].reverse())
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
-    assert "in rows of 64" in difference.what
+    assert "in sequences of 64" in difference.what
     table = write_report(folders, tmp_path / "out").markdown.read_text()
     assert "difference to softmax, 512" in table
-    assert re.search(r"\| ssmax \| mqar .*\| - \|\n", table), "the column is of other rows than the difference"
+    assert re.search(r"\| ssmax \| mqar .*\| - \|\n", table), "the column is of other sequences than the difference"
 
 
 def test_tasks_are_named_over_all_runs(tmp_path):
@@ -129,12 +129,12 @@ def test_answers_of_other_steps_are_said(tmp_path):
     edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
     edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
     comparison, _ = compared(*folders)
-    assert "measured on rows with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [check.ok for check in comparison.checks if check.what == "tokens seen, rows with questions"] == [False]
+    assert "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
+    assert [check.ok for check in comparison.checks if check.what == "tokens seen, sequences with questions"] == [False]
     assert any("the recall evaluation of step 100" in lack for lack in comparison.missing)
 
 
-def test_runs_on_symbols_lack_nothing_without_long_rows_and_bytes(tmp_path):
+def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path):
     symbols = {
         "eval": {"long_context": {"length_factor": 0}},
         "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},

@@ -42,7 +42,7 @@ def folders(tmp_path: Path) -> list[Path]:
     for folder, level in zip(made, (2.0, 3.0), strict=True):
         series = [one.plain() for one in probe(np.random.default_rng(len(folder.name)), level)]
         stamp = {"kind": "probe", "step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "d"}
-        made_with = {"settings": {}, "precision": "32", "weights_sha256": "w"}
+        made_with = {"options": {}, "precision": "32", "weights_sha256": "w"}
         write_evaluation(folder, "probe", 200, stamp | made_with | {"series": series})
     return made
 

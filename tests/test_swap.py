@@ -127,10 +127,10 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
 # ---------------------------------------------------------------- measuring a swap
 
 
-def held_out(length: int, rows: int = 3) -> HeldOut:
+def held_out(length: int, count: int = 3) -> HeldOut:
     import numpy as np
 
-    return HeldOut(np.random.default_rng(0).integers(400, size=(rows, length + 1)), np.ones(400, "f4"))
+    return HeldOut(np.random.default_rng(0).integers(400, size=(count, length + 1)), np.ones(400, "f4"))
 
 
 def test_kl_is_that_of_the_definition():
@@ -149,20 +149,20 @@ def test_kl_is_that_of_the_definition():
 def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch):
     old = decoder(tiny)
     new = swapped(old, opt.SSMax(init=1.0))
-    rows = held_out(40, rows=2)
+    sequences = held_out(40, count=2)
     expected, seen = 0.0, []
     hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
-    for row in rows.rows:
+    for row in sequences.sequences:
         old(torch.from_numpy(row[None, :-1]))
         q, k, _, places = seen.pop()
         a, b = (model.normalizers()[0].weights(q, k, places) for model in (old, new))
         expected += float((a - b).detach().abs().sum(-1).mean() / 2) / 2
     hook.remove()
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 500)  # several blocks of queries
-    drift = attention_drift(old, new, rows, HERE)
+    drift = attention_drift(old, new, sequences, HERE)
     assert drift[0] == pytest.approx(expected, abs=1e-5)
     assert 0.01 < drift[0] < 1
-    assert attention_drift(old, old, rows, HERE) == [0.0, 0.0]
+    assert attention_drift(old, old, sequences, HERE) == [0.0, 0.0]
 
 
 def test_a_swap_is_measured_on_identical_tokens(tiny):
@@ -170,7 +170,7 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
     result = evaluate_swap(old, swapped(old, opt.SSMax()), [held_out(32), held_out(64)], HERE)
     assert [one["length"] for one in result["lengths"]] == [32, 64]
     for one in result["lengths"]:
-        tokens = torch.from_numpy(held_out(one["length"]).rows)
+        tokens = torch.from_numpy(held_out(one["length"]).sequences)
         with torch.no_grad():
             expected = float(old.loss(Batch.of(tokens))) / (3 * one["length"])
         assert one["loss_before"] == pytest.approx(expected, abs=1e-5)
@@ -187,7 +187,7 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
 @pytest.fixture
 def trained(tiny) -> Path:
     """A softmax run of 40 steps."""
-    config = tiny("name=trained", "trainer.max_steps=40", "trainer.checkpoint_every=20", "eval.rows=64")
+    config = tiny("name=trained", "trainer.max_steps=40", "trainer.checkpoint_every=20", "eval.sequences=64")
     train(config)
     return config.run_folder
 
@@ -393,8 +393,8 @@ def test_a_swapped_run_keeps_the_configuration_of_its_training(tiny, tmp_path: P
 
 def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path, tiny, tmp_path: Path):
     swap(trained, tmp_path / "out")
-    assert command("eval", str(tmp_path / "out"), "eval.rows=64").returncode == 0
-    options = ["eval.rows=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
+    assert command("eval", str(tmp_path / "out"), "eval.sequences=64").returncode == 0
+    options = ["eval.sequences=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
     train(tiny("name=longer", "model.normalizer={name: ssmax, init: unit}", f"init_from={tmp_path / 'out'}", *options))
     comparison = compare([read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)])
     labels = [arm.label for arm in comparison.arms]

@@ -281,7 +281,7 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
     assert parse(yaml.safe_load(to_yaml(loaded))) == loaded
     exported = export(run, "last", tmp_path / "again")
     swap_run(exported, "last", "ssmax", None, tmp_path / "swapped", [])
-    evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.rows=2"])
+    evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.sequences=2"])
     for folder in (run, exported, tmp_path / "swapped"):
         assert not [path for path, content in contents(folder).items() if b"hush" in content]
     assert lm.load(exported).config.data.source.paths == [SECRET]
@@ -289,15 +289,15 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
 
 def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LM_TEST_ROWS", "3")
-    (tmp_path / "own.yaml").write_text("eval: {rows: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.rows}'}}")
+    (tmp_path / "own.yaml").write_text("eval: {sequences: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.sequences}'}}")
     own = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
-    assert (own.eval.rows, own.eval.needle.trials, own.name, own.runs) == (3, 3, "3", "3")
+    assert (own.eval.sequences, own.eval.needle.trials, own.name, own.runs) == (3, 3, "3", "3")
     (measured,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
     assert len(measured.evaluation.series[0].samples[0].values) == 3
-    (measured,) = evaluate_runs([run], overrides=["eval.rows=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
+    (measured,) = evaluate_runs([run], overrides=["eval.sequences=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
     assert measured.cached
     with pytest.raises(ConfigError, match="nowhere"):
-        evaluate_runs([run], overrides=["eval.rows=${nowhere}"])
+        evaluate_runs([run], overrides=["eval.sequences=${nowhere}"])
 
 
 # ---------------------------------------------------------------- sizes are claims
@@ -436,7 +436,7 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     train(tiny("name=plan", phases, *SHORT))
     boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000002.ckpt"
-    changes = ["eval.rows=6", "log.every=2", "trainer.keep_checkpoints=3", "optim.on_nonfinite=skip", f"resume={boundary}"]
+    changes = ["eval.sequences=6", "log.every=2", "trainer.keep_checkpoints=3", "optim.on_nonfinite=skip", f"resume={boundary}"]
     train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
     for checkpoint in ("2", "4"):
         (found,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
@@ -444,15 +444,15 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
 
 
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
-    (first,) = evaluate_runs([run], overrides=["eval.rows=5"])
-    (again,) = evaluate_runs([run], overrides=["eval.rows=5"])
+    (first,) = evaluate_runs([run], overrides=["eval.sequences=5"])
+    (again,) = evaluate_runs([run], overrides=["eval.sequences=5"])
     assert (first.cached, again.cached) == (False, True)
     capsys.readouterr()
     for damage in (lambda text: text.replace('"step": ', '"step": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
         caches = list((run / "evaluations" / "cache").glob("*.json"))
         for file in caches:
             file.write_text(damage(file.read_text()))
-        (found,) = evaluate_runs([run], overrides=["eval.rows=5"])
+        (found,) = evaluate_runs([run], overrides=["eval.sequences=5"])
         assert not found.cached
         assert found.evaluation.plain() == first.evaluation.plain()
         assert re.search(r"note: .*cache/validation-\w+\.json: .*: measured again", capsys.readouterr().err)

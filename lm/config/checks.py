@@ -152,9 +152,9 @@ def check_tasks(config: Config) -> list[Problem]:
     if not data.tasks:
         return []
     for index, weighted in enumerate(data.tasks):
-        if data.symbolic and weighted.weight * config.eval.rows < 1 - 1e-6:
-            reason = f"gives less than one of eval.rows = {config.eval.rows} validation sequences: its loss would not be measured"
-            problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.rows"))
+        if data.symbolic and weighted.weight * config.eval.sequences < 1 - 1e-6:
+            reason = f"gives less than one of eval.sequences = {config.eval.sequences} validation sequences: its loss would not be measured"
+            problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences"))
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
         problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
 from lm.config.data_config import DataConfig
-from lm.config.inference_config import InferenceSetting, ThetaFactor, check_settings
+from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
@@ -18,20 +18,20 @@ SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "inter
 
 
 @dataclass
-class Schedule:
+class Timing:
     """When an evaluation runs during training, and how long it may take."""
 
     every: int | None = key(None, "steps between evaluations during training; null: only `at`", ge=1)
-    at: list[float] = key([1.0], "shares of the run at which it is measured", gt=0, le=1)
+    at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """True every so many steps, and at those shares of the run."""
-        return step in {max(1, round(share * max_steps)) for share in self.at} or bool(self.every and step % self.every == 0)
+        """True every so many steps, and at those fractions of the run."""
+        return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
 @dataclass
-class EvaluationConfig(Schedule, ABC):
+class EvaluationConfig(Timing, ABC):
     """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.measurement.Measurement`
@@ -46,11 +46,11 @@ class EvaluationConfig(Schedule, ABC):
 
     def misspelt(self, normalizers: list[Options]) -> list[Problem]:
         """What is wrong with the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
-        settings: list[InferenceSetting] = getattr(self, "settings", [])
+        settings: list[InferenceSetting] = getattr(self, "inference", [])
         return [
             problem
             for index, setting in enumerate(settings)
-            for problem in setting.normalizers(normalizers, f"settings[{index}].normalizer")[1]
+            for problem in setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         ]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -67,10 +67,10 @@ def beyond_positions(model: ModelConfig, path: str, value: Plain, longest: float
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.text_loss:LongContext"
-    length_factor: float = key(8.0, "length of the rows, in training lengths; 0: off", ge=0)
-    rows: int = key(32, "rows, spread over the held-out documents that are long enough", ge=1)
-    settings: list[InferenceSetting] = sections(
-        InferenceSetting, "how the model is used there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
+    length_factor: float = key(8.0, "sequence length, in training lengths; 0: off", ge=0)
+    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1)
+    inference: list[InferenceSetting] = sections(
+        InferenceSetting, "inference settings there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
 
     def length(self, seq_len: int) -> int:
@@ -80,38 +80,39 @@ class LongContextConfig(EvaluationConfig):
     def problems(self) -> list[Problem]:
         """Contradictory options."""
         short = 0 < self.length_factor < 1
-        return [Problem("length_factor", self.length_factor, "is shorter than a training row", "set it to 1 or more, or 0 for off")] * short
+        reason, remedy = "is shorter than a training sequence", "set it to 1 or more, or 0 for off"
+        return [Problem("length_factor", self.length_factor, reason, remedy)] * short
 
     def wanted(self, data: DataConfig) -> bool:
         return self.length(data.seq_len) > 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_settings(self.settings, model.position)
+        problems = check_inference(self.inference, model.position)
         if data.symbolic:
             reason = "there is no text to read beyond the training length"
-            remedy = "set it to 0; eval.recall has longer rows of the tasks"
+            remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
         return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if name == "quick":
-            return {"rows": min(4, self.rows)}
-        return {"settings": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
+            return {"sequences": min(4, self.sequences)}
+        return {"inference": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
 
 
 @dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.recall:Recall"
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
-    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "lengths of the rows, in training lengths; []: off", gt=0)
-    rows: int = key(128, "rows of each task and length", ge=1)
-    settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
+    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0)
+    sequences: int = key(128, "sequences of each task and length", ge=1)
+    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_settings(self.settings, model.position)
+        problems = check_inference(self.inference, model.position)
         for index, task in enumerate(self.tasks):
             if not isinstance(task, Task):
                 continue  # it has its problem already
@@ -121,13 +122,13 @@ class RecallConfig(EvaluationConfig):
                 problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
             elif data.symbolic and not task.vocab_size:
                 problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
-            elif task.vocab_size and task.vocab_size > (known := max(share.task.vocab_size for share in data.tasks)):
+            elif task.vocab_size and task.vocab_size > (known := max(one.task.vocab_size for one in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {known}"
                 problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
         return problems + beyond_positions(model, "length_factors", self.length_factors, max(self.length_factors))
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        return {"rows": min(16, self.rows)} if name == "quick" else {}
+        return {"sequences": min(16, self.sequences)} if name == "quick" else {}
 
 
 @dataclass
@@ -135,7 +136,7 @@ class FinetuneConfig:
     """Supervised fine-tuning before a needle evaluation; of a copy, never of the run."""
 
     steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
-    rows: int = key(16, "rows in a step", ge=1)
+    batch_sequences: int = key(16, "sequences in a step", ge=1)
     lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
 
 
@@ -143,15 +144,15 @@ class FinetuneConfig:
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
     length_factors: list[float] = key([], "lengths of the context, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0)
-    depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "share of the text before the needle", ge=0, le=1)
+    depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
     trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1)
-    needles: int = key(1, "needles in a row, each asked for", ge=1, le=32)
+    needles: int = key(1, "needles in a sequence, each asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     heads_at: float | None = key(
         None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0
     )
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
-    settings: list[InferenceSetting] = sections(InferenceSetting, "how the model is used, each measured", (InferenceSetting(),))
+    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def problems(self) -> list[Problem]:
         """Contradictory options."""
@@ -163,7 +164,7 @@ class NeedleConfig(EvaluationConfig):
         return bool(self.length_factors)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_settings(self.settings, model.position)
+        problems = check_inference(self.inference, model.position)
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
         return problems + beyond_positions(model, "length_factors", self.length_factors, max(*self.length_factors, self.heads_at or 0))
@@ -180,11 +181,11 @@ class EvalConfig:
     """What is measured: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
-    rows: int = key(256, "validation rows of seq_len tokens, spread over the held-out text", ge=1)
+    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
-    recall: RecallConfig = section(RecallConfig, "answers of synthetic tasks, by length")
+    recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
 
     @property
@@ -200,5 +201,5 @@ class EvalConfig:
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes that a named suite makes."""
-        own = {"rows": min(32, self.rows)} if name == "quick" else {}
+        own = {"sequences": min(32, self.sequences)} if name == "quick" else {}
         return own | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}

@@ -29,7 +29,7 @@ class RopeScaling:
         return theta
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        """Radians per token of each pair (pairs,), from those that theta gives; `turns`: of each pair over the training length."""
+        """Radians per token of each pair (pairs,), from those that theta gives; `turns`: its periods in the training length."""
         return frequencies
 
     def logit_factor(self, s: float) -> float:
@@ -68,7 +68,7 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the slowest pair turns 1 / s as fast, the fastest as before."""
+    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the lowest frequency is divided by s and the highest stays."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, S_HELP, ge=1)
@@ -79,12 +79,12 @@ class NTK(RopeScaling):
 
 @dataclass(frozen=True)
 class YaRNScaling(RopeScaling):
-    """YaRN, arXiv 2309.00071: interpolation of pairs that turn seldom in a training sequence, and a temperature."""
+    """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs, and a temperature."""
 
     name: ClassVar[str] = "yarn"
     factor: float | None = key(None, S_HELP, ge=1)
-    fast: float = key(32.0, "pairs that turn this often in a training sequence, and more, stay as they are", gt=0)
-    slow: float = key(1.0, "pairs that turn this often, and less, are interpolated by s", ge=0)
+    fast: float = key(32.0, "pairs with at least so many periods in a training sequence stay as they are", gt=0)
+    slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
@@ -113,7 +113,7 @@ class InferenceSetting:
 
     @property
     def label(self) -> str:
-        """A few words, e.g. `theta x 50` or `as trained, clip=true`; unlike for unlike settings."""
+        """A few words, e.g. `theta x 50` or `as trained, clip=true`; different for different settings."""
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
@@ -138,13 +138,15 @@ class InferenceSetting:
         return used, list({problem.path: problem for problem in problems}.values())
 
 
-def check_settings(settings: list[InferenceSetting], position: Position) -> list[Problem]:
+def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:
     """What is wrong with `settings`, by paths from there, of a model with this position encoding."""
     problems = []
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
-        problems.append(Problem("settings", [s.label for s in settings], "must be a list of different settings", "set it to [{}]"))
+        problems.append(
+            Problem("inference", [s.label for s in settings], "must be a list of different inference settings", "set it to [{}]")
+        )
     for index, setting in enumerate(settings):
         if setting.rope.name != "as_trained" and not position.rotates:
             reason = f"model.position = {position.name} has no RoPE to scale"
-            problems.append(Problem(f"settings[{index}].rope", setting.rope.name, reason, "set it to as_trained"))
+            problems.append(Problem(f"inference[{index}].rope", setting.rope.name, reason, "set it to as_trained"))
     return problems

@@ -12,13 +12,13 @@ from lm.model.device import Device
 from lm.runs.series import Axis, Sample, Series, Shown
 from lm.schema import Plain
 
-QUESTION_SEED = 0  # of the sequences with questions, the same for every model
-ROLL_OUT = "roll-out"  # answers after the model's own, in place of the right ones
-_AFTER = "after the right answers to earlier questions"
+QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
+ROLL_OUT = "roll-out"  # answers after the model's own, in place of the correct ones
+_AFTER = "given the correct answers to earlier questions"
 
 
 class AnswerMeasurement(Measurement):
-    """A measurement of answers in fp32, at `length_factors` training lengths, under each of its `settings`."""
+    """A measurement of answers in fp32, at `length_factors` training lengths, under each of its inference settings."""
 
     def precision(self, where: Device) -> str:
         return "32"  # answers are judged in fp32 whatever the model was trained in
@@ -26,30 +26,30 @@ class AnswerMeasurement(Measurement):
     @property
     def lengths(self) -> list[int]:
         """Predicted tokens in a sequence, ascending."""
-        return sorted({round(factor * self.config.data.seq_len) for factor in self.schedule.length_factors})
+        return sorted({round(factor * self.config.data.seq_len) for factor in self.asked.length_factors})
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **given: object) -> Series:
         """A series over `lengths`, of a sample each; of fractions more is better, of losses less. `given`: what else it says."""
-        axis = Axis("length of the row", "tokens", "in rows of", tuple(self.lengths))
+        axis = Axis("sequence length", "tokens", "in sequences of", tuple(self.lengths))
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return Series(self.kind, metric, unit, better, self.config.data.seq_len, means, axis=axis, samples=tuple(samples), **given)
 
-    def answers_right(self, samples: list[Sample], chance: float | None, setting: str, **given: object) -> Series:
-        """Fraction of the questions that are answered right as a whole, for reports. `chance`: what guessing gives, if it is one number."""
+    def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **given: object) -> Series:
+        """Fraction of questions whose whole answer is correct, for reports. `chance`: the accuracy of guessing, if it is one number."""
         shown = Shown(
-            "Answers right, by tokens in the row",
-            "rows with questions",
+            "Accuracy by sequence length",
+            "sequences with questions",
             f"{int(samples[0].weights.sum()):,} different ones a length",
-            f"answers right by length of the row, {_AFTER}, or in a {ROLL_OUT} after the model's own",
+            f"accuracy by sequence length, {_AFTER}, or in a {ROLL_OUT} after the model's own",
             "chance, picking among the answers shown and not yet given",
-            f"Answers to held-out questions are right as wholes, under greedy decoding in fp32 {_AFTER} "
+            f"Accuracy is the fraction of held-out questions whose whole answer is correct, under greedy decoding in fp32 {_AFTER} "
             f"(in a {ROLL_OUT} after the model's own),",
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
         references = {} if chance is None else {name: chance}
         given |= {"setting": setting, "references": references, "interval": "wilson", "shown": shown}
-        return self.at_lengths("answers right", "fraction", samples, **given)
+        return self.at_lengths("accuracy", "fraction", samples, **given)
 
 
 def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
@@ -69,4 +69,4 @@ def check_room(task: Task, length: int, subset: Subset, text: Text | None, key: 
     try:
         example(task, QUESTION_SEED, 0, length, subset, text)
     except ValueError as error:
-        raise ConfigError([Problem(key, factors, f"{task.name} in rows of {length:,}: {error}", "leave that length out")]) from None
+        raise ConfigError([Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", "leave that length out")]) from None

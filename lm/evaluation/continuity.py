@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
-from lm.evaluation.held_out import HeldOut, by_token, validation_rows
+from lm.evaluation.held_out import HeldOut, by_token, validation_sequences
 from lm.evaluation.sequences import by_sequence
 from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
 from lm.model.attention_stream import in_lockstep
@@ -22,11 +22,11 @@ from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.schema import Plain
 
-DRIFT_ROWS = 4  # of each length whose attention weights are compared
+DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are compared
 
 
-def swap_rows(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out rows of each of `eval.swap_lengths`: the validation rows, and longer ones within documents.
+def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
+    """Held-out sequences of each of `eval.swap_lengths`: the validation sequences, and longer ones within documents.
 
     Lengths that no held-out document has are left out, and all beyond the first where positions are learned.
     """
@@ -34,9 +34,9 @@ def swap_rows(store: Store, config: Config) -> list[HeldOut]:
     for factor in config.eval.swap_lengths:
         length = int(factor * config.data.seq_len)
         if factor == 1:
-            found.append(validation_rows(store, config))
+            found.append(validation_sequences(store, config))
         elif not config.model.position.ends:
-            starts = long_starts(store.val, length, config.eval.long_context.rows)
+            starts = long_starts(store.val, length, config.eval.long_context.sequences)
             found += [HeldOut.take(store, starts, length)] if len(starts) else []
     return found
 
@@ -50,7 +50,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
     at most 1 for weights that sum to one; layers above the first see what the layers below have changed.
     """
     lengths = []
-    for rows in held_out:
+    for sequences in held_out:
 
         def measure(batch: Batch) -> Tensor:
             with where.autocast():
@@ -60,21 +60,21 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
             losses = [token_nll(h, head, targets) for h, head in zip(hidden, heads, strict=True)]
             return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, *batch.targets.shape)
 
-        before, after, kl = by_token([old, new], rows, where, measure, numbers=3).astype("f8")
-        counts = rows.counts
-        documents = rows.document_by_row
+        before, after, kl = by_token([old, new], sequences, where, measure, numbers=3).astype("f8")
+        counts = sequences.counts
+        documents = sequences.document_labels
         change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups_of(documents))
         lengths.append(
             {
-                "length": rows.length,
-                "rows": len(rows.rows),
+                "length": sequences.length,
+                "sequences": len(sequences.sequences),
                 "documents": len(np.unique(documents)),
-                "rows_sha256": rows.sha256,
+                "sequences_sha256": sequences.sha256,
                 "loss_before": float(before.mean(where=counts)),
                 "loss_after": float(after.mean(where=counts)),
                 "change": vars(change) | {"over": f"{unit_resampled(documents)}, 1 checkpoint"},
                 "kl": float(kl.mean(where=counts)),
-                "attention_drift": attention_drift(old, new, rows, where),
+                "attention_drift": attention_drift(old, new, sequences, where),
                 "nll_by_position_before": _rounded(before, counts),
                 "nll_by_position_after": _rounded(after, counts),
                 "kl_by_position": _rounded(kl, counts),
@@ -86,28 +86,28 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
 
 
 def _rounded(values: np.ndarray, counts: np.ndarray) -> list[float]:
-    """Means over rows by position; NaN where no row has a prediction that counts."""
-    sums, rows = (values * counts).sum(0), counts.sum(0)
-    return [round(float(x), 6) for x in np.divide(sums, rows, out=np.full(len(sums), np.nan), where=rows > 0)]
+    """Means over sequences by position; NaN where no sequence has a prediction that counts."""
+    sums, sequences = (values * counts).sum(0), counts.sum(0)
+    return [round(float(x), 6) for x in np.divide(sums, sequences, out=np.full(len(sums), np.nan), where=sequences > 0)]
 
 
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> list[float]:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads, for each layer.
 
-    On the first `DRIFT_ROWS` rows. Collective.
+    On the first `DRIFT_SEQUENCES` sequences. Collective.
     """
-    layers, rows = old.config.n_layer, min(DRIFT_ROWS, len(held_out.rows))
+    layers, sequences = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
 
     def measure(part: list[int]) -> Tensor:
         drift = torch.zeros(len(part), layers, dtype=torch.float64)
-        for place, row in enumerate(part):  # one at a time: attention weights are large
+        for place, sequence in enumerate(part):  # one at a time: attention weights are large
             with where.autocast():
-                for a, b in in_lockstep([old, new], held_out.batch([row]).to(where.device)):
+                for a, b in in_lockstep([old, new], held_out.batch([sequence]).to(where.device)):
                     apart = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
                     drift[place, a.layer] += float(apart) / 2 / held_out.length
         return drift.float()
 
-    drift = by_sequence([old, new], [held_out.length] * rows, (layers,), where, measure)
+    drift = by_sequence([old, new], [held_out.length] * sequences, (layers,), where, measure)
     return [round(float(x), 6) for x in drift.mean(0, dtype=np.float64)]
 
 
@@ -121,7 +121,7 @@ def print_swap(result: dict[str, Plain]) -> None:
         change, times = one["change"], f"{one['length'] / result['seq_len']:g}x"
         interval = f"{change['mean']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]"
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-        for column in (f"{times}: {one['rows']} rows", "loss before", "after", f"change [95% over\n{change['over']}]", "KL"):
+        for column in (f"{times}: {one['sequences']} sequences", "loss before", "after", f"change [95% over\n{change['over']}]", "KL"):
             grid.add_column(column, justify="right", no_wrap=True)
         grid.add_row(f"0-{one['length']:,}", f"{one['loss_before']:.4f}", f"{one['loss_after']:.4f}", interval, f"{one['kl']:.5f}")
         octaves = [result["seq_len"] * 2.0**power for power in range(-3, math.ceil(math.log2(one["length"] / result["seq_len"])))]

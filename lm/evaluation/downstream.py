@@ -40,18 +40,18 @@ def measure(
     """`lm harness`: run tasks on a model, print the table, keep the results, return them.
 
     They are kept in `out`, or in evaluations/ of the run, where a file has all tasks that a checkpoint was measured on,
-    each with its settings, the last measurement of it. Those of an export are only printed if `out` is None.
+    each with its options, the last measurement of it. Those of an export are only printed if `out` is None.
 
     Args:
         source: run folder, checkpoint or export.
         tasks: names of tasks, groups or tags, or patterns of them.
         include_path: folder of further task files.
         num_fewshot: examples shown before each question [default: the task's own].
-        limit: documents of each task at most; below 1: a share of them.
+        limit: documents of each task at most; below 1: a fraction of them.
         overrides: `key=value` of keys that act in `lm harness`.
 
     Raises:
-        LMError: nothing to load there, no such task, a task whose data can't be read, or settings out of range.
+        LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
     """
     limits = [
         ("--tasks", ",".join(tasks), bool(tasks), "names no task"),
@@ -75,7 +75,7 @@ def measure(
 
     names, manager = _find(tasks, include_path)
     found = _evaluate(model, names, manager, num_fewshot, limit)
-    settings = {
+    options = {
         "limit": limit,
         "max_length": model.max_length,
         "precision": where.precision,
@@ -90,7 +90,7 @@ def measure(
                 "version": found["versions"].get(name),
                 "num_fewshot": found["n-shot"].get(name),
                 "documents": found["n-samples"][name]["effective"],
-                **settings,
+                **options,
                 "requests_cut": model.cut[name],
                 "requests_shortened": model.shortened[name],
                 "metrics": _metrics(found["results"][name]),
@@ -99,7 +99,7 @@ def measure(
             for name in found["n-samples"]
         },
         "groups": {
-            name: {"tasks": found["group_subtasks"].get(name, []), **settings, "metrics": _metrics(metrics)}
+            name: {"tasks": found["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
             for name, metrics in found.get("groups", {}).items()
         },
     }

@@ -29,7 +29,7 @@ def evaluate_runs(
 ) -> list[Evaluated]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, print and return them.
 
-    What was measured before, with the same weights, data, precision and settings, is not measured again.
+    What was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
         folders: run folders.

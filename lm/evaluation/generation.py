@@ -29,10 +29,10 @@ def generate(
     is the length the text will have in all, len(prompt) + max_new_tokens.
 
     Args:
-        temperature: divides the logits; 0: always the likeliest token.
-        top_k: draw among the k likeliest only.
-        top_p: draw among the likeliest that together have this probability only.
-        seed: of the draws.
+        temperature: divides the logits; 0: always the most probable token.
+        top_k: draw among the k most probable tokens only.
+        top_p: draw among the most probable tokens that together have this probability.
+        seed: seed of the draws.
     """
     device = decoder.head.weight.device
     drawn = torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     order = logits.argsort(descending=True)[:top_k]
     p = (logits[order] / temperature).softmax(-1)
     if top_p is not None:
-        p = p[: int((p.cumsum(-1) < top_p).sum()) + 1]  # the likeliest always stays
+        p = p[: int((p.cumsum(-1) < top_p).sum()) + 1]  # the most probable token always stays
     return int(order[torch.multinomial(p, 1, generator=drawn)])
 
 
@@ -63,7 +63,7 @@ def generate_text(
 
     Raises:
         RunError: nothing to load there, or no tokenizer with it.
-        ConfigError: settings out of range, or more tokens than learned positions.
+        ConfigError: options out of range, or more tokens than learned positions.
     """
     limits = [
         ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "must be 1 or more"),

@@ -26,7 +26,7 @@ NEW_TOKENS = 256  # at most, where a task doesn't say
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
-Row = tuple[list[int], int]  # token ids, and how many of the last are to be scored
+Window = tuple[list[int], int]  # token ids, and how many of the last are to be scored
 
 
 @register_model("lm")
@@ -34,7 +34,7 @@ class HarnessLM(LM):
     """A trained model as the harness sees one; `simple_evaluate(model="lm", model_args="path=RUN")` makes it, too.
 
     Every text starts a document, so the end-of-text token comes before it. What is longer than `max_length` loses tokens
-    on the left. Batches hold rows of one length, so that nothing is padded and n is each row's own under every policy.
+    on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
 
     Args:
         loaded: of `lm.load`; its decoder is moved to the device.
@@ -107,7 +107,7 @@ class HarnessLM(LM):
         return [self.prefix_token_id, *before], after
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the likeliest.
+        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the most probable.
 
         A continuation longer than `max_length` is scored in parts, as `loglikelihood_rolling` does.
         """
@@ -130,8 +130,8 @@ class HarnessLM(LM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
         return answers
 
-    def parts(self, context: list[int], continuation: list[int]) -> list[Row]:
-        """Rows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
+    def parts(self, context: list[int], continuation: list[int]) -> list[Window]:
+        """Windows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
 
         One, cut from the left, if that much holds it; else, as the harness has it, parts side by side, of which the
         last reaches back to see `max_length` tokens.
@@ -141,30 +141,30 @@ class HarnessLM(LM):
         windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
         return [([*seen, predicted[-1]], len(predicted)) for seen, predicted in windows]
 
-    def _together(self, parts: list[list[Row]], quiet: bool) -> list[tuple[float, bool]]:
-        """log p over each request's parts, and whether all their tokens are the likeliest."""
-        scores = iter(self.score([row for rows in parts for row in rows], quiet))
-        own = [[next(scores) for _ in rows] for rows in parts]
+    def _together(self, parts: list[list[Window]], quiet: bool) -> list[tuple[float, bool]]:
+        """log p over each request's parts, and whether all their tokens are the most probable."""
+        scores = iter(self.score([window for windows in parts for window in windows], quiet))
+        own = [[next(scores) for _ in windows] for windows in parts]
         return [(-sum(nll for nll, _ in scored), all(hits for _, hits in scored)) for scored in own]
 
     @torch.no_grad()
-    def score(self, rows: list[Row], quiet: bool = False) -> list[tuple[float, bool]]:
-        """For each row: the sum of -log p (nats) over the tokens to be scored, and whether each is the likeliest.
+    def score(self, windows: list[Window], quiet: bool = False) -> list[tuple[float, bool]]:
+        """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each is the most probable.
 
-        Rows that differ in the last token alone, as the choices of many tasks do, are computed once.
+        Windows that differ in the last token alone, as the choices of many tasks do, are computed once.
         """
         of_input: dict[tuple[int, ...], list[int]] = {}
-        for index, (tokens, _) in enumerate(rows):
+        for index, (tokens, _) in enumerate(windows):
             of_input.setdefault(tuple(tokens[:-1]), []).append(index)
-        result: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        with tqdm(total=len(rows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
+        result: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
+        with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(of_input, key=len, reverse=True), len):
                 with self.where.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device))
                 asked = [(place, index) for place, tokens in enumerate(inputs) for index in of_input[tokens]]
-                sizes = [rows[index][1] for _, index in asked]
+                sizes = [windows[index][1] for _, index in asked]
                 states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
-                targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in rows[index][0][-size:]]
+                targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in windows[index][0][-size:]]
                 targets = torch.tensor(targets, device=self._device)
                 head = self.decoder.head.weight
                 nll = token_nll(states, head, targets).double().cpu().split(sizes)
@@ -175,23 +175,23 @@ class HarnessLM(LM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, settings): what the model writes on, up to the first of `until`, the end of text, or the most tokens.
+        """For each (context, options): what the model writes on, up to the first of `until`, the end of text, or the most tokens.
 
         One request at a time. `max_length` holds context and new tokens: the context loses tokens on the left to make room, but never
         more than leave it half of `max_length`; then there are fewer new tokens. The i-th request draws with seed i.
         """
         answers = []
         for seed, request in enumerate(tqdm(requests, desc="texts", leave=False, disable=disable_tqdm or None)):
-            context, settings = request.args
-            answers.append(self._write(context, settings, seed, request.task_name))
+            context, options = request.args
+            answers.append(self._write(context, options, seed, request.task_name))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _write(self, context: str, settings: dict[str, Plain], seed: int, task: str) -> str:
-        unknown = [name for name in settings if name not in _GENERATION_KEYS and (name, settings[name]) != ("num_beams", 1)]
+    def _write(self, context: str, options: dict[str, Plain], seed: int, task: str) -> str:
+        unknown = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
         if unknown:
-            raise ConfigError([Problem(f"generation_kwargs.{name}", settings[name], "not supported", f"task {task}") for name in unknown])
-        asked = next((int(settings[name]) for name in _NEW_TOKENS_KEYS if settings.get(name) is not None), NEW_TOKENS)
+            raise ConfigError([Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown])
+        asked = next((int(options[name]) for name in _NEW_TOKENS_KEYS if options.get(name) is not None), NEW_TOKENS)
         ids = [self.prefix_token_id, *self.tok_encode(context)]
         room = max(self.max_length - asked, self.max_length // 2)
         if len(ids) > room:
@@ -200,12 +200,12 @@ class HarnessLM(LM):
         new = min(asked, self.max_length - len(ids))
         if new < asked:
             self.shortened[task] += 1
-        temperature = float(settings.get("temperature") or 0) if settings.get("do_sample", True) else 0.0
-        if settings.get("do_sample") and settings.get("temperature") is None:
+        temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
+        if options.get("do_sample") and options.get("temperature") is None:
             temperature = 1.0
         with self.where.autocast():
-            drawn = generate(self.decoder, ids, new, temperature, settings.get("top_k"), settings.get("top_p"), seed)
-            return _until(pieces(self.tokenizer, ids, self.eot_token_id, drawn), settings.get("until"))
+            drawn = generate(self.decoder, ids, new, temperature, options.get("top_k"), options.get("top_p"), seed)
+            return _until(pieces(self.tokenizer, ids, self.eot_token_id, drawn), options.get("until"))
 
 
 def _until(shown: Iterator[str], until: str | list[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""Held-out rows, and the loss of every token in them."""
+"""Held-out sequences, and the loss of every token in them."""
 
 import math
 from collections.abc import Callable
@@ -23,16 +23,16 @@ from lm.model.device import Device
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Pinned held-out rows: (R, length + 1) token ids, and the bytes each token stands for.
+    """Pinned held-out sequences: (N, length + 1) token ids, and the bytes each token stands for.
 
     Attributes:
-        documents: of which held-out document each row's first token is, (R,). None: rows have nothing in common.
-        sources: likewise of which of the store's parts, or of which task. None: not known.
-        answers: (R, length) bool, which predictions count; None: all.
-        end_of_text: the token that begins a document, where documents in a row don't see each other; else None.
+        documents: index of the held-out document that each sequence begins in, (N,). None: sequences are independent.
+        sources: index of the source or task that each sequence is from, (N,). None: not known.
+        answers: (N, length) bool, which predictions count; None: all.
+        end_of_text: the token that begins a document, where documents in a sequence don't see each other; else None.
     """
 
-    rows: np.ndarray
+    sequences: np.ndarray
     token_bytes: np.ndarray
     documents: np.ndarray | None = None
     sources: np.ndarray | None = None
@@ -42,69 +42,70 @@ class HeldOut:
     @cached_property
     def sha256(self) -> str:
         """Of the token ids."""
-        return tokens_sha256(self.rows)
+        return tokens_sha256(self.sequences)
 
     @property
     def length(self) -> int:
-        """Predicted tokens in a row."""
-        return self.rows.shape[1] - 1
+        """Predicted tokens in a sequence."""
+        return self.sequences.shape[1] - 1
 
     @property
-    def document_by_row(self) -> np.ndarray:
-        """Labels (R,): equal ones for rows of one document."""
-        return np.arange(len(self.rows)) if self.documents is None else self.documents
+    def document_labels(self) -> np.ndarray:
+        """Labels (N,): equal ones for sequences of one document."""
+        return np.arange(len(self.sequences)) if self.documents is None else self.documents
 
     @property
     def counts(self) -> np.ndarray:
-        """Which predictions count: (R, length) bool."""
-        return np.ones((len(self.rows), self.length), bool) if self.answers is None else self.answers
+        """Which predictions count: (N, length) bool."""
+        return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
-    def batch(self, rows: list[int]) -> Batch:
-        """Some of them, to be read."""
-        return Batch.of(self.rows[rows], None if self.answers is None else self.answers[rows], self.end_of_text)
+    def batch(self, chosen: list[int]) -> Batch:
+        """A batch of the sequences of these indices."""
+        return Batch.of(self.sequences[chosen], None if self.answers is None else self.answers[chosen], self.end_of_text)
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The rows of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
-        rows = windows(store.val, starts, length)
+        """The sequences of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
+        sequences = windows(store.val, starts, length)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
-        return cls(rows, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
+        return cls(sequences, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
 
 
-def validation_rows(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.rows` rows of the training length, spread evenly over the held-out text; without text, test rows of each task."""
+def validation_sequences(store: Store, config: Config) -> HeldOut:
+    """Up to `eval.sequences` of the training length, spread evenly over the held-out text; without text, test sequences of each task."""
     if config.data.symbolic:
-        return task_rows(store, config)
-    starts = validation_starts(store.val, config.data.seq_len, config.eval.rows)
+        return task_sequences(store, config)
+    starts = validation_starts(store.val, config.data.seq_len, config.eval.sequences)
     return HeldOut.take(store, starts, config.data.seq_len, config.data.documents == "isolate")
 
 
-def task_rows(store: Store, config: Config) -> HeldOut:
-    """`eval.rows` test rows, shared among the tasks by their weights; the same for each run of the same tasks."""
-    shares = config.data.tasks
-    ends = np.floor(np.cumsum([share.weight for share in shares]) * config.eval.rows + 0.5).astype(int)
-    sources = np.searchsorted(ends, np.arange(config.eval.rows), "right")
+def task_sequences(store: Store, config: Config) -> HeldOut:
+    """`eval.sequences` test sequences, divided among the tasks by their weights; the same for each run of the same tasks."""
+    tasks = config.data.tasks
+    ends = np.floor(np.cumsum([one.weight for one in tasks]) * config.eval.sequences + 0.5).astype(int)
+    sources = np.searchsorted(ends, np.arange(config.eval.sequences), "right")
     firsts = np.concatenate(([0], ends))
     made = [
-        example(shares[task].task, STORE_SEED, int(index - firsts[task]), config.data.seq_len, "test") for index, task in enumerate(sources)
+        example(tasks[number].task, STORE_SEED, int(index - firsts[number]), config.data.seq_len, "test")
+        for index, number in enumerate(sources)
     ]
-    rows, answers = (np.stack([getattr(one, name) for one in made]) for name in ("tokens", "answers"))
-    return HeldOut(rows, store.token_bytes, None, sources, answers)
+    sequences, answers = (np.stack([getattr(one, name) for one in made]) for name in ("tokens", "answers"))
+    return HeldOut(sequences, store.token_bytes, None, sources, answers)
 
 
-def long_rows(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.rows` long rows, each within one held-out document. Raises ConfigError: none is long enough."""
+def long_sequences(store: Store, config: Config) -> HeldOut:
+    """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: none is long enough."""
     asked, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = asked.length(seq_len)
     if length >= longest:
         fitting = (longest - 1) / seq_len
         smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
-        reason = f"with data.seq_len = {seq_len} a long row needs a held-out document of {length + 1:,} tokens, the longest has {longest:,}"
+        reason = f"with data.seq_len = {seq_len} it needs a held-out document of {length + 1:,} tokens, the longest has {longest:,}"
         remedy = f"set it to {smaller}0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", asked.length_factor, reason, remedy)])
-    return HeldOut.take(store, long_starts(store.val, length, asked.rows), length)
+    return HeldOut.take(store, long_starts(store.val, length, asked.sequences), length)
 
 
 def by_token(
@@ -113,27 +114,27 @@ def by_token(
     where: Device,
     measure: Callable[[Batch], Tensor],
     numbers: int = 1,
-    progress: Progress = lambda rows: None,
+    progress: Progress = lambda sequences: None,
 ) -> np.ndarray:
-    """What `measure` gives for every predicted token: (numbers, R, length) fp32.
+    """What `measure` gives for every predicted token: (numbers, N, length) fp32.
 
-    Rows are split over the ranks of `where`; every rank returns all. Collective.
+    Sequences are split over the ranks of `where`; every rank returns all. Collective.
 
     Args:
         models: those that `measure` runs; in evaluation mode meanwhile.
-        measure: a batch of rows on the device -> (numbers, B, length).
-        progress: hears how many rows are done.
+        measure: a batch of sequences on the device -> (numbers, B, length).
+        progress: called with the number of sequences done.
     """
 
-    def of(rows: list[int]) -> Tensor:
-        return measure(held_out.batch(rows).to(where.device)).transpose(0, 1)
+    def measure_batch(chosen: list[int]) -> Tensor:
+        return measure(held_out.batch(chosen).to(where.device)).transpose(0, 1)
 
-    lengths = [held_out.length] * len(held_out.rows)
-    return by_sequence(models, lengths, (numbers, held_out.length), where, of, progress).swapaxes(0, 1)
+    lengths = [held_out.length] * len(held_out.sequences)
+    return by_sequence(models, lengths, (numbers, held_out.length), where, measure_batch, progress).swapaxes(0, 1)
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Progress = lambda rows: None) -> np.ndarray:
-    """-log p of every predicted token, (R, length) fp32, nats; as `by_token`.
+def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Progress = lambda sequences: None) -> np.ndarray:
+    """-log p of every predicted token, (N, length) fp32, nats; as `by_token`.
 
     Never holds T x T weights nor T x V logits.
     """
@@ -148,7 +149,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: P
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
-    n_bytes = (held_out.token_bytes[held_out.rows[:, 1:]] * held_out.counts).sum(dtype=np.float64)
+    n_bytes = (held_out.token_bytes[held_out.sequences[:, 1:]] * held_out.counts).sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What every evaluation is: settings that decide it, and the series it gives. One class a kind, named in `lm.config.eval_config`."""
+"""What every evaluation is: options that decide its numbers, and the series it gives. `lm.config.eval_config` names one class a kind."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from torch import nn
 
 from lm.attention.plugins import PLUGINS
 from lm.config.effects import function_of
-from lm.config.eval_config import Schedule
+from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.hashes import plain_sha256
 from lm.data.store import Store
@@ -20,7 +20,7 @@ from lm.model.device import Device
 from lm.runs.series import Series
 from lm.schema import Plain
 
-Progress = Callable[[int], None]  # hears of units of work done
+Progress = Callable[[int], None]  # called with the units of work done
 
 
 class Measurement(ABC):
@@ -31,19 +31,19 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]  # the name of its block of `eval`
-    version: ClassVar[int] = 1  # raise it when the numbers of the same settings change
+    version: ClassVar[int] = 1  # raise it when the numbers of the same options change
 
     def __init__(self, config: Config, store: Store):
         self.config, self.store = config, store
 
     @property
-    def schedule(self) -> Schedule:
-        """When it runs during training."""
+    def asked(self) -> Timing:
+        """What the configuration asks for: its block of `eval`, which says when it runs during training, too."""
         return self.config.eval.kinds[self.kind]
 
     @property
     @abstractmethod
-    def settings(self) -> dict[str, Plain]:
+    def options(self) -> dict[str, Plain]:
         """All that decides its numbers beside the weights, precision and data: kept in the result."""
 
     @property
@@ -60,10 +60,10 @@ class Measurement(ABC):
         return where.precision
 
     def key(self, weights: str, where: Device) -> str:
-        """Names what decides a result: kind, version, settings, model, code from outside, data, precision, `weights` (a sha256)."""
+        """Names what decides a result: kind, version, options, model, code from outside, data, precision, `weights` (a sha256)."""
         model = function_of(self.config.model)
         code = PLUGINS.versions(self.config.normalizer_names)
-        facts = [self.kind, self.version, self.settings, model, code, self.store.fingerprint, self.precision(where), weights]
+        facts = [self.kind, self.version, self.options, model, code, self.store.fingerprint, self.precision(where), weights]
         return plain_sha256(facts)
 
 
@@ -82,7 +82,7 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Of all parameters and buffers with their names and types."""
+    """A sha256 over all parameters and buffers with their names and types."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())

@@ -32,14 +32,14 @@ from lm.model.inference import for_inference
 from lm.runs.series import Axis, Sample, Series
 from lm.schema import Plain, to_plain
 
-FINETUNE_SEED = 1  # of the rows of fine-tuning, which are training rows
+FINETUNE_SEED = 1  # seed of the sequences of fine-tuning, which are training sequences
 EXACT = 0  # column of `SCORED`
 OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
 HEADS_DEPTH = 0.5
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
-    """`count` questions about rows of `length` tokens: test rows, the same for every model."""
+    """`count` questions about sequences of `length` tokens: test sequences, the same for every model."""
     found: list[Trial] = []
     index = 0
     while len(found) < count:
@@ -52,19 +52,19 @@ def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
 def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
     start, stop = made.questions[which]
     answer = made.tokens[start:stop]
-    in_row = {number for number in re.findall(r"\d{7}", text.decode(made.tokens))}
+    in_text = {number for number in re.findall(r"\d{7}", text.decode(made.tokens))}
     number = text.decode(answer).strip()
     draw, drawn = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(100 * OTHERS):  # of as many tokens: else the shorter would be the likelier
+    for _ in range(100 * OTHERS):  # of as many tokens: else the shorter would be more probable
         other = str(1_000_000 + draw.one(9_000_000))
         if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
             drawn.add(other)
-    others = [text.encode(f" {other}") for other in sorted((in_row | drawn) - {number})]
+    others = [text.encode(f" {other}") for other in sorted((in_text | drawn) - {number})]
     return Trial(made.tokens[:start], answer, others, number, np.stack((made.evidence[which], made.needles[which])))
 
 
 def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, where: Device) -> Decoder:
-    """A copy of the decoder, trained to answer: answer-only loss on training rows of the training length.
+    """A copy of the decoder, trained to answer: answer-only loss on training sequences of the training length.
 
     AdamW (0.9, 0.999) without weight decay, gradients clipped at 1, a third of the steps each of warm-up, constant rate and
     decay to 0 (after arXiv 2505.17083, App. G.2). The decoder itself stays as it is. Every rank does the same.
@@ -79,7 +79,8 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
             where.check_time()
             third = max(1, how.steps // 3)
             optimizer.param_groups[0]["lr"] = how.lr * min(1.0, (step + 1) / third, (how.steps - step) / third)
-            made = [example(task, FINETUNE_SEED, step * how.rows + row, seq_len, "train", text) for row in range(how.rows)]
+            first = step * how.batch_sequences
+            made = [example(task, FINETUNE_SEED, first + index, seq_len, "train", text) for index in range(how.batch_sequences)]
             batch = Batch.of(np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])).to(where.device)
             optimizer.zero_grad()
             for part in _split(batch, max(1, EVAL_TOKENS // seq_len)):
@@ -91,20 +92,21 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     return model.eval()
 
 
-def _split(batch: Batch, rows: int) -> list[Batch]:
-    return [Batch(tokens, targets, None) for tokens, targets in zip(batch.tokens.split(rows), batch.targets.split(rows), strict=True)]
+def _split(batch: Batch, size: int) -> list[Batch]:
+    return [Batch(tokens, targets, None) for tokens, targets in zip(batch.tokens.split(size), batch.targets.split(size), strict=True)]
 
 
 def head_scores(decoder: Decoder, one: Trial, length: int) -> Tensor:
-    """Attention from the prompt's last token, in a row of `length`, to the number in its needle and to its sentence: (2, layers, H) fp32.
+    """Attention from the prompt's last token to the number in its needle and to the needle's sentence: (2, layers, H) fp32.
 
-    Sums of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not stated; this one is ours). Holds one query's weights.
+    `length`: tokens of the whole sequence. The score is a sum of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not
+    stated; this one is ours). Holds one query's weights.
     """
     tokens = torch.from_numpy(one.prompt[None]).to(decoder.head.weight.device)
-    rows = AttentionLayout.continuing(0, len(one.prompt), length, tokens.device)
+    layout = AttentionLayout.continuing(0, len(one.prompt), length, tokens.device)
     found = [
         torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in one.spans])
-        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], rows)
+        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], layout)
     ]
     return torch.stack(found, 1).cpu()
 
@@ -117,7 +119,7 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.asked, self.haystack = config.eval.needle, Text(store)
+        self.haystack = Text(store)
         base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
         self.tasks["no needle"] = replace(base, absent=True)
@@ -133,17 +135,17 @@ class NeedleMeasurement(AnswerMeasurement):
         return round(self.asked.heads_at * self.config.data.seq_len)
 
     @property
-    def settings(self) -> dict[str, Plain]:
+    def options(self) -> dict[str, Plain]:
         decides = {name: value for name, value in to_plain(self.asked).items() if name not in ("every", "at", "max_seconds")}
         return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **decides}
 
     @property
     def work(self) -> int:
-        return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.settings)
+        return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.inference)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
         model = self._taught(decoder, where) if self.asked.finetune.steps else decoder
-        used = [(setting.label, for_inference(model, setting)) for setting in self.asked.settings]
+        used = [(setting.label, for_inference(model, setting)) for setting in self.asked.inference]
         found = [one for label, model in used for one in self._answers(model, label, where, progress)]
         return found + [one for label, model in used for one in (self._heads(model, label, where) if self.asked.heads_at else ())]
 
@@ -182,9 +184,9 @@ class NeedleMeasurement(AnswerMeasurement):
             what = "needle, control without it" if control else "needle"
             chance = self.tasks[names[0]].chance
             given = {"what": what, "options": options, "control": control, "logged": logged}
-            found.append(self.answers_right(pooled, chance and chance.teacher_forced, setting, **given))
+            found.append(self.accuracy(pooled, chance and chance.teacher_forced, setting, **given))
         for name, task in self.tasks.items():
-            chance = task.chance and task.chance.teacher_forced  # earlier questions of a row stand in the prompt with their answers
+            chance = task.chance and task.chance.teacher_forced  # earlier questions of a sequence stand in the prompt with their answers
             candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
             references = {"exact": chance, "first of candidates": candidates}
             for column, (metric, unit) in enumerate(SCORED):

@@ -21,7 +21,7 @@ from lm.runs.series import Series, listed, number, series_names
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """One evaluation of one checkpoint of a run; `cached`: it had been measured before, with these weights and settings."""
+    """One evaluation of one checkpoint of a run; `cached`: it had been measured before, with these weights and options."""
 
     folder: Path
     evaluation: Evaluation
@@ -89,7 +89,7 @@ def print_results(found: list[Evaluated]) -> None:
                 table.add_column(name)
             over = {row.metric: row.over for one in same for row in one.rows if row.over}
             for metric in metrics:
-                table.add_column(f"{metric} [95% over {over[metric]}]" if metric in over else metric, justify="right")
+                table.add_column(f"{metric}\n[95% over {over[metric]}]" if metric in over else metric, justify="right")
             for one in same:
                 lines: dict[tuple[str, str], dict[str, str]] = {}
                 for row in one.rows:

@@ -20,7 +20,7 @@ def measured(
     weights = weights_sha256(decoder)
     series = measurement.measure(decoder, where, progress)
     return Evaluation(
-        measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.settings, measurement.precision(where), weights,
+        measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.options, measurement.precision(where), weights,
         tuple(series),
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ def kept_at(folder: Path, measurement: Measurement, weights: str, where: Device)
 
 
 def kept(folder: Path, measurement: Measurement, weights: str, where: Device, step: int, tokens_seen: int) -> Evaluation | None:
-    """The result that a run folder keeps of a measurement; None if there is none, or one that was altered, which is told."""
+    """The result that a run folder keeps of a measurement; None if there is none, or if it is damaged, which a note says."""
     path = kept_at(folder, measurement, weights, where)
     if not path.is_file():
         return None

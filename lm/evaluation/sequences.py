@@ -47,7 +47,7 @@ def by_sequence(
         models: those that `measure` runs; in evaluation mode meanwhile, and without gradients.
         lengths: tokens in each sequence, (N,): those of one length are read together.
         measure: indices of sequences of one length -> (indices, *shape).
-        progress: hears how many sequences are done.
+        progress: called with the number of sequences done.
     """
 
     def local() -> Tensor:

@@ -11,7 +11,7 @@ from lm.config.tree import Config
 from lm.data.batches import Batch, train_sequences
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.continuity import evaluate_swap, print_swap, swap_rows
+from lm.evaluation.continuity import evaluate_swap, print_swap, swap_sequences
 from lm.evaluation.evaluate import open_device, open_store
 from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
@@ -56,7 +56,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
-        rows = swap_rows(store, config)
+        sequences = swap_sequences(store, config)
         where = open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
@@ -64,12 +64,12 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
-        result = {**evaluate_swap(old, new, rows, where), **loaded.stamp, "precision": where.precision, "swap": facts}
+        result = {**evaluate_swap(old, new, sequences, where), **loaded.stamp, "precision": where.precision, "swap": facts}
         write_json(evaluation_path(made, "swap", result["step"]), listed(result))
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": " ".join(["lm", *sys.argv[1:]]), "swap": facts})
     print_swap(result)
     if init == "fit":
-        print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training rows")
+        print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
     return result
 
@@ -110,8 +110,8 @@ def _number(text: str) -> float | str:
 
 def _fit_batches(store: Store, config: Config) -> list[Batch]:
     """Training batches to fit on."""
-    rows = train_sequences(store, config, max(1, FIT_TOKENS // config.data.seq_len))
-    return [rows.batch(step) for step in range(FIT_BATCHES)]
+    sequences = train_sequences(store, config, max(1, FIT_TOKENS // config.data.seq_len))
+    return [sequences.batch(step) for step in range(FIT_BATCHES)]
 
 
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from lm.config.eval_config import Schedule
+from lm.config.eval_config import Timing
 from lm.config.task_config import task_names
 from lm.data.store import entropy
-from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_rows, nll_by_token, validation_rows
+from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.measurement import Measurement, Progress
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -23,53 +23,53 @@ class Validation(Measurement):
 
     def __init__(self, config, store):
         super().__init__(config, store)
-        self.held_out = validation_rows(store, config)
+        self.held_out = validation_sequences(store, config)
 
     @property
-    def schedule(self) -> Schedule:
-        return Schedule(every=self.config.eval.every or max(1, self.config.trainer.max_steps // 20), at=[1.0])
+    def asked(self) -> Timing:
+        return Timing(every=self.config.eval.every or max(1, self.config.trainer.max_steps // 20), at=[1.0])
 
     @property
-    def settings(self) -> dict[str, Plain]:
-        return {"seq_len": self.held_out.length, "rows_sha256": self.held_out.sha256, "documents": self.config.data.documents}
+    def options(self) -> dict[str, Plain]:
+        return {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256, "documents": self.config.data.documents}
 
     @property
     def work(self) -> int:
-        return len(self.held_out.rows)
+        return len(self.held_out.sequences)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
         held_out = self.held_out
         nll = nll_by_token(decoder, held_out, where, progress=progress)
         bits = None if self.config.data.symbolic else bits_per_byte(nll, held_out)
-        loss, by_row = self._loss(nll, np.ones(len(nll), bool))
-        whole = validation_series(loss, bits, self._unigram_entropy(), held_out.length, by_row, self.store.fingerprint)
+        loss, per_sequence = self._loss(nll, np.ones(len(nll), bool))
+        whole = validation_series(loss, bits, self._unigram_entropy(), held_out.length, per_sequence, self.store.fingerprint)
         return whole + [self._of_source(nll, label, held_out.sources == number) for number, label in self._sources()]
 
     def _loss(self, nll: np.ndarray, mine: np.ndarray) -> tuple[float, Sample]:
         """The loss of some sequences, chosen by `mine` (sequences,), and of each of them."""
         held_out = self.held_out
         loss, counts = nll[mine], held_out.counts[mine]
-        by_row = loss.mean(1, dtype=np.float64, where=counts)[:, None]
-        sample = Sample(held_out.sha256, by_row, counts.sum(1), held_out.document_by_row[mine])
+        per_sequence = loss.mean(1, dtype=np.float64, where=counts)[:, None]
+        sample = Sample(held_out.sha256, per_sequence, counts.sum(1), held_out.document_labels[mine])
         return float(loss.mean(dtype=np.float64, where=counts)), sample
 
     def _unigram_entropy(self) -> float:
-        """Of the tokens to predict, nats per token: of all held-out text, or of the answers in these sequences."""
+        """Unigram entropy of the tokens to predict, nats per token: of all held-out text, or of the answers in these sequences."""
         if not self.config.data.symbolic:
             return self.store.val.unigram_entropy
-        return entropy(np.bincount(self.held_out.rows[:, 1:][self.held_out.counts]))
+        return entropy(np.bincount(self.held_out.sequences[:, 1:][self.held_out.counts]))
 
     def _sources(self) -> list[tuple[int, str]]:
         """Number and label of each source of a mixture, or of each task over symbols; none of one alone."""
         data = self.config.data
-        labels = task_names([to_plain(share.task) for share in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
+        labels = task_names([to_plain(one.task) for one in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
         found = [(number, label) for number, label in enumerate(labels) if (self.held_out.sources == number).any()]
         return found if len(labels) > 1 else []
 
     def _of_source(self, nll: np.ndarray, label: str, mine: np.ndarray) -> Series:
-        loss, by_row = self._loss(nll, mine)
+        loss, per_sequence = self._loss(nll, mine)
         return Series(
-            self.kind, LOSS, "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(by_row,),
+            self.kind, LOSS, "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(per_sequence,),
             data_fingerprint=self.store.fingerprint, logged=(f"val/loss {label}",),
         )  # fmt: skip
 
@@ -82,41 +82,41 @@ class LongContext(Measurement):
 
     def __init__(self, config, store):
         super().__init__(config, store)
-        self.held_out = long_rows(store, config)
+        self.held_out = long_sequences(store, config)
 
     @property
-    def settings(self) -> dict[str, Plain]:
+    def options(self) -> dict[str, Plain]:
         return {
             "seq_len": self.config.data.seq_len,
             "length": self.held_out.length,
-            "rows_sha256": self.held_out.sha256,
-            "settings": [to_plain(setting) for setting in self.schedule.settings],
+            "sequences_sha256": self.held_out.sha256,
+            "inference": [to_plain(setting) for setting in self.asked.inference],
         }
 
     @property
     def work(self) -> int:
-        return len(self.held_out.rows) * len(self.schedule.settings)
+        return len(self.held_out.sequences) * len(self.asked.inference)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
-        held_out, rows, length, found = self.held_out, len(self.held_out.rows), self.held_out.length, []
+        held_out, count, length, found = self.held_out, len(self.held_out.sequences), self.held_out.length, []
         edges = bucket_edges(decoder.seq_len, length)
-        axis = Axis("position in the row", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+        axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
         shown = Shown(
-            "Long rows, by position",
-            "long-context rows",
-            f"{rows:,} of {length:,} tokens",
-            "loss by position, mean over rows",
-            method=f"Loss beyond the training length is measured on {rows:,} held-out rows of {length:,} tokens, by position, "
+            "Long sequences, by position",
+            "long-context sequences",
+            f"{count:,} of {length:,} tokens",
+            "loss by position, mean over sequences",
+            method=f"Loss beyond the training length is measured on {count:,} held-out sequences of {length:,} tokens, by position, "
             "without further training",
         )
-        for setting in self.schedule.settings:
+        for setting in self.asked.inference:
             nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
             by_bucket = np.add.reduceat(nll.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
             common = {"kind": self.kind, "better": "lower", "seq_len": decoder.seq_len, "setting": setting.label}
             found.append(
                 Series(
                     metric="loss", unit="nats per token", means=by_bucket.mean(0), axis=axis,
-                    samples=(Sample(held_out.sha256, by_bucket, np.ones(rows), held_out.document_by_row),),
+                    samples=(Sample(held_out.sha256, by_bucket, np.ones(count), held_out.document_labels),),
                     curve=nll.mean(0, dtype=np.float64), data_fingerprint=self.store.fingerprint, interval="bootstrap",
                     logged=(f"long/loss {setting.label}",), shown=shown, **common,
                 )

@@ -53,9 +53,9 @@ def _in_words(one: Series, line: Line, place: str) -> str:
 
 
 def _of_fractions(interval: Interval | None, note: str) -> tuple[Interval | None, str]:
-    """A difference of fractions lies within -1 and 1, and its interval is not a point because all rows, at 0 or 1 say, agree."""
+    """A difference of fractions lies within -1 and 1, and its interval is not a point because all units, at 0 or 1 say, agree."""
     if interval is None or interval.low == interval.high:
-        return None, "all rows, or all seeds, agree: their spread gives no interval" if interval else note
+        return None, "all sequences, or all seeds, agree: their spread gives no interval" if interval else note
     return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)), note
 
 
@@ -72,26 +72,26 @@ def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -
     if len({one.identity[0] for one in every}) > 1:
         return None, "not measured on the same tokens: the data fingerprints differ"
     if len({(one.identity, one.place, one.values.shape, one.weights.tobytes()) for one in every}) > 1:
-        return None, "not measured on the same tokens: the evaluation rows or positions differ"
+        return None, "not measured on the same tokens: the evaluation sequences or positions differ"
     if not all(np.isfinite(one.values).all() for one in every):
-        return None, "not finite on some rows"
+        return None, "not finite on some sequences"
     shared, weights = sorted(ours.keys() & theirs.keys()), every[0].weights
     if not shared:
         return None, "no seed in common: a difference could be that of the seeds"
     if len(shared) >= 2:
         values = np.array([np.average(ours[seed].values - theirs[seed].values, weights=weights) for seed in shared])
-        return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation rows"
+        return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation sequences"
     mine, other = ours[shared[0]].values, theirs[shared[0]].values
     documents = len(np.unique(every[0].groups))
     groups = groups_of(every[0].groups)
-    over = f"{len(mine)} rows" if documents == len(mine) else f"{documents} documents ({len(mine)} rows)"
+    over = f"{len(mine)} sequences" if documents == len(mine) else f"{documents} documents ({len(mine)} sequences)"
     if groups is None:
-        over = f"{len(mine)} rows of only {documents} documents, as if they were independent"
+        over = f"{len(mine)} sequences of only {documents} documents, as if they were independent"
     note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
     alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"
     note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
     if len(mine) < FEWEST:
-        return None, f"{len(mine)} evaluation rows are too few for an interval (at least {FEWEST})"
+        return None, f"{len(mine)} evaluation sequences are too few for an interval (at least {FEWEST})"
     interval = paired_difference(mine, other, weights, groups)
     return replace(interval, over=f"{unit_resampled(every[0].groups)}, 1 seed"), note
 

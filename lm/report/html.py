@@ -154,7 +154,7 @@ def _described(options: dict[str, Plain]) -> str:
     parts = [(known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")]
     parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
     n = str(options.get("n", ""))
-    meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the row or document", "": ""}
+    meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document", "": ""}
     parts += [f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""]
     return "; ".join(part for part in parts if part)
 
@@ -186,7 +186,7 @@ def methods(comparison: Comparison) -> str:
     )
     named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
     text += (
-        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in rows of {key('data.seq_len')}, "
+        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
         f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {', '.join(named)}, gradients clipped at norm "
         f"{key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
         f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
@@ -197,16 +197,16 @@ def methods(comparison: Comparison) -> str:
     text += "".join(_method(comparison, section) for section in comparison.sections)
     if over_what := covered(difference.interval for difference in comparison.differences):
         seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
-        ways = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
+        paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
         if alone:
             how = "95% percentile bootstrap intervals (10,000 resamples), which say nothing about another seed"
-            ways.append(f"paired by row, with {how}: over {' or '.join(alone)}")
-        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(ways)}."
+            paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
+        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
     return text.strip()
 
 
 def _method(comparison: Comparison, section: Section) -> str:
-    """How a section was measured: its series' own sentence, or those of the arms where they differ; over what, in which settings."""
+    """How a section was measured: its series' own sentence (by arm where they differ), where, and in which inference settings."""
     sentences = {run: one.shown.method for (run, _), one in section.series.items() if one.shown.method}
     if not sentences:
         return ""

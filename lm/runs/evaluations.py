@@ -20,7 +20,7 @@ class Evaluation:
     step: int
     tokens_seen: int
     data_fingerprint: str
-    settings: dict[str, Plain]  # all that decides the numbers beside the weights, precision and data
+    options: dict[str, Plain]  # all that decides the numbers beside the weights, precision and data
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]

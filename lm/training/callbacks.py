@@ -9,7 +9,7 @@ from types import FrameType
 import lightning as L
 
 from lm.errors import RunError, one_line
-from lm.evaluation.continuity import evaluate_swap, swap_rows
+from lm.evaluation.continuity import evaluate_swap, swap_sequences
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.numbers import logged
 from lm.evaluation.results import keep, measured, write_evaluation
@@ -180,7 +180,7 @@ class Evaluations(StepCallback):
             scores = logged(result)
             return result, scores, ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
 
-        return self.take(trainer, module, measurement.kind, measurement.schedule.max_seconds, measure, measurement)
+        return self.take(trainer, module, measurement.kind, measurement.asked.max_seconds, measure, measurement)
 
 
 class Validate(Evaluations):
@@ -188,7 +188,7 @@ class Validate(Evaluations):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure if it is time, and remember the best."""
-        if not self.validation.schedule.is_due(step, self.max_steps):
+        if not self.validation.asked.is_due(step, self.max_steps):
             return
         result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
@@ -204,7 +204,7 @@ class Evaluate(Evaluations):
 
     def due(self, step: int) -> list[Measurement]:
         """What is to be measured at a step."""
-        return [one for one in self.others if one.schedule.is_due(step, self.max_steps)]
+        return [one for one in self.others if one.asked.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Measure what is missing at the step that training continues from, and a swap that has just been made, as `lm swap` does."""
@@ -224,7 +224,7 @@ class Evaluate(Evaluations):
 
     def swap(self, before: Decoder, module: TrainModule, where: Device) -> Measured:
         """Loss before and after, KL, attention drift."""
-        result = evaluate_swap(before, module.decoder, swap_rows(module.store, self.config), where)
+        result = evaluate_swap(before, module.decoder, swap_sequences(module.store, self.config), where)
         text = f"{result['from']} -> {result['to']}"
         if not result["lengths"]:
             return result, {}, f"{text}: no held-out document is long enough to measure it"
