@@ -1,6 +1,7 @@
 """Training: the run folder, the optimizer and its schedule, what stops a run, and what is refused."""
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lm.config.load import parse
 from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, steps_saved
+from lm.runs.folder import command_line
 from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import wandb_mode
 from lm.training.module import TrainModule
@@ -49,6 +51,12 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     out = capsys.readouterr().out
     for word in ("parameters", "normalizer", "kernel", "fingerprint", "FLOP", "precision", "seed"):
         assert word in out
+
+
+def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
+    given = ["lm", "train", "a b.yaml", "data.source.paths=[x, 'y z']", "phases=[{until: 1, normalizer: ssmax}]", "name=$HOME"]
+    monkeypatch.setattr("sys.argv", given)
+    assert shlex.split(command_line()) == given
 
 
 def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):

@@ -1,7 +1,6 @@
 """`lm swap`: a copy of a trained model with another normalizer, and what that did to it."""
 
 import shutil
-import sys
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
@@ -19,7 +18,7 @@ from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.checkpoints import FORMAT, LAST, link_checkpoint, save_checkpoint, step_path
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, write_json
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, command_line, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
 from lm.runs.series import listed
@@ -66,7 +65,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
         result = {**evaluate_swap(old, new, sequences, where), **loaded.stamp, "precision": where.precision, "swap": facts}
         write_json(evaluation_path(made, "swap", result["step"]), listed(result))
-        _write_run(made, config, loaded, new.cpu(), {**trained, "command": " ".join(["lm", *sys.argv[1:]]), "swap": facts})
+        _write_run(made, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
     print_swap(result)
     if init == "fit":
         print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")

@@ -1,6 +1,8 @@
 """Run folders: the only thing that training leaves behind and everything after it reads."""
 
 import json
+import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,6 +36,11 @@ def read_json(path: Path) -> dict[str, Plain]:
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content
+
+
+def command_line() -> str:
+    """The command of this process, quoted so that a shell runs the same again."""
+    return shlex.join(["lm", *sys.argv[1:]])
 
 
 def write_sealed(path: Path, content: dict[str, Plain]) -> None:

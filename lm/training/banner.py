@@ -1,10 +1,10 @@
 """What a run is, in derived quantities: the start-up banner and environment.json."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +20,13 @@ from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.model.counts import count_parameters, estimated_memory, flops_per_token
 from lm.model.decoder import Decoder
-from lm.schema import Plain
+from lm.runs.folder import command_line
+from lm.schema import Plain, to_plain
 from lm.training.optimizers import parameter_groups
 from lm.training.run_context import Machine
 from lm.training.starting import PhaseStart
+
+_IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer")
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
@@ -42,6 +45,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {_heads(model)} x {model.key_dims}, width {model.n_embd}, "
         f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
+        "options": _model_options(model),
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         **({"phases": _phases(config, start.phase)} if config.phases else {}),
@@ -59,6 +63,12 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def _model_options(model: ModelConfig) -> str:
+    """All options of the model but its shape, position and normalizer, which have lines of their own."""
+    named = {name: value for name, value in to_plain(model).items() if name not in _IN_OTHER_LINES}
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in named.items())
 
 
 def _normalizer(decoder: Decoder) -> str:
@@ -107,7 +117,7 @@ def _lengths(store: Store, config: Config) -> str:
     sequences = train_sequences(store, config)
     text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in sequences.length_fractions(config.trainer.max_steps).items())
     if sequences.pieces:
-        text += f"; {sequences.pieces.wasted:.1%} of the tokens are left out of each epoch, different ones each time"
+        text += f"; {sequences.pieces.left_out:.1%} of the tokens are left out of each epoch, different ones each time"
     return text
 
 
@@ -143,7 +153,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "world_size": config.world_size,
         "max_steps": config.trainer.max_steps,
         "on_nonfinite": config.optim.on_nonfinite,
-        "command": " ".join(["lm", *sys.argv[1:]]),
+        "command": command_line(),
     }
     return {
         **used,

@@ -1,0 +1,56 @@
+"""What a run prints first names all that it is, in derived quantities."""
+
+from dataclasses import fields
+
+import pytest
+
+from lm.config.model_config import ModelConfig
+from lm.data.prepare import prepare
+from lm.model.device import Resolved
+from lm.training.banner import banner
+from lm.training.run_context import Machine
+from lm.training.starting import start_new_run
+
+
+@pytest.fixture
+def printed(tiny):
+    """A function: overrides -> the banner's texts by the names before them."""
+
+    def banner_of(*overrides: str) -> dict[str, str]:
+        config = tiny(*overrides)
+        store = prepare(config.data, progress=False)
+        machine = Machine("cpu", "cpu", Resolved("32", "as asked"), Resolved("false", "as asked"))
+        lines = banner(config, store, start_new_run(config, store)[0], machine).splitlines()
+        return {line[:11].strip(): line[12:] for line in lines}
+
+    return banner_of
+
+
+SHAPE = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer")
+
+
+def test_options_of_the_model_beside_its_shape_are_all_named(printed):
+    shown = printed("model.qkv_bias=true", "model.norm_eps=1e-6", "model.tied=true")["options"]
+    for field in fields(ModelConfig):
+        assert (f"{field.name} = " in shown) == (field.name not in SHAPE)
+    assert "norm_eps = 1e-06" in shown
+    assert "qkv_bias = true" in shown
+    assert "tied = true" in shown
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ("{8: 0.5, 32: 0.5}", "8 tokens 50.0%, 32 tokens 50.0%"),
+        ("{0.0: 16, 0.5: 32}", "16 tokens 50.0%, 32 tokens 50.0%"),
+        ("documents", "% of the tokens are left out of each epoch, different ones each time"),
+    ],
+)
+def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, lengths: str, words: str):
+    assert words in printed(f"data.lengths={lengths}")["lengths"]
+
+
+def test_phases_name_the_current_one_in_brackets(printed):
+    shown = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
+    assert shown.startswith("[softmax to step ")
+    assert ", then ssmax" in shown
