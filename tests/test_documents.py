@@ -1,0 +1,220 @@
+"""What README.md and docs/*.md name exists: links and their headings, files of the repository, commands and options, keys, Python names.
+
+Configurations that a document shows are loaded. README's example is run by a slow test: python -m pytest tests/test_documents.py -m slow
+"""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from typer.main import get_command
+
+from lm.cli import app
+from lm.config.load import load
+from lm.config.tree import Config
+from lm.errors import ConfigError, RunError
+from lm.schema import reference
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = ("config.md", "normalizers.md")  # made from the keys and options themselves
+EXECUTED = ("normalizers-own.md",)  # by tests/test_plugins.py, with the package that its commands name
+FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
+CONFIGURED = ("train", "prepare", "config", "eval", "swap", "harness")  # commands that take key=value
+KEYS = {re.sub(r"\[\w*\]", "", path) for path, *_ in reference(Config)}
+BLOCKS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 2)}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language; of bash, indented blocks as well."""
+    found = [block for name, block in FENCED.findall(text) if name == language]
+    if language == "bash":
+        found += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", FENCED.sub("", text), re.MULTILINE)
+    return found
+
+
+def inline(text: str) -> list[str]:
+    """What stands in backticks within a line."""
+    return re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a document's headings."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def missing_links(path: Path) -> list[str]:
+    """Targets of links and images that are no file, or no heading of it."""
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", path.read_text())):
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        if not target.startswith("https://") and (not file.exists() or (anchor and anchor not in headings(file))):
+            wrong.append(target)
+    return wrong
+
+
+def missing_files(text: str) -> list[str]:
+    """Paths of the repository's folders that are not there."""
+    named = re.findall(rf"(?<![\w/.*-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text)
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+def commands(text: str) -> list[list[str]]:
+    """`lm` commands in blocks and in backticks, as words; loop variables have their first value."""
+    lines = [line for one in inline(text) for line in [one] if not one.endswith("...")]
+    for block in blocks(text, "bash"):
+        for name, value in re.findall(r"for (\w+) in (\S+)", block):
+            block = block.replace(f"${name}", value)
+        lines += block.replace("\\\n", " ").splitlines()
+    found = [re.search(r"^\s*(?:.* -m )?(lm [a-z-].*)", line) for line in lines]
+    return [shlex.split(match[1], comments=True)[1:] for match in found if match]
+
+
+def wrong_command(words: list[str]) -> str | None:
+    """Why `lm WORDS` is no command; None if it is one."""
+    command = get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    options = {"--help"}.union(*((*one.opts, *one.secondary_opts) for one in command.params))
+    unknown = [word for word in words if re.match(r"--?[a-z]", word) and word not in options]
+    return f"no option {unknown[0]}" if unknown else None
+
+
+def wrong_configuration(words: list[str], folder: Path) -> str | None:
+    """Why the configuration of `lm WORDS` can't be loaded; None if it can. `folder` holds the files that the document writes."""
+    if words[0] not in CONFIGURED:
+        return None
+    files = [word for word in words[1:] if word.endswith(".yaml") and words[0] in CONFIGURED[:3]]
+    known = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [ROOT / "configs" / "ssmax.yaml"]
+    overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
+    return problem_of([*map(str, known), *overrides])
+
+
+def problem_of(arguments: list[str]) -> str | None:
+    """What is wrong with a configuration; None if nothing is."""
+    try:
+        load(arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def written_files(text: str, folder: Path) -> Path:
+    """The folder, with the files in it that the document's blocks write, and configs/ as in the repository."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("models", "data"):
+        (folder / name).symlink_to(ROOT / "configs" / name)
+    for name, content in re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", text, re.DOTALL | re.MULTILINE):
+        (folder / name).write_text(content)
+    return folder
+
+
+def unknown_keys(text: str) -> list[str]:
+    """Keys in backticks that are no keys of the configuration."""
+    tops = {key.partition(".")[0] for key in KEYS if "." in key}
+    named = [re.match(r"[a-z_]+(?:\[[\w.]*\])?(?:\.[a-z_0-9]+(?:\[[\w.]*\])?)+", one) for one in inline(text)]
+    keys = [re.sub(r"\[[\w.]*\]", "", match[0]).replace("phases.normalizer.", "model.normalizer.") for match in named if match]
+    files = (".safetensors", ".json", ".yaml", ".py", ".md")
+    return [key for key in keys if key.partition(".")[0] in tops and not key.endswith(files) and key not in BLOCKS]
+
+
+def missing_names(code: str) -> list[str]:
+    """What a Python block imports of lm that isn't there."""
+    wrong = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "lm":
+            try:
+                module = importlib.import_module(node.module)
+            except RunError:  # it needs a package that isn't installed
+                continue
+            wrong += [f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name)]
+    return wrong
+
+
+@documents
+def test_links_lead_to_files_and_headings(path: Path):
+    assert missing_links(path) == []
+
+
+@documents
+def test_files_of_the_repository_exist(path: Path):
+    assert missing_files(path.read_text()) == []
+
+
+@documents
+def test_commands_have_their_options(path: Path):
+    found = {shlex.join(words): wrong_command(words) for words in commands(path.read_text())}
+    assert {words: wrong for words, wrong in found.items() if wrong} == {}
+
+
+@documents
+def test_scripts_have_their_options(path: Path):
+    calls = re.findall(r"(?:python|bash) (scripts/\S+?\.(?:py|sh))([^`\n#]*)", path.read_text())
+    options = [(script, option) for script, rest in calls for option in re.findall(r"(?<= )--[a-z-]+", rest)]
+    texts = {script: (ROOT / script).read_text() for script, _ in options}
+    texts["scripts/bench.py"] = (ROOT / "scripts/bench.py").read_text() + (ROOT / "scripts/bench_data.py").read_text()
+    assert [(script, option) for script, option in options if f'"{option}"' not in texts[script]] == []
+
+
+@documents
+def test_keys_in_backticks_exist(path: Path):
+    assert unknown_keys(path.read_text()) == []
+
+
+@documents
+def test_python_names_exist(path: Path):
+    assert [name for block in blocks(path.read_text(), "python") for name in missing_names(block)] == []
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name not in (*GENERATED, *EXECUTED)], ids=lambda path: path.name)
+def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
+    text = path.read_text()
+    folder = written_files(text, tmp_path)
+    found = {shlex.join(words): wrong_configuration(words, folder) for words in commands(text)}
+    for number, block in enumerate(blocks(text, "yaml")):
+        if set(re.findall(r"^(\w+):", block, re.MULTILINE)) <= BLOCKS | {"base"}:
+            (folder / f"{number}.yaml").write_text(block)
+            base = [] if "base:" in block else [str(ROOT / "configs" / "softmax.yaml")]
+            found[block] = problem_of([*base, str(folder / f"{number}.yaml")])
+    assert {shown: wrong for shown, wrong in found.items() if wrong} == {}
+
+
+def test_what_does_not_exist_is_found(tmp_path: Path):
+    (tmp_path / "a.md").write_text("# One\n[a](b.md) [b](#two) [c](#one) [d](https://x.y)")
+    assert missing_links(tmp_path / "a.md") == ["b.md", "#two"]
+    assert missing_files("see lm/gone.py, docs/config.md and my/docs/gone.md") == ["lm/gone.py"]
+    assert [wrong_command(words) is None for words in commands("`lm eval RUN --nedle` `lm evil` `lm report runs/* --out x`")] == [
+        False,
+        False,
+        True,
+    ]
+    assert unknown_keys("`data.seq_len`, `data.seq_length=3`, `eval.recall`, `model.safetensors`, `lm.load`") == ["data.seq_length"]
+    assert missing_names("from lm.cli import app, apple") == ["lm.cli.apple"]
+    assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lrr=1"], tmp_path)
+    assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lr=1"], tmp_path) is None
+
+
+@pytest.mark.slow
+def test_the_readme_s_example_runs(tmp_path: Path):
+    """Word for word, but in a folder of its own: the two arms are trained with three seeds each, and the report pairs them by seed."""
+    (example,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    commands_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    assert shutil.which("lm", path=commands_path)
+    subprocess.run(["bash", "-ec", example], check=True, cwd=tmp_path, env=environment, timeout=1800)
+    assert "over 3 seeds" in (tmp_path / "runs" / "mine" / "report" / "report.md").read_text()
