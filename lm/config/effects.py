@@ -1,5 +1,6 @@
 """What follows from the effects of the keys: which keys distinguish experimental arms, and which define a model's function."""
 
+from lm.config.canonical import canonical
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.schema import Effect, Plain, effect, flatten, reference, to_plain
@@ -23,5 +24,6 @@ def recorded_per_start() -> list[str]:
 
 
 def function_of(model: ModelConfig) -> dict[str, Plain]:
-    """The options that define the function of a model's weights, by dotted paths within `model`."""
-    return {path: value for path, value in flatten(to_plain(model)).items() if effect_of(f"model.{path}").affects == "model"}
+    """The options that define the function of a model's weights, by dotted paths within `model`, in canonical form."""
+    plain = canonical({"model": to_plain(model)})["model"]
+    return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

@@ -78,6 +78,10 @@ class AttentionBlock:
         """Dimensions of each head's values."""
         return self.key_dims(model)
 
+    def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
+        """What the keys of the model that may be null stand for."""
+        return {"n_kv_head": model.kv_heads, "head_size": model.key_dims, "n_mlp": model.mlp_width, "qkv_bias": model.has_qkv_bias}
+
     def label(self, model: "ModelConfig") -> str:
         """The rest of the layer, in words."""
         return f"{model.mlp} {model.mlp_width}"
@@ -112,6 +116,10 @@ class GAUBlock:
     def value_dims(self, model: "ModelConfig") -> int:
         """Width of the gate and the values."""
         return int(self.expansion * model.n_embd)
+
+    def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
+        """Nothing: the keys of the model that may be null are those of attention and MLP."""
+        return {}
 
     def label(self, model: "ModelConfig") -> str:
         """In words, for tables and the banner."""
@@ -181,6 +189,11 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.n_kv_head or self.n_head
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def mlp_width(self) -> int:

@@ -125,7 +125,7 @@ class Attention(AttentionBase):
         self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
         q, k, v = (n * config.key_dims for n in self.head_counts)
         self.fused = {"qkv": {"q": q, "k": k, "v": v}}
-        self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+        self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
         self.out = nn.Linear(q, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import yaml
 
+from lm.config.canonical import differences
 from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.data.sequence_lengths import Curriculum
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.folder import read_json
-from lm.schema import Plain, flatten, to_plain
+from lm.schema import Plain, to_plain
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
@@ -26,11 +27,10 @@ def config_problems(config: Config, trained: Config, metadata: dict[str, Plain],
 
     metadata: the checkpoint's; `step` and `phase` say how far training has come.
     """
-    old, new = flatten(to_plain(trained)), flatten(to_plain(config))
     problems = [
-        Problem(key, new.get(key), f"the checkpoint was trained with {old.get(key)!r}", "resume it with that, or choose another name")
-        for key in dict.fromkeys((*new, *old))
-        if old.get(key) != new.get(key) and effect_of(key).on_resume == "same"
+        Problem(key, ours, f"the checkpoint was trained with {theirs!r}", "resume it with that, or choose another name")
+        for key, (ours, theirs) in differences(to_plain(config), to_plain(trained)).items()
+        if effect_of(key).on_resume == "same"
     ]
     # Normalizers and phases are compared up to the step: later ones may change.
     problems += _length_problems(config, trained, metadata["step"], path)
@@ -65,13 +65,13 @@ def _length_problems(config: Config, trained: Config, step: int, path: Path) -> 
 
 def _plan_problems(config: Config, trained: Config, phase: int, step: int, path: Path) -> list[Problem]:
     """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
-    problems = []
+    problems, layers = [], range(trained.model.n_layer)
     for index in range(phase + 1):
         where = f"phases[{index}]" if config.phases else "model"
         if index >= len(config.plan):
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
         ours, theirs = (plan[index].normalizer.label() for plan in (config.plan, trained.plan))
-        if config.plan[index].normalizer != trained.plan[index].normalizer:
+        if any(config.plan[index].normalizer.of_layer(layer) != trained.plan[index].normalizer.of_layer(layer) for layer in layers):
             to = config.plan[index].normalizer.swap_arguments()
             remedy = f"to change it now: lm swap {path} --to {to} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{where}.normalizer", ours, f"the checkpoint was trained with {theirs}", remedy))

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from lm.attention.normalizer import make_normalizer
-from lm.config.effects import function_of
+from lm.config.canonical import differences
+from lm.config.effects import effect_of
 from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.store import Store
@@ -68,11 +69,12 @@ def initialize_from(config: Config, store: Store, decoder: Decoder) -> tuple[dic
         ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
     """
     loaded = load(config.init_from)
-    problems = []
-    ours, theirs = (function_of(model) for model in (decoder.config, loaded.decoder.config))
-    for key in dict.fromkeys((*ours, *theirs)):
-        if ours.get(key) != theirs.get(key) and not key.startswith("normalizer"):  # compared below
-            problems.append(Problem(f"model.{key}", ours.get(key), f"{loaded.path} has {theirs.get(key)!r}", "set it to that"))
+    models = ({"model": to_plain(model)} for model in (decoder.config, loaded.decoder.config))
+    problems = [
+        Problem(key, ours, f"{loaded.path} has {theirs!r}", "set it to that")
+        for key, (ours, theirs) in differences(*models).items()
+        if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
+    ]
     problems += _normalizer_problems(config, decoder, loaded)
     problems += _tokenizer_problems(config, store, loaded)
     if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:

@@ -1,0 +1,68 @@
+"""One model written in several ways is one model: for arms, for a resumed run, for starting weights, for the cache of evaluations."""
+
+import pytest
+
+from lm.config.canonical import canonical, differences
+from lm.config.effects import function_of
+from lm.errors import ConfigError
+from lm.runs.identity import arm
+from lm.schema import to_plain
+from lm.training.train import train
+
+WRITTEN_OUT = ["model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.normalizer=[softmax, softmax]"]
+SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax"]
+
+
+@pytest.mark.parametrize("written", [*([one] for one in WRITTEN_OUT), WRITTEN_OUT])
+def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: list[str]):
+    one, other = tiny(*SIZES), tiny(*SIZES, *written)
+    assert to_plain(one) != to_plain(other)
+    assert differences(to_plain(one), to_plain(other)) == {}
+    assert canonical(to_plain(one)) == canonical(to_plain(other))
+    assert arm(to_plain(one), {}) == arm(to_plain(other), {})
+    assert function_of(one.model) == function_of(other.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (["model.head_size=32"], {"model.head_size": (16, 32)}),
+        (["model.n_embd=128"], {"model.n_embd": (64, 128)}),  # and what follows from it is not repeated
+        (["model.bias=true", "model.qkv_bias=false"], {"model.bias": (False, True)}),
+        (["model.n_kv_head=2"], {"model.n_kv_head": (4, 2)}),
+        (["optim.lr=0.5", "seed=9"], {"optim.lr": (0.003, 0.5), "seed": (1, 9)}),
+    ],
+)
+def test_differences_are_those_that_were_made(tiny, changes: list[str], found: dict):
+    assert (
+        differences(to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1")), to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1", *changes)))
+        == found
+    )
+
+
+def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
+    listed = [tiny(*SIZES, "model.n_layer=4", f"model.normalizer={one}") for one in ("[window, ssmax]", "[window, ssmax, window, ssmax]")]
+    assert canonical(to_plain(listed[0])) == canonical(to_plain(listed[1]))
+    other = tiny(*SIZES, "model.n_layer=4", "model.normalizer=[window, ssmax, ssmax]")
+    assert canonical(to_plain(other)) != canonical(to_plain(listed[0]))
+
+
+def test_a_gated_attention_unit_has_no_nulls_to_resolve(tiny):
+    plain = to_plain(tiny("model.block=gau", "model.n_head=1"))
+    assert canonical(plain) == plain
+
+
+@pytest.mark.parametrize("model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}])
+def test_a_model_that_can_not_be_read_stays_as_it_is(model: object):
+    assert canonical({"model": model, "phases": None}) == {"model": model, "phases": None}
+
+
+def test_a_run_is_resumed_and_started_from_by_the_same_model_written_out(tiny):
+    before = tiny(*SIZES, "name=run", "trainer.max_steps=2")
+    assert train(before) == 0
+    assert train(tiny(*SIZES, *WRITTEN_OUT, "name=run", "resume=auto", "trainer.max_steps=4")) == 0
+    assert train(tiny(*SIZES, *WRITTEN_OUT, "name=next", f"init_from={before.run_folder}", "trainer.max_steps=2")) == 0
+    with pytest.raises(ConfigError, match=r"^model\.head_size = 32: the checkpoint was trained with 16; [^\n]*$"):
+        train(tiny(*SIZES, "model.head_size=32", "name=run", "resume=auto", "trainer.max_steps=5"))
+    with pytest.raises(ConfigError, match=r"^model\.head_size = 32: \S* has 16; [^\n]*$"):
+        train(tiny(*SIZES, "model.head_size=32", "name=other", f"init_from={before.run_folder}"))
