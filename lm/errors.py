@@ -22,6 +22,12 @@ def one_line(error: BaseException, longest: int | None = 300) -> str:
     return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
+def abbreviated(text: str, longest: int = 300) -> str:
+    """A text on one line of at most `longest` characters."""
+    line = " ".join(text[: 2 * longest].split())
+    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration: where, what, why, and what to do."""
@@ -32,17 +38,19 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.path} = {self.value!r}: {self.reason}"
+        text = f"{abbreviated(self.path)} = {abbreviated(repr(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
 class ConfigError(LMError):
-    """Every problem found in a configuration, one a line."""
+    """Every problem found in a configuration, one a line; of very many, the first."""
 
     exit_code = 2
+    most_lines = 30
 
     def __init__(self, problems: list[Problem] | str):
         self.problems = problems if isinstance(problems, list) else []
         lines = [str(problem) for problem in self.problems] or [str(problems)]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
-        super().__init__(head + "\n  ".join(lines))
+        more = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []
+        super().__init__(head + "\n  ".join(lines[: self.most_lines] + more))

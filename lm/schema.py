@@ -33,10 +33,9 @@ class Limits:
         return " and ".join(bounds)
 
     def allow(self, value: float) -> bool:
-        """True if `value` is within the bounds; what is not finite never is."""
+        """True if `value` is within the bounds."""
         return (
-            math.isfinite(value)
-            and (self.gt is None or value > self.gt)
+            (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)
             and (self.le is None or value <= self.le)
@@ -183,7 +182,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     limits = spec.metadata["limits"]
     for item in converted if isinstance(converted, list) else converted.values() if isinstance(converted, dict) else [converted]:
         if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
-            problems.append(Problem(path, value, f"must be {limits}" if str(limits) else "must be a number"))
+            problems.append(Problem(path, value, f"must be {limits}"))
             return MISSING
     return converted
 
@@ -196,19 +195,22 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
+    if not isinstance(name, str):
+        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest("", table)))
+        return MISSING
     try:
         schema = table[name]
     except Unavailable as error:
         problems.append(Problem(_join(path, "name"), name, error.reason, error.remedy))
         return MISSING
-    except (KeyError, TypeError):
+    except KeyError:
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
     return build(schema, value, path, problems)
 
 
 def convert(hint: type, value: Plain):
-    """`value` as the type `hint`, or MISSING if it isn't one. Only int -> float is converted."""
+    """`value` as the type `hint`, or MISSING if it isn't one. Only int -> float is converted; integers have 64 bits, floats are finite."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
@@ -220,8 +222,12 @@ def convert(hint: type, value: Plain):
     if origin is dict:
         pairs = {convert(args[0], k): convert(args[1], v) for k, v in value.items()} if isinstance(value, dict) else {MISSING: MISSING}
         return MISSING if MISSING in (*pairs, *pairs.values()) else pairs
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return MISSING
     if hint is float and type(value) is int:
         return float(value)
+    if hint is float and type(value) is float and not math.isfinite(value):
+        return MISSING
     if hint is types.NoneType:
         return None if value is None else MISSING
     return value if type(value) is hint else MISSING

@@ -1,10 +1,12 @@
 """Configurations: every problem is reported at once, and nothing is silently ignored."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
@@ -33,8 +35,6 @@ def test_every_shipped_configuration_is_valid(path: Path):
 
 
 def test_the_resolved_yaml_loads_as_the_same_configuration():
-    import yaml
-
     config = load([str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"])
     assert isinstance(config.data.source, Files)
     assert parse(yaml.safe_load(to_yaml(config))) == config
@@ -101,11 +101,11 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str
         ("log_n", "clip: true", None),
         ("[log_n, ssmax]", "clip: true, n: sample", None),
         ("log_n", "clip: 1", r"normalizer\.clip = 1: must be true or false"),
-        ("log_n", "base: 0.5", r"normalizer\.base = 0\.5: must be > 1"),
+        ("log_n", "base: 0.5", r"normalizer\.base = 0\.5: must be >= 2"),
         ("ssmax", "n: wide", r"normalizer\.n = 'wide': unknown row length"),
         ("ssmax", "clip: true", r"normalizer\.clip = True: no normalizer of this model has this option"),
         ("ssmax", "bias: true", r"normalizer\.bias = True: decides whether there is a b to learn"),
-        ("[log_n, ssmax]", "init: 1.0", r"normalizer\.init = 1\.0: is a first value"),
+        ("[log_n, ssmax]", "init: 1.0", r"normalizer\.init = 1\.0: is an initial value"),
         ("ssmax", "name: softmax", r"normalizer\.name = 'softmax': no normalizer of this model has this option"),
     ],
 )
@@ -138,26 +138,148 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
     assert back.model.normalizer.bias
 
 
-def test_configuration_files_that_cannot_be_read_are_named(tmp_path: Path):
-    (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
-    (tmp_path / "orphan.yaml").write_text("base: nowhere.yaml\n")
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "ref.yaml").write_text("seed: ${nothing.here}\n")
-    for name, text in {
-        "twice.yaml": "not valid YAML",
-        "list.yaml": "keys and values",
-        "loop.yaml": "inherits from itself",
-        "orphan.yaml": "nowhere.yaml",
-        "bytes.yaml": "not valid YAML",
-        "ref.yaml": "nothing",
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"seed: 1\nseed: 2\n", "not valid YAML: found duplicate key seed (line 2)"),
+        (b"data: {lengths: {0.5: 32, .5: 64}}\n", "found duplicate key .5"),
+        (b"- 1\n", "must hold keys and values, not a list"),
+        (b"seed\n", "must hold keys and values, not a str"),
+        (b"name: caf\xe9\n", "byte 9 is not UTF-8"),
+        (b"optim:\n\tlr: 1\n", "found character '\\t' that cannot start any token (line 2)"),
+        (b"seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
+        (b"seed: !!timestamp 2020-01-01\n", "could not determine a constructor for the tag"),
+        (b"seed: !!int x\n", "invalid literal"),
+        (b"seed: 1\n---\nseed: 2\n", "expected a single document"),
+        (b'name: "a\\0b"\n', "has text with a NUL or a surrogate character (line 1)"),
+        (b"seed: 0x" + b"f" * 9000, "has an integer of more than 64 bits"),
+        (b"seed: " + b"9" * 9000, "has an integer of more than 64 bits"),
+        (b"data: " + b"[" * 400 + b"]" * 400, "is nested more than 50 deep"),
+        (b"- " * 100_000, "is nested more than 50 deep"),
+        (b"a: &a [*a]\n", "an alias stands within the block that it names"),
+        (b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60)), "more than 10,000 keys"),
+        (
+            b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(60)),
+            "more than 10,000 keys",
+        ),
+        (b"#" * (2**20 + 1), "larger than 1,048,576 bytes"),
+        (b"base: file.yaml\n", "inherits from itself"),
+        (b"base: nowhere.yaml\n", "nowhere.yaml: no such configuration file (a base of file.yaml)"),
+        (b"base: {a: b}\n", "base = {'a': 'b'}: must be a file or a list of files"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, bytes) else None,
+)
+def test_a_configuration_file_that_cannot_be_read_is_an_error_of_one_line(text: bytes, reason: str, tmp_path: Path):
+    (tmp_path / "file.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        load([str(tmp_path / "file.yaml"), "name=x"])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
+    (tmp_path / "twice.yaml").write_text("seed: 1\n")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for name, reason in {
         "twise.yaml": "did you mean 'twice.yaml'",
+        "loop.yaml": "loop",
+        "": "Is a directory",
+        "a\0b.yaml": "null byte",
     }.items():
-        with pytest.raises(ConfigError, match=text):
+        with pytest.raises(ConfigError, match=reason):
             load([str(tmp_path / name)])
     with pytest.raises(ConfigError, match="YAML"):
         load([])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.normalizer={name: [ssmax]}", "model.normalizer.name = ['ssmax']: unknown name"),
+        ("data.source={name: {files: 1}}", "data.source.name = {'files': 1}: unknown name"),
+        (".".join(["a"] * 3000) + "=1", "not an override; write key=value"),
+        ("=1", "not an override; write key=value"),
+        ("optim..lr=1", "not an override; write key=value"),
+        ("optim.lr=1" + "0" * 400, "an integer of more than 64 bits"),
+        ("trainer.threads=10000000000", "trainer.threads = 10000000000: must be >= 1 and <= 1024"),
+        ("optim.lr=.inf", "optim.lr = inf: must be a number"),
+        ("data.lengths={.nan: 32}", "data.lengths = {nan: 32}: must be"),
+        (r'name="a\nb"', "must be the name of a folder"),
+        ("name=" + "a" * 1000, "must be the name of a folder"),
+        ("name=${runs}${nothing.here}", "${runs}${nothing.here}: refers to nothing.here, which is no key"),
+        ("name=${name}", "${name}: refers to itself"),
+        ("name=${runs", "has a `${` without its `}`"),
+        ("name=a${optim}", "puts a block or list into a text"),
+        ("name=" + "${" * 1000 + "}" * 1000, "has interpolations nested more than 50 deep"),
+        ("name=${oc.env:LM_TEST_NOT_SET}", "needs the environment variable LM_TEST_NOT_SET"),
+    ],
+    ids=lambda value: value[:32],
+)
+def test_an_override_that_means_nothing_is_an_error_that_names_it(override: str, reason: str):
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        load(["name=x", "runs=r", "optim.lr=0.1", override])
+    assert all(len(line) < 600 for line in str(caught.value).splitlines())
+
+
+def test_of_very_many_problems_the_first_are_printed():
+    with pytest.raises(ConfigError) as caught:
+        load([f"data={{{', '.join(f'key{number}: 1' for number in range(4000))}}}", "name=x"])
+    lines = str(caught.value).splitlines()
+    assert (len(caught.value.problems), len(lines), lines[-1].strip()) == (4000, 32, "... and 3970 more")
+
+
+def test_bases_that_are_inherited_twice_are_read_once_and_long_chains_are_refused(tmp_path: Path):
+    for number in range(40):
+        (tmp_path / f"diamond{number}.yaml").write_text(f"base: [diamond{number + 1}.yaml, diamond{number + 1}.yaml]\n")
+    (tmp_path / "diamond40.yaml").write_text("seed: 5\n")
+    assert load([str(tmp_path / "diamond0.yaml")]).seed == 5
+    for number in range(1200):
+        (tmp_path / f"chain{number}.yaml").write_text(f"base: chain{number + 1}.yaml\n")
+    with pytest.raises(ConfigError, match="more than 50 files by `base:`"):
+        load([str(tmp_path / "chain0.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("doubled", "reason"),
+    [("${{a.x{0}}}${{a.x{0}}}", "larger than 1,048,576 characters"), ("['${{a.x{0}}}', '${{a.x{0}}}']", "10,000 keys")],
+)
+def test_interpolations_that_double_again_and_again_are_refused(doubled: str, reason: str, tmp_path: Path):
+    doublings = "".join(f"  x{number}: {doubled.format(number + 1)}\n" for number in range(40))
+    (tmp_path / "file.yaml").write_text(f"a:\n{doublings}  x40: text\n")
+    with pytest.raises(ConfigError, match=reason):
+        load([str(tmp_path / "file.yaml")])
+
+
+def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LM_TEST_STEPS", "7")
+    config = load(
+        [
+            "name=run-${seed}-${model.bias}",
+            "seed=3",
+            "model.bias=true",
+            "trainer.max_steps=${oc.decode:${oc.env:LM_TEST_STEPS}}",
+            "trainer.checkpoint_every=${trainer.max_steps}",
+            "optim.warmup_steps=${trainer.max_steps}",
+            "log.project=${oc.env:LM_TEST_NOT_SET, default}",
+            "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]",
+            "optim.groups.head=${optim.groups.embedding}",
+            "optim.groups.embedding={lr_factor: 0.5}",
+            "eval.needle.depths=${eval.recall.length_factors}",
+            "eval.recall.length_factors=[1, '${phases.0.until}']",
+        ]
+    )
+    assert (config.name, config.trainer.max_steps, config.trainer.checkpoint_every, config.log.project) == ("run-3-true", 7, 7, "default")
+    assert (config.optim.groups.head.lr_factor, config.eval.needle.depths) == (0.5, [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    "text", ["1e4", "1e-4", "0x1f", "1_000", "1:30", "2020-01-01", "true", "null", "~", "a: b", "- a", "#", "é\u2028", ".5", "="]
+)
+def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(text: str, tmp_path: Path):
+    config = parse({"name": "x", "log": {"project": text}})
+    (tmp_path / "x.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load([str(tmp_path / "x.yaml")]) == config
+    assert yaml.safe_load(to_yaml(config))["log"]["project"] == text
 
 
 def test_the_generated_references_in_the_docs_are_current():

@@ -19,8 +19,9 @@ def check(config: Config) -> list[Problem]:
 
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
     problem(
-        not config.name or Path(config.name).name != config.name or config.name in (".", ".."),
-        "name", config.name, "must be the name of a folder, without a path", "set name, and runs for the folder that holds it",
+        Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100,
+        "name", config.name, "must be the name of a folder: printable, at most 100 characters, without a path",
+        "set name, and runs for the folder that holds it",
     )  # fmt: skip
 
     problem(

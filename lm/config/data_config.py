@@ -221,9 +221,9 @@ class DataConfig:
     )
     root: str = key("data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap")})
     prepare_workers: int | None = key(
-        None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1
+        None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1, le=1024
     )
-    workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0)
+    workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
 
     def problems(self) -> list[Problem]:
         """An upper bound of document sizes below the lower one."""

@@ -1,23 +1,23 @@
 """Configurations from YAML files and overrides, and back.
 
 `load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one
-`ConfigError` that holds every problem. Nothing here imports torch.
+`ConfigError` with every problem. Nothing here imports torch.
 """
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
 from lm.config.checks import check
+from lm.config.interpolation import interpolated
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem, one_line
+from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
+from lm.errors import ConfigError, Problem, abbreviated, one_line
 from lm.schema import Effect, Plain, build, effect, effect_within, own_problems, reference, suggest, to_plain
+
+MAX_BASES = 50  # files that inherit from each other in a row
 
 
 def load(arguments: list[str]) -> Config:
@@ -57,20 +57,6 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
     return model.normalizer
 
 
-def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The user's own keys, with their interpolations `${...}` resolved.
-
-    Configurations of checkpoints and exports are data, and are never interpolated: they could read the user's environment.
-
-    Raises:
-        ConfigError: an interpolation can't be resolved.
-    """
-    try:
-        return OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error, None)) from None
-
-
 def parse(plain: dict[str, Plain]) -> Config:
     """The checked configuration from plain data, without interpolation.
 
@@ -90,46 +76,63 @@ def parse(plain: dict[str, Plain]) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The resolved tree as YAML: `parse` of it gives the same configuration."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    return dump_yaml(to_plain(config))
 
 
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Plain]:
-    """The file's keys merged over those of its `base:` files (paths relative to the file)."""
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: inherits from itself through `base:`")
+def read_yaml(path: Path) -> dict[str, Plain]:
+    """The file's keys merged over those of its `base:` files (paths relative to the file).
+
+    Raises:
+        ConfigError: naming the file that can't be read or is not a configuration.
+    """
+    return _read(path, (), {})
+
+
+def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
+    """As `read_yaml`; `heirs` inherit from the file, each from the next, and `known` holds the files that were read before."""
     try:
-        node = OmegaConf.load(path)
-        plain = OmegaConf.to_container(node) if node else {}
+        where = path.resolve()
+        if where in known:
+            return known[where]
+        if where in heirs:
+            raise ConfigError(f"{path}: inherits from itself through `base:`")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        by = f" (a base of {seen[-1].name})" if seen else " (overrides are key=value)" if not path.suffix else ""
+        by = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
         raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {one_line(error, None)}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links before Python 3.13
+        raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
+    plain = parse_yaml(content, str(path))
+    plain = {} if plain is None else plain
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
     given = plain.pop("base", [])
     bases = given if isinstance(given, list) else [given]
     if not all(isinstance(base, str) for base in bases):
         raise ConfigError([Problem("base", given, f"must be a file or a list of files (in {path})")])
+    if bases and len(heirs) >= MAX_BASES:
+        raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
     merged: dict[str, Plain] = {}
     for base in bases:
-        merged = merge(merged, read_yaml(path.parent / base, (*seen, path.resolve())))
-    return merge(merged, plain)
+        merged = merge(merged, _read(path.parent / base, (*heirs, where), known))
+    known[where] = merge(merged, plain)
+    return known[where]
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
     merged: dict[str, Plain] = {}
     for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"{override}: not an override; write key=value")
-        try:
-            merged = merge(merged, OmegaConf.to_container(OmegaConf.from_dotlist([override])))
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-            raise ConfigError(f"{override}: not a valid override: {one_line(error, None)}") from None
+        path, sign, text = override.partition("=")
+        names = path.split(".")
+        if not sign or not all(names) or len(names) > MAX_DEPTH:
+            raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
+        value = parse_yaml(text, abbreviated(override, 80))
+        for name in reversed(names):
+            value = {name: value}
+        merged = merge(merged, value)
     return merged
 
 

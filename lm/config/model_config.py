@@ -33,7 +33,7 @@ class Rope(Position):
 
     name: ClassVar[str] = "rope"
     rotates: ClassVar[bool] = True
-    theta: float = key(10000.0, "base of the rotation periods", gt=1)
+    theta: float = key(10000.0, "base of the rotation periods", gt=1, le=1e12)
     fraction: float = key(1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1)
 
     @property
@@ -102,8 +102,8 @@ class GAUBlock:
     """A gated attention unit, arXiv 2202.10447: one head, no MLP; two of them stand for one block of attention and MLP."""
 
     name: ClassVar[str] = "gau"
-    expansion: float = key(2.0, "width of gate and values, in model widths", gt=0)
-    key_size: int = key(128, "dimensions of queries and keys", ge=1)
+    expansion: float = key(2.0, "width of gate and values, in model widths", gt=0, le=64)
+    key_size: int = key(128, "dimensions of queries and keys", ge=1, le=10**5)
 
     def key_dims(self, model: "ModelConfig") -> int:
         """Dimensions of queries and keys."""
@@ -128,6 +128,9 @@ class GAUBlock:
     def problems_of(self, model: "ModelConfig") -> list[Problem]:
         """Options of the model that contradict this block, by the model's keys."""
         problems = []
+        if self.value_dims(model) < 1:
+            reason = f"gives no values in a model of model.n_embd = {model.n_embd}"
+            problems.append(Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more"))
         if model.n_head != 1:
             problems.append(Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1"))
         without = {
@@ -147,15 +150,15 @@ class GAUBlock:
 
 @dataclass
 class ModelConfig:
-    n_layer: int = key(6, "blocks", ge=1)
+    n_layer: int = key(6, "blocks", ge=1, le=10**4)
     block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of")
-    n_head: int = key(4, "attention heads; 1 for gau", ge=1)
+    n_head: int = key(4, "attention heads; 1 for gau", ge=1, le=10**4)
     n_kv_head: int | None = key(
-        None, "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head", ge=1
+        None, "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head", ge=1, le=10**4
     )
-    head_size: int | None = key(None, "dimensions of each head; null: n_embd / n_head", ge=1)
-    n_embd: int = key(256, "width of the residual stream", ge=1)
-    n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1)
+    head_size: int | None = key(None, "dimensions of each head; null: n_embd / n_head", ge=1, le=10**5)
+    n_embd: int = key(256, "width of the residual stream", ge=1, le=10**6)
+    n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1, le=10**7)
     mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = key("swiglu", "the MLP's activation; gelu_tanh: GPT-2's approximation of GELU")
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)

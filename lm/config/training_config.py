@@ -91,9 +91,9 @@ class OptimConfig:
         "at a loss or gradient that is not finite: stop and name the place, or skip the step's update and count it",
         {"on_resume": "free"},
     )
-    warmup_steps: int = key(100, "steps of linear warm-up", ge=0)
+    warmup_steps: int = key(100, "steps of linear warm-up", ge=0, le=10**9)
     schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
-    batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2)
+    batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
         """Learning rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak: step 0 has lr / warmup_steps."""
@@ -107,7 +107,7 @@ class Phase:
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
-    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0)
+    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9)
 
 
 EVERYWHERE = ("train", "eval", "swap", "harness")  # the commands that run a model
@@ -115,25 +115,27 @@ EVERYWHERE = ("train", "eval", "swap", "harness")  # the commands that run a mod
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = key(1000, "optimizer steps", {"affects": "training", "on_resume": "free"}, ge=1)
+    max_steps: int = key(1000, "optimizer steps", {"affects": "training", "on_resume": "free"}, ge=1, le=10**9)
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": EVERYWHERE})
-    devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1)
-    num_nodes: int = key(1, "machines", ge=1)
-    micro_batch: int | None = key(None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1)
+    devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1, le=1024)
+    num_nodes: int = key(1, "machines", ge=1, le=10**4)
+    micro_batch: int | None = key(None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1, le=10**6)
     precision: Literal["auto", 32, "bf16-mixed"] = key(
         "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": EVERYWHERE}
     )
     compile: Literal["auto", True, False] = key(
         "auto", "torch.compile; `auto`: when the run is long enough to repay it", {"affects": "numerics"}
     )
-    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", {"acts_in": EVERYWHERE}, ge=1)
-    checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1)
-    keep_checkpoints: int = key(2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1)
+    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", {"acts_in": EVERYWHERE}, ge=1, le=1024)
+    checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
+    keep_checkpoints: int = key(
+        2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1, le=10**6
+    )
 
 
 @dataclass
 class LogConfig:
-    every: int = key(10, "steps between logged metrics", ge=1)
+    every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
     wandb: Literal["auto", "online", "offline", "disabled"] = key("auto", "`auto`: online with credentials, else offline")
     project: str = key("lm", "wandb project")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")

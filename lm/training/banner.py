@@ -138,7 +138,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
     What this start uses is in the last entry of `starts`, and at the top level.
     """
     commit, dirty = git_state()
-    packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy") if find_spec(name)]
+    packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]
     used = {
         "lm": lm.__version__,
         "git_commit": commit,

@@ -1,0 +1,122 @@
+"""YAML as plain data, and back: the text of configuration files and of the values of overrides.
+
+A text may be anything, by mistake or by intent. It is bounded in size, depth and expansion while it is parsed, so that none
+takes long, fills the memory or exceeds the interpreter's recursion limit.
+"""
+
+import re
+
+import yaml
+
+from lm.errors import ConfigError, one_line
+from lm.schema import Plain
+
+MAX_BYTES = 2**20  # size of a text
+MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
+MAX_DEPTH = 50  # nesting of blocks and lists
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.(?:inf|Inf|INF))$
+    |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 restricted to plain data: no tags of objects, dates or base-60 numbers, no repeated keys; `1e-4` is a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in known if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (None, *(_TAG + name for name in ("null", "bool", "float", "seq", "map")))
+    }
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._open = [0]  # nodes so far in each block or list that is being read
+        self._sizes: dict[yaml.Node, int] = {}  # nodes in each node that was read, with aliases expanded
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        """One node with its children."""
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        if len(self._open) > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        self._open.append(1)
+        node = super().compose_node(parent, index)
+        size = self._open.pop()
+        if is_alias and node not in self._sizes:
+            raise yaml.MarkedYAMLError(problem="an alias stands within the block that it names", problem_mark=mark)
+        self._open[-1] += self._sizes.setdefault(node, size)
+        if self._open[-1] > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"has more than {MAX_NODES:,} keys and values", problem_mark=mark)
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """A block, whose keys must differ."""
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for name, _ in node.value:
+            value = self.construct_object(name) if isinstance(name, yaml.ScalarNode) and name.tag != _TAG + "merge" else name
+            if value in names:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {name.value}", problem_mark=name.start_mark)
+            names.add(value)
+        return node
+
+    def integer(self, node: yaml.ScalarNode) -> int:
+        """A whole number of at most 64 bits."""
+        number = self.construct_yaml_int(node) if len(node.value) < 100 else 2**64
+        if not -(2**63) <= number < 2**63:
+            raise yaml.MarkedYAMLError(problem="has an integer of more than 64 bits", problem_mark=node.start_mark)
+        return number
+
+    def text(self, node: yaml.ScalarNode) -> str:
+        """Text that files and file names can hold."""
+        text = self.construct_yaml_str(node)
+        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise yaml.MarkedYAMLError(problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark)
+        return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: whatever it would read as a number is quoted, and nothing is abbreviated by an alias."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Loader.add_constructor(_TAG + "int", _Loader.integer)
+_Loader.add_constructor(_TAG + "str", _Loader.text)
+for kind in (_Loader, _Dumper):
+    kind.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+    kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
+
+
+def parse_yaml(text: str | bytes, where: str) -> Plain:
+    """The plain data that a YAML text (in UTF-8) stands for; None if it is empty.
+
+    Raises:
+        ConfigError: `where` is not valid YAML, holds more than plain data, or is too large or too deep.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{where}: larger than {MAX_BYTES:,} bytes, which is no configuration")
+    try:
+        return yaml.load(text.decode("utf-8-sig") if isinstance(text, bytes) else text, Loader=_Loader)
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(filter(None, (error.context, error.problem))) + (f" (line {mark.line + 1})" if mark else "")
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of tags on other text, such as !!int x
+        reason = one_line(error)
+    raise ConfigError(f"{where}: not valid YAML: {reason}")
+
+
+def dump_yaml(plain: Plain) -> str:
+    """Plain data as YAML: what `parse_yaml` reads back."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
