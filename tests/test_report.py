@@ -219,8 +219,8 @@ def test_differences_are_between_seeds_in_common(tmp_path):
     assert "no seed in common" in of((1,), (3,)).note
 
 
-def test_runs_of_an_arm_on_different_rows_have_no_mean(tmp_path):
-    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "rows-a"), (2, "rows-b"))]
+def test_runs_of_an_arm_on_different_sequences_have_no_mean(tmp_path):
+    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "sequences-a"), (2, "sequences-b"))]
     assert "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing
     assert re.search(r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
 
@@ -409,7 +409,7 @@ def test_one_run_has_a_report_without_differences(pair, tmp_path):
     assert "ssmax: scalable" in html
 
 
-def test_no_evaluation_of_the_same_rows_twice(pair):
+def test_no_evaluation_of_the_same_sequences_twice(pair):
     assert len(compare([read_run(pair[0]), read_run(pair[0])]).arms[0].runs) == 1
 
 

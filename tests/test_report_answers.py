@@ -65,7 +65,7 @@ def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path)
     assert "no references; if it was measured by an older version, measure it again with `lm eval`" in lack
 
 
-def test_a_roll_out_stands_beside_where_rows_ask_several_questions(tmp_path):
+def test_a_roll_out_stands_beside_where_sequences_ask_several_questions(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.8})
     comparison, _ = compared(folder)
     assert fraction_right(comparison, 0, RECALL, 64).mean == pytest.approx(0.8)
@@ -83,7 +83,7 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     assert arm("equal", 0.75, 0.75).listed() == pytest.approx(wilson(96, 128).listed()), "seeds that agree are no certainty"
 
 
-def test_rows_with_more_answers_weigh_more(tmp_path):
+def test_sequences_with_more_answers_weigh_more(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
         edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))

@@ -26,9 +26,7 @@ def validation_series(
     units = 0 if sample is None else len(sample.values)
     amount, method = f"{units:,} of {seq_len:,} tokens", f"Validation loss is the mean negative log-likelihood in nats per {token}"
     method += f" over {units:,} held-out sequences of the training length"
-    shown = Shown(
-        "Validation, sequences of the training length", "validation sequences", amount if units else "", method=method if units else ""
-    )
+    shown = Shown("Validation at the training length", "validation sequences", amount if units else "", method=method if units else "")
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
     found = [
         Series(

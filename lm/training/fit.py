@@ -159,7 +159,7 @@ def _complete(config: Config, planned: list[Measurement], checkpoint: Path, step
     """The run is complete: make the evaluations that a kill after the last step prevented."""
     folder = config.run_folder
     if main:
-        due = [one.kind for one in planned if one.schedule.is_due(step, step)]
+        due = [one.kind for one in planned if one.asked.is_due(step, step)]
         missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
         if missing:
             print_results(evaluate(config, folder, checkpoint, missing))
