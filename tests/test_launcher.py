@@ -1,22 +1,24 @@
-"""Which process of a run this is: every launcher's environment, and those that no launcher made."""
+"""Which process of a run this is: the environment of each launcher, and environments that contradict themselves."""
 
 import pytest
 
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.training.launcher import RANKS, process_rank
+from lm.training.launcher import COUNTS, RANKS, Process, this_process
 from lm.training.train import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-SRUN = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+SRUN = {
+    "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch):
     """A function that sets variables, in an environment that names no process."""
-    names = ("WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NAME")
-    for name in (*RANKS, *names):
+    for name in (*RANKS, *COUNTS, "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
         monkeypatch.delenv(name, raising=False)
 
     def set_to(**variables: str) -> None:
@@ -26,37 +28,42 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return set_to
 
 
-def rank(devices: int, num_nodes: int = 1) -> int:
-    return process_rank(Config(trainer=TrainerConfig(devices=devices, num_nodes=num_nodes)))
+def process(devices: int, num_nodes: int = 1) -> Process:
+    return this_process(Config(trainer=TrainerConfig(devices=devices, num_nodes=num_nodes)))
 
 
 @pytest.mark.parametrize(
-    ("expected", "devices", "nodes", "variables"),
+    ("launcher", "expected", "devices", "nodes", "variables"),
     [
-        pytest.param(0, 1, 1, {}, id="alone"),
-        pytest.param(0, 2, 1, {}, id="Lightning starts the others"),
-        pytest.param(1, 2, 1, {"WORLD_SIZE": "2", "NODE_RANK": "0", "LOCAL_RANK": "1"}, id="Lightning's child"),
-        pytest.param(0, 1, 1, {"LOCAL_RANK": "0", "NODE_RANK": "0"}, id="after Lightning's children have ended"),
-        pytest.param(0, 1, 1, {"RANK": "0", "WORLD_SIZE": "1"}, id="a container that says it is alone"),
-        pytest.param(0, 2, 1, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, id="torchrun, first"),
-        pytest.param(1, 2, 1, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, id="torchrun, second"),
+        pytest.param("lightning", 0, 1, 1, {}, id="alone"),
+        pytest.param("lightning", 0, 2, 1, {}, id="Lightning starts the others"),
+        pytest.param("lightning", 1, 2, 1, {"WORLD_SIZE": "2", "NODE_RANK": "0", "LOCAL_RANK": "1"}, id="Lightning's child"),
+        pytest.param("lightning", 0, 1, 1, {"LOCAL_RANK": "0", "NODE_RANK": "0"}, id="after Lightning's children have ended"),
+        pytest.param("lightning", 0, 1, 1, {"RANK": "0", "WORLD_SIZE": "1"}, id="a container that says it is alone"),
+        pytest.param("torchrun", 0, 2, 1, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, id="torchrun, first"),
+        pytest.param("torchrun", 1, 2, 1, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, id="torchrun, second"),
         pytest.param(
-            3, 2, 2, {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"}, id="torchrun, second machine"
+            "torchrun", 3, 2, 2, {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
+            id="torchrun, second machine",
         ),
         pytest.param(
-            2, 1, 4, {**TORCHRUN, **SRUN, "WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            "torchrun", 2, 1, 4, {**TORCHRUN, **SRUN, "WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "SLURM_PROCID": "1"},
             id="torchrun in an srun",
         ),
-        pytest.param(2, 2, 2, {"WORLD_SIZE": "4", "NODE_RANK": "1"}, id="by hand on the second machine, where Lightning starts the other"),
-        pytest.param(0, 2, 1, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, id="srun, first"),
-        pytest.param(1, 2, 1, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, id="srun, second"),
-        pytest.param(0, 1, 1, {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, id="sbatch of one task"),
-        pytest.param(0, 2, 1, {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, id="interactive SLURM"),
+        pytest.param("lightning", 2, 2, 2, {"WORLD_SIZE": "4", "NODE_RANK": "1"}, id="by hand on the second machine"),
+        pytest.param("srun", 0, 2, 1, {**SRUN, "SLURM_PROCID": "0"}, id="srun, first"),
+        pytest.param("srun", 1, 2, 1, {**SRUN, "SLURM_PROCID": "1"}, id="srun, second"),
+        pytest.param("lightning", 0, 1, 1, {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, id="sbatch of one task"),
+        pytest.param("lightning", 0, 2, 1, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, id="sbatch of two tasks, which Lightning starts"),
+        pytest.param("lightning", 0, 2, 1, {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="a step of one task"),
     ],
 )  # fmt: skip
-def test_the_rank_is_the_launchers(environment, expected: int, devices: int, nodes: int, variables: dict[str, str]):
+def test_rank_and_launcher_are_those_of_the_environment(
+    environment, launcher: str, expected: int, devices: int, nodes: int, variables: dict[str, str]
+):
     environment(**variables)
-    assert rank(devices, nodes) == expected
+    found = process(devices, nodes)
+    assert (found.rank, found.launcher) == (expected, launcher)
 
 
 STRAY = "no launcher of several processes gave this rank: there is no WORLD_SIZE; unset it"
@@ -66,15 +73,15 @@ STRAY = "no launcher of several processes gave this rank: there is no WORLD_SIZE
 def test_a_rank_without_a_launcher_is_refused(environment, name: str):
     environment(**{name: "1"})
     with pytest.raises(ConfigError, match=f"{name} = 1: {STRAY}, or start with torchrun or srun"):
-        rank(1)
+        process(1)
 
 
-@pytest.mark.parametrize("name", [*RANKS, "WORLD_SIZE", "SLURM_NTASKS"])
-@pytest.mark.parametrize("value", ["abc", "", "-1", "1.5"])
+@pytest.mark.parametrize("name", [*RANKS, *COUNTS])
+@pytest.mark.parametrize("value", ["abc", "", "-1", "1.5", "9" * 30])
 def test_a_rank_that_is_no_number_is_refused(environment, name: str, value: str):
     environment(**{name: value})
     with pytest.raises(ConfigError, match=f"^{name} = '{value}': .* unset it"):
-        rank(1)
+        process(1)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +89,34 @@ def test_a_rank_that_is_no_number_is_refused(environment, name: str, value: str)
     [
         pytest.param(2, {"LOCAL_RANK": "0"}, f"LOCAL_RANK = 0: {STRAY}", id="Lightning would wait for others"),
         pytest.param(2, {"RANK": "0"}, f"RANK = 0: {STRAY}", id="Lightning's children would inherit it"),
-        pytest.param(1, {"WORLD_SIZE": "1", "RANK": "1"}, "RANK = 1: no launcher gave this rank of 1 processes", id="beyond one process"),
+        pytest.param(1, {"WORLD_SIZE": "1", "RANK": "1"}, "RANK = 1: no launcher gave this rank: .* make it 0", id="beyond one process"),
         pytest.param(2, {"WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK = 2: no launcher gave this rank of 2", id="beyond two"),
-        pytest.param(2, {"WORLD_SIZE": "2", "RANK": "1"}, "RANK = 1: no launcher gave this rank of 2", id="not torchrun's"),
-        pytest.param(1, {**SRUN, "SLURM_NTASKS": "1", "SLURM_PROCID": "1"}, "SLURM_PROCID = 1: no launcher", id="beyond srun's"),
-        pytest.param(1, {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, f"SLURM_PROCID = 1: {STRAY}", id="salloc"),
+        pytest.param(2, {"WORLD_SIZE": "2", "NODE_RANK": "1"}, "NODE_RANK = 1: no launcher gave this rank of 1", id="beyond one machine"),
+        pytest.param(2, {"WORLD_SIZE": "2", "RANK": "1"}, "RANK = 1: no launcher gave this rank: .* make it 0", id="not torchrun's"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK = None: is missing", id="torchrun without LOCAL_RANK"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "RANK = None: is missing", id="torchrun without RANK"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK = 2: torchrun started", id="beyond"),
+        pytest.param(
+            2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}, "LOCAL_RANK = 0: RANK = 1 is process 1", id="contradictory"
+        ),
+        pytest.param(2, {**SRUN, "SLURM_PROCID": "2"}, "SLURM_PROCID = 2: srun started 2", id="beyond srun's"),
+        pytest.param(2, SRUN, "SLURM_PROCID = None: is missing", id="srun without SLURM_PROCID"),
+        pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, "SLURM_NNODES = 2: must be 1", id="srun over two machines"),
+        pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, "SLURM_NTASKS = 4: must be 2", id="srun of two says four"),
+        pytest.param(
+            2, {name: value for name, value in SRUN.items() if "PER_NODE" not in name} | {"SLURM_PROCID": "1"},
+            "SLURM_NTASKS_PER_NODE = None: must be 2 .*--ntasks-per-node=2", id="srun, not by machine",
+        ),
+        pytest.param(2, {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, f"SLURM_PROCID = 1: {STRAY}", id="SLURM without a step"),
         pytest.param(1, {"WORLD_SIZE": "2", "RANK": "1"}, "trainer.devices = 1: .* the launcher started 2", id="more than configured"),
-        pytest.param(1, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "trainer.devices = 1: .* the launcher", id="more than in srun"),
-        pytest.param(2, {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_NTASKS = 2: .*--ntasks-per-node", id="srun, not by machine"),
+        pytest.param(1, {**SRUN, "SLURM_PROCID": "1"}, "trainer.devices = 1: .* the launcher started 2", id="more than in srun"),
+        pytest.param(1, {"MASTER_PORT": "65536"}, "MASTER_PORT = '65536': must be a whole number", id="no port"),
     ],
 )  # fmt: skip
 def test_processes_that_do_not_fit_together_are_refused(environment, devices: int, variables: dict[str, str], words: str):
     environment(**variables)
     with pytest.raises(ConfigError, match=f"^{words}"):
-        rank(devices)
+        process(devices)
 
 
 def test_a_refused_rank_leaves_nothing_behind(tiny, environment):
@@ -103,3 +124,12 @@ def test_a_refused_rank_leaves_nothing_behind(tiny, environment):
     with pytest.raises(ConfigError, match=r"^RANK = 1"):
         train(tiny("name=stray"))
     assert not tiny("name=stray").run_folder.exists()
+
+
+def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):
+    environment(SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7")  # Lightning would wait for three others
+    assert train(tiny("name=batch", "trainer.max_steps=2", "eval.long_context.length_factor=0")) == 0
+    assert (
+        "note: SLURM allocated 4 tasks, srun did not start this process: trains with trainer.devices = 1; for all"
+        in capsys.readouterr().out
+    )

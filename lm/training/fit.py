@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config
@@ -30,21 +31,28 @@ from lm.training.banner import banner, environment
 from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
 from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
+from lm.training.launcher import Process
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.run_context import Machine, RunContext
 from lm.training.starting import PhaseStart, check_resume, check_trainable, start_from_checkpoint, start_new_run, truncate_after
 
+# Of processes, by who started them: Lightning would guess.
+LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
+    "torchrun": TorchElasticEnvironment,
+    "srun": SLURMEnvironment,
+    "lightning": LightningEnvironment,
+}
 
-def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> int:
+
+def fit(config: Config, store: Store, checkpoint: Path | None, process: Process) -> int:
     """Train from the start, or from a checkpoint of the run; the process's exit status.
-
-    main: whether this is the process that writes files.
 
     Raises:
         LMError: whatever keeps the run from going on, most of it before anything is written.
     """
     quiet_lightning()
+    main = process.rank == 0  # the process that writes files
     planned = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log)
@@ -67,12 +75,12 @@ def fit(config: Config, store: Store, checkpoint: Path | None, main: bool) -> in
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
-    machine = Machine(accelerator, device, precision, compiled)
+    machine = Machine(accelerator, device, precision, compiled, process.launcher)
     recorded = {**environment(config, store, start, machine, before), "started_from": origin}
     recorded[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirror = None
     if main:
-        print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
+        print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         _write_run_files(config, store, start, checkpoint, recorded)
         mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, recorded["wandb_id"], to_plain(config))
     log = MetricLog(config.run_folder / METRICS, mirror, main)
@@ -136,6 +144,7 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         max_epochs=-1,
         accumulate_grad_batches=module.accumulation,
         use_distributed_sampler=False,
+        plugins=[LAUNCHERS[run.machine.launcher]()],
         callbacks=[
             stop,
             Metrics(run, clock),  # starts the clock; what follows pauses it

@@ -1,59 +1,122 @@
-"""The rank of this process, from the environment that its launcher sets: torchrun, SLURM's srun, or Lightning itself."""
+"""This process among those of a run, from the environment that its launcher sets: torchrun, SLURM's srun, or Lightning itself."""
 
 import os
+from dataclasses import dataclass
+from typing import Literal
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 
-RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+COUNTS = (
+    "WORLD_SIZE",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NNODES",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "MASTER_PORT",
+)
+Launcher = Literal["torchrun", "srun", "lightning"]
 UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
-def process_rank(config: Config) -> int:
-    """The rank of this process among those of the run: 0 without a launcher.
+@dataclass(frozen=True)
+class Process:
+    """A process of a run: its rank among all of them, who started them, and a note on that for the user."""
 
-    The rank is the one that Lightning will take it for: torchrun's RANK, SLURM_PROCID in an srun, else LOCAL_RANK on the machine
-    NODE_RANK (of processes that Lightning starts itself, or that were started by hand).
+    rank: int
+    launcher: Launcher
+    note: str = ""
+
+
+def this_process(config: Config) -> Process:
+    """This process among those of the run: rank 0, and `lightning`, without a launcher.
+
+    SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits those of its allocation.
+    Whoever started the processes is told to Lightning, too, which would guess otherwise.
 
     Raises:
-        ConfigError: another number of processes than the configuration says, or a rank that no launcher of several gave.
+        ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
     """
-    found = {name: _number(name) for name in (*RANKS, "WORLD_SIZE", "SLURM_NTASKS") if name in os.environ}
-    srun = "SLURM_NTASKS" in found and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")  # which only allocate
-    started = found.get("WORLD_SIZE", found["SLURM_NTASKS"] if srun else None)
-    if started is None:
-        _check_no_launcher(config, found)
-        return 0
-    if started != config.world_size:
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
-    if "WORLD_SIZE" not in found:
-        rank = found.get("SLURM_PROCID", 0)
-        if started > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-            raise ConfigError(f"SLURM_NTASKS = {started}: tasks are given by machine; start with srun --ntasks-per-node=...")
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        rank = found.get("RANK", 0)
-    else:
-        rank = found.get("NODE_RANK", found.get("GROUP_RANK", 0)) * config.trainer.devices + found.get("LOCAL_RANK", 0)
-    if rank >= started or found.get("RANK", rank) != rank:
-        name = "RANK" if "RANK" in found else "LOCAL_RANK" if "WORLD_SIZE" in found else "SLURM_PROCID"
-        raise ConfigError([Problem(name, found[name], f"no launcher gave this rank of {started} processes", UNSET)])
-    return rank
+    found = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
+    if "WORLD_SIZE" in found:
+        _check_size(config, found["WORLD_SIZE"])
+        return _torchrun(config, found) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, found)
+    if found.get("SLURM_STEP_NUM_TASKS", 1) > 1:
+        _check_size(config, found["SLURM_STEP_NUM_TASKS"])
+        return _srun(config, found)
+    return _alone(config, found)
 
 
-def _check_no_launcher(config: Config, found: dict[str, int]) -> None:
-    """Without a launcher, refuse a rank other than 0, and one that would keep Lightning from starting processes of its own."""
+def _torchrun(config: Config, found: dict[str, int]) -> Process:
+    rank, local = _required(found, "RANK"), _required(found, "LOCAL_RANK")
+    if rank >= found["WORLD_SIZE"]:
+        raise _refused("RANK", rank, f"torchrun started {found['WORLD_SIZE']} processes")
+    if local != rank % config.trainer.devices:
+        raise _refused("LOCAL_RANK", local, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
+    return Process(rank, "torchrun")
+
+
+def _by_lightning(config: Config, found: dict[str, int]) -> Process:
+    """A process that Lightning has started, or that was started by hand as Lightning would."""
+    node = "GROUP_RANK" if "GROUP_RANK" in found and "NODE_RANK" not in found else "NODE_RANK"
+    for name, count in (("LOCAL_RANK", config.trainer.devices), (node, config.trainer.num_nodes)):
+        if found.get(name, 0) >= count:
+            raise _refused(name, found[name], f"no launcher gave this rank of {count}")
+    rank = found.get(node, 0) * config.trainer.devices + found.get("LOCAL_RANK", 0)
+    if found.get("RANK", rank) != rank:
+        raise _refused("RANK", found["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
+    return Process(rank, "lightning")
+
+
+def _srun(config: Config, found: dict[str, int]) -> Process:
+    tasks = found["SLURM_STEP_NUM_TASKS"]
+    rank, *_ = (_required(found, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads the others
+    if rank >= tasks:
+        raise _refused("SLURM_PROCID", rank, f"srun started {tasks} processes")
+    expected = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
+    for name, count in expected.items():
+        if found.get(name) != count:
+            how = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
+            raise ConfigError([Problem(name, found.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {how}")])
+    return Process(rank, "srun")
+
+
+def _alone(config: Config, found: dict[str, int]) -> Process:
+    """No launcher: a rank other than 0 is refused, and one that would keep Lightning from starting processes of its own."""
     stray = [name for name in RANKS if found.get(name) or (name in ("RANK", "LOCAL_RANK") and name in found and config.world_size > 1)]
     if stray:
-        reason = "no launcher of several processes gave this rank: there is no WORLD_SIZE"
-        raise ConfigError([Problem(stray[0], found[stray[0]], reason, UNSET)])
+        raise _refused(stray[0], found[stray[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
+    tasks = found.get("SLURM_NTASKS", 1)
+    if tasks in (1, config.world_size):
+        return Process(0, "lightning")
+    note = f"note: SLURM allocated {tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
+    return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
+
+
+def _check_size(config: Config, started: int) -> None:
+    if started != config.world_size:
+        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
+
+
+def _required(found: dict[str, int], name: str) -> int:
+    if name not in found:
+        raise _refused(name, None, "is missing, although the launcher's other variables are set")
+    return found[name]
+
+
+def _refused(name: str, value: object, reason: str) -> ConfigError:
+    return ConfigError([Problem(name, value, reason, UNSET)])
 
 
 def _number(name: str) -> int:
     value = os.environ[name]
-    if not (value.isascii() and value.isdigit()):
-        raise ConfigError([Problem(name, value, "must be a whole number, as a launcher sets it", UNSET)])
+    if not (value.isascii() and value.isdigit() and len(value) < 10) or (name == "MASTER_PORT" and int(value) > 65535):
+        raise _refused(name, value, "must be a whole number, as a launcher sets it")
     return int(value)

@@ -7,17 +7,20 @@ from lm.data.store import Store
 from lm.evaluation.measurement import Measurement
 from lm.model.device import Resolved
 from lm.progress import StepProgress
+from lm.training.launcher import Launcher
 from lm.training.metrics import MetricLog
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how a start of a run computes: Lightning's accelerator, the device in words, precision, and whether it compiles."""
+    """Where and how a run computes: Lightning's accelerator, the device in words, precision, whether it compiles, and who started its
+    processes."""
 
     accelerator: str
     device: str
     precision: Resolved
     compiled: Resolved
+    launcher: Launcher = "lightning"
 
     @property
     def bf16(self) -> bool:

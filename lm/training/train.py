@@ -11,7 +11,7 @@ from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.runs.folder import CHECKPOINTS, METRICS
-from lm.training.launcher import process_rank
+from lm.training.launcher import this_process
 
 
 def train(config: Config) -> int:
@@ -20,7 +20,8 @@ def train(config: Config) -> int:
     Raises:
         LMError: whatever prevents the run; an incomplete new run folder is removed.
     """
-    main = process_rank(config) == 0
+    process = this_process(config)
+    main = process.rank == 0
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
     created = main and not folder.exists()
@@ -32,7 +33,7 @@ def train(config: Config) -> int:
             check_sequences(store, config)
             from lm.training.fit import fit  # torch and Lightning take seconds to import; errors above need neither
 
-            return fit(config, store, checkpoint, main)
+            return fit(config, store, checkpoint, process)
     except BaseException:
         if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
