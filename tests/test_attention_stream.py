@@ -27,7 +27,7 @@ VOCAB, LENGTH, SIZE = 50, 37, 8
 
 
 def make_decoder(normalizer: Options, block: str = "attention", n_layer: int = 2) -> Decoder:
-    """A decoder with the normalizers' parameters off their first values."""
+    """A decoder with the normalizers' parameters off their initial values."""
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
     shape |= {"n_kv_head": 1} if block == "grouped queries" else {}
     decoder = Decoder(ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32).eval()

@@ -14,7 +14,7 @@ from folders import same, weights
 from lm.attention import catalogue
 from lm.attention import options as opt
 from lm.attention.layout import AttentionLayout
-from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
+from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
@@ -155,6 +155,26 @@ def test_scalings_of_rope_have_their_closed_forms():
     for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a sequence no longer than in training is used as trained
         assert torch.equal(frequencies(64, rope, scaling, trained, trained), plain)
         assert scaling.logit_factor(scaling.s(trained, 50)) == 1
+
+
+@pytest.mark.parametrize("head_size", [2, 64])
+@pytest.mark.parametrize("theta", [1.0000001, 1e12])
+@pytest.mark.parametrize(
+    "scaling",
+    [ThetaFactor(1e-6), ThetaFactor(1e6), Interpolation(1e6), NTK(1e6), YaRNScaling(1e6), YaRNScaling(fast=1e9, slow=1e9 - 1)],
+    ids=lambda one: one.name,
+)
+def test_rope_is_finite_at_the_bounds_of_its_options(scaling: RopeScaling, theta: float, head_size: int):
+    cos, sin = rope_rotation(torch.tensor([0, 1, 10**9]), head_size, Rope(theta=theta), scaling, (64, 10**9))
+    assert all(x.isfinite().all() for x in (cos, sin))
+    assert math.isfinite(scaling.logit_factor(scaling.s(64, 10**9)))
+
+
+@pytest.mark.parametrize("factor", ["1e308", ".inf", ".nan", "-1"])
+@pytest.mark.parametrize("name", ["theta", "interpolation", "ntk", "yarn"])
+def test_factors_of_rope_beyond_their_bounds_are_refused(tiny, name: str, factor: str):
+    with pytest.raises(ConfigError, match=r"rope\.factor = [^\n]*: must be"):
+        tiny(f"eval.long_context.inference=[{{rope: {{name: {name}, factor: {factor}}}}}]", "eval.long_context.length_factor=2")
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class ThetaFactor(RopeScaling):
     """RoPE with theta multiplied (the SSMax paper: 50)."""
 
     name: ClassVar[str] = "theta"
-    factor: float = key(50.0, "multiplies theta", gt=0)
+    factor: float = key(50.0, "multiplies theta", ge=1e-6, le=1e6)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s
@@ -60,7 +60,7 @@ class Interpolation(RopeScaling):
     """Position interpolation, arXiv 2306.15595: all frequencies divided by s."""
 
     name: ClassVar[str] = "interpolation"
-    factor: float | None = key(None, S_HELP, ge=1)
+    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
         return frequencies / s
@@ -71,7 +71,7 @@ class NTK(RopeScaling):
     """NTK-aware scaling: theta times s^(D / (D - 2)), so that the lowest frequency is divided by s and the highest stays."""
 
     name: ClassVar[str] = "ntk"
-    factor: float | None = key(None, S_HELP, ge=1)
+    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s ** (head_size / max(1, head_size - 2))
@@ -82,9 +82,9 @@ class YaRNScaling(RopeScaling):
     """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs, and a temperature."""
 
     name: ClassVar[str] = "yarn"
-    factor: float | None = key(None, S_HELP, ge=1)
-    fast: float = key(32.0, "pairs with at least so many periods in a training sequence stay as they are", gt=0)
-    slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0)
+    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
+    fast: float = key(32.0, "pairs with at least so many periods in a training sequence stay as they are", gt=0, le=1e9)
+    slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0, le=1e9)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":

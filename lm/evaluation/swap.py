@@ -36,7 +36,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         source: a run folder, a checkpoint or an export.
         checkpoint: of a run folder: `last`, `best` or a step.
         to: name of the new normalizer.
-        init: first values of its parameters: `match`, `unit`, `fit` or a number; None: `match`, or as `overrides` say.
+        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: `match`, or as `overrides` say.
         overrides: `key=value` of the new normalizer's options and of evaluation.
 
     Raises:

@@ -162,7 +162,7 @@ def _short(run: RunRecord, key: str) -> Plain:
 def arm_label(run: RunRecord) -> str:
     """The run's normalizer, or those of its phases, `softmax -> ssmax at step 175`, or what was swapped in after training."""
     (_, first), *later = run.phases
-    if run.config.get("init_from"):  # the weights that it started from have replaced the first values
+    if run.config.get("init_from"):  # the weights that it started from have replaced the initial values
         first = {key: value for key, value in first.items() if key != "init"}
     names = [catalogue.label(first), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later)]
     before = run.measured("swap.normalizer")
