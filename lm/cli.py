@@ -1,5 +1,6 @@
 """The command line: one Typer app; heavy imports happen inside the commands."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -292,6 +293,8 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
 
 def main() -> None:
     """Entry point: an error meant for the user is one line and a non-zero exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
     try:
         app()  # a wrong command line or Ctrl-C ends in here, with status 2 or 130
     except LMError as error:

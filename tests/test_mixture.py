@@ -217,7 +217,8 @@ def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
     write_parquet(tmp_path / "texts" / "b.parquet", {"text": [TEXTS[9], None, TEXTS[10]]})
     store = prepare(files_config(tmp_path / "texts", tmp_path, on_error="skip"))
     assert sorted(stored_texts(store)) == sorted(TEXTS[:11])
-    assert [line.split(": ", 1)[1][:5] for line in store.manifest["unreadable"]["first"]] == ["row 1", "row 2"]
+    assert [line.split(": ", 1)[1][:5] for line in store.manifest["unreadable"]["first"]] == ["row 1"]
+    assert store.manifest["left_out"]["blank"] == 1
 
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(200, marks=pytest.mark.slow)])

@@ -217,8 +217,8 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 KILLED = (
     "import time, lm.data.build as build, lm.data.encoding, lm.data.writing\n"
     "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 200_000, 100_000, 40_000\n"
-    "note = build._write_journal\n"
-    "build._write_journal = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
+    "note = build.Journal.advance\n"
+    "build.Journal.advance = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
 )
 
 
@@ -275,7 +275,8 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     whole = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
     killed_at_work(large, tmp_path / "killed", 1)
-    for damage in ("no shard", "short shard", "other tokens", "no journal"):
+    flipped = {"a bit of the shard": "train-00000.bin", "a bit of the tokenizer": "tokenizer.json", "a bit of the scan": "scan.npz"}
+    for damage in ("no shard", "short shard", "odd journal", *flipped):
         root = shutil.copytree(tmp_path / "killed", tmp_path / damage)
         (partial,) = root.glob(".*.partial")
         shard = partial / "train-00000.bin"
@@ -283,10 +284,13 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
             shard.unlink()
         elif damage == "short shard":
             os.truncate(shard, 1000)
-        elif damage == "other tokens":
-            shard.write_bytes(b"\0" * shard.stat().st_size)
+        elif damage in flipped:
+            path = partial / flipped[damage]
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
         else:
-            (partial / "journal.json").write_text("{")
+            (partial / "journal.json").write_text('{"documents": "two", "train": [1]}')
         assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(whole)
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from lm.config.data_config import DataConfig
+from lm.data.hashes import file_sha256
 from lm.data.prepare import prepare, store_of
 from lm.data.store import Store, fingerprint
-from lm.data.writing import write_manifest
+from lm.data.writing import npy, write_file, write_manifest
 from lm.errors import DataError
 
 
@@ -59,48 +60,89 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: 
 
 
 @pytest.fixture
-def sparse(data: DataConfig) -> Store:
-    """A store whose training tokens are a hole of 4 GiB in two shards: reading them would take seconds, and the hash is wrong."""
+def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store that is large in that its hashes are cached, and whose hashes are not cached yet."""
     store = prepare(data)
-    tokens = 2**31
-    shards = {f"train-0000{n}.bin": {"bytes": tokens, "sha256": "0"} for n in range(2)}
-    for name in shards:
-        (store.path / name).touch()
-        os.truncate(store.path / name, tokens)
-    splits = {**store.manifest["splits"], "train": {**store.manifest["splits"]["train"], "n_tokens": tokens}}
-    files = {**store.manifest["files"], **shards}
-    write_manifest(store.path, {**store.manifest, "files": files, "splits": splits, "shard_tokens": tokens // 2})
+    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.hashes._SETTLED_NS", -1)
     return store
 
 
-def test_a_large_store_opens_without_reading_its_tokens(sparse: Store):
+def test_a_large_store_is_read_once_until_a_file_changes(unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    import lm.data.hashes as module
+
+    read, digest = [], module.file_sha256
+    monkeypatch.setattr(module, "file_sha256", lambda path: (read.append(path.name), digest(path))[1])
+    Store.open(unchecked.path)
+    assert sorted(read) == sorted(unchecked.manifest["files"])
+    assert "checking the sha256 of 0.0 GB, once" in capfd.readouterr().err
+    Store.open(unchecked.path)
+    assert len(read) == len(unchecked.manifest["files"])
+    assert capfd.readouterr().err == ""
+    path = unchecked.path / "train-00000.bin"
+    path.write_bytes(path.read_bytes())
+    Store.open(unchecked.path)
+    assert read[len(unchecked.manifest["files"]) :] == [path.name]
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "val.offsets.npy", "tokenizer.json"])
+def test_an_altered_file_of_a_large_store_is_found(unchecked: Store, name: str):
+    Store.open(unchecked.path)
+    path = unchecked.path / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{name}: was altered"):
+            Store.open(unchecked.path)
+
+
+def test_damaged_cached_hashes_do_not_condemn_a_store(unchecked: Store):
+    Store.open(unchecked.path)
+    cache = unchecked.path.parent / ".hashes.json"
+    kept = json.loads(cache.read_text())
+    cache.write_text(json.dumps({name: [*state, "0" * 64] for name, (*state, _) in kept.items()}))
+    assert Store.open(unchecked.path).fingerprint == unchecked.fingerprint
+
+
+def test_a_large_store_opens_in_little_memory(data: DataConfig):
+    """A store whose training tokens are a hole of 300 MB."""
+    store = prepare(data)
+    n_bytes, n_tokens = 300_000_000, 150_000_000
+    path = store.path / "train-00000.bin"
+    os.truncate(path, n_bytes)
+    offsets = np.append(store.train.offsets[:-1], n_tokens).astype("<i8")
+    written = write_file(store.path / "train.offsets.npy", npy(offsets))
+    facts = store.manifest["splits"]["train"]
+    facts = {
+        **facts,
+        "n_tokens": n_tokens,
+        "longest": int(np.diff(offsets).max()),
+        "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
+    }
+    files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **written}
+    write_manifest(store.path, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}})
     script = (
-        "import resource, sys, time\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
-        "begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "import resource, sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
+        "import lm.progress\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "store = Store.open(Path(sys.argv[1]))\n"
-        "assert store.train.take(np.array([2**30 - 3, 2**31 - 9]), 8).shape == (2, 8)\n"
+        "assert store.train.take(np.array([9, 150_000_000 - 9]), 8).shape == (2, 8)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(sparse.path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 64 * 1024  # KiB
-
-
-def test_the_tokenizer_of_a_large_store_is_checked_all_the_same(sparse: Store):
-    path = sparse.path / "tokenizer.json"
-    path.write_text(path.read_text().replace('"id": 0', '"id": 1', 1))
-    with pytest.raises(DataError, match=r"tokenizer\.json: was altered"):
-        Store.open(sparse.path)
 
 
 def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
-    path = prepare(data).path
-    Store.open(path).verify()
+    store = prepare(data)
+    path = store.path
+    store.verify()
     content = bytearray((path / "val-00000.bin").read_bytes())
     content[100] ^= 1
     (path / "val-00000.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"val-00000\.bin: was altered"):
-        Store.open(path).verify()
+        store.verify()
 
 
 # ---------------------------------------------------------------- shards

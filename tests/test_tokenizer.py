@@ -346,3 +346,11 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
         assert "data.tokenizer.path" in str(caught.value)
     with pytest.raises(DataError, match=r"no token '<eos>'; set data\.tokenizer\.end_of_text .*<\|endoftext\|>"):
         load_tokenizer(good, "<eos>")
+
+
+def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_size = 2147483648"):
+        load(["data.tokenizer.vocab_size=2147483648"])
+    with pytest.raises(DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"):
+        tokenizer_of(words_tokenizer(tmp_path / "letters.json", 2**31))
+    assert "valid Unicode" in TrainedTokenizer(300, ["<\ud800>"]).problems()[0].reason

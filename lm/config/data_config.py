@@ -29,10 +29,11 @@ class Package:
 
 @dataclass
 class Files:
-    """Local files: .txt (a document a file), .jsonl and .parquet (a document a row), also .gz, .zst."""
+    """Local files: text (a document a file), .jsonl or .ndjson and .parquet (a document a row), also .gz, .zst."""
 
     name: ClassVar[str] = "files"
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
+    suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
     column: str = key("text", "column that holds the text (jsonl, parquet)")
     separator: str = key("", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file')
 
@@ -42,8 +43,14 @@ class Files:
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
-        """No files."""
-        return [] if self.paths else [Problem("paths", [], "no files given", "list files, folders or globs")]
+        """No files, or suffixes that are none or mean something else."""
+        if not self.paths or not all(path.strip() for path in self.paths):
+            return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
+        return [
+            Problem("suffixes", suffix, "is not a suffix of text files", "write it as .txt; .jsonl, .ndjson and .parquet are read anyway")
+            for suffix in self.suffixes
+            if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
+        ]
 
 
 @dataclass
@@ -97,6 +104,7 @@ class Mixture:
         return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if wrong else []
 
 
+MAX_VOCAB = 2**24  # more than any tokenizer in use; counts and tables of tokens are held in memory
 END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts every document
 
 # A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds both
@@ -111,14 +119,14 @@ class TrainedTokenizer:
     name: ClassVar[str] = "train"
     end_of_text: ClassVar[str] = END_OF_TEXT
     files: ClassVar[dict[str, str]] = {}  # keys that name files, and what these are
-    vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257)
+    vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
     def problems(self) -> list[Problem]:
         """Special tokens that text may become, or too many."""
         special = self.special_tokens
-        if len({*special, "", END_OF_TEXT}) < len(special) + 2:
-            return [Problem("special_tokens", special, f"must be different texts, none of them empty or {END_OF_TEXT}")]
+        if len({*special, "", END_OF_TEXT}) < len(special) + 2 or any(re.search("[\ud800-\udfff]", token) for token in special):
+            return [Problem("special_tokens", special, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")]
         if words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
             return [Problem("special_tokens", special, reason, "put punctuation beside letters, e.g. <|def|>")]

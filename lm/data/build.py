@@ -21,19 +21,20 @@ import numpy as np
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
+from lm.data.journal import Journal
 from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, label, licence
-from lm.data.store import TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
+from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_sequences, symbol_tokenizer
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
-from lm.data.writing import SplitWriter, npy, write_file, write_manifest, write_whole
+from lm.data.writing import SplitWriter, npy, write_file, write_manifest
 from lm.errors import DataError
 from lm.files import sync_folder
 from lm.progress import Progress
 from lm.schema import Plain
 
-SCAN, JOURNAL = "scan.npz", "journal.json"
+SCAN = "scan.npz"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
@@ -68,33 +69,34 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         partial.mkdir(exist_ok=True)
         made = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
         write_manifest(partial, spec | made)
-        for name in (SCAN, JOURNAL):
-            (partial / name).unlink(missing_ok=True)
+        (partial / SCAN).unlink(missing_ok=True)
+        Journal(partial).remove()
         sync_folder(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
     except (DataError, OSError):
-        if not (partial / JOURNAL).exists():  # with a journal, the next call continues (the cause may be a network or a full disk)
+        if not Journal(partial).n_documents:  # with a journal, the next call continues (the cause may be a network or a full disk)
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
     """Write all files of a store of text except the manifest, which is returned."""
-    scan = _scanned(data, partial, shown)
+    journal = Journal(partial)
+    scan = _scanned(data, journal, shown)
     kept = scan.assignment != COPY
     total = int(scan.n_bytes[kept].sum())
     end = data.tokenizer.end_of_text
-    if not (partial / TOKENIZER).exists():
+    if not journal.holds(TOKENIZER):
         if not data.tokenizer.files:
             with shown.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, scan, advance), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
-        write_whole(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+        journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
     tokenizer = load_tokenizer(partial / TOKENIZER, end)
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end)
-    done, train, val = _reopened(partial, scan, size, end_id)
+    done, train, val = _writers(journal, size, end_id)
     with closing(train), closing(val):
         before = int(scan.n_bytes[:done][kept[:done]].sum())
         workers = data.prepare_workers or default_workers(total - before)
@@ -108,7 +110,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
                 advance(n_bytes)
                 unsaved += n_bytes
                 if unsaved >= JOURNAL_BYTES:
-                    _write_journal(partial, batch.documents[-1].end, train, val)
+                    journal.advance(batch.documents[-1].end, {"train": train, "val": val})
                     unsaved = 0
         splits, files = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes())
         for name, kept_as, writer in (("train", TRAIN, train), ("val", VAL, val)):
@@ -196,47 +198,29 @@ def _licences(data: DataConfig) -> list[str]:
     return [licence(weighted.source) for weighted in data.sources]
 
 
-# ---------------------------------------------------------------- the journal
-
-
-def _write_journal(partial: Path, done: int, train: SplitWriter, val: SplitWriter) -> None:
-    """Record that the first `done` documents are on disk."""
-    train.sync()
-    val.sync()
-    entry = {"documents": done, "train": train.n_tokens, "val": val.n_tokens, "shard_tokens": train.shard_tokens}
-    write_whole(partial / JOURNAL, json.dumps(entry).encode())
-
-
-def _reopened(partial: Path, scan: Scan, size: int, end_id: int) -> tuple[int, SplitWriter, SplitWriter]:
-    """The number of documents that are done, and writers that continue the two splits; from the start if the journal doesn't fit them."""
-    path, writers = partial / JOURNAL, []
-    try:
-        entry = json.loads(path.read_bytes()) if path.exists() else None
-        if entry and entry["shard_tokens"] == writing.SHARD_TOKENS:
-            for name, assignment in (("train", TRAIN), ("val", VAL)):
-                writers.append(SplitWriter(partial, name, size, end_id, entry[name]))
-                if len(writers[-1].starts) != (scan.assignment[: entry["documents"]] == assignment).sum():
-                    raise EOFError
-            return entry["documents"], *writers
-    except (ValueError, KeyError, EOFError, FileNotFoundError):
-        for writer in writers:
-            writer.close()
-    return 0, *(SplitWriter(partial, name, size, end_id) for name in ("train", "val"))
-
-
 # ---------------------------------------------------------------- reading the sources
 
 
-def _scanned(data: DataConfig, partial: Path, shown: Progress) -> Scan:
+def _writers(journal: Journal, vocab_size: int, end_of_text: int) -> tuple[int, SplitWriter, SplitWriter]:
+    """The number of documents that are done, and writers that continue the two splits; from the start if they were damaged since."""
+    train, val = (journal.resumed(name, vocab_size, end_of_text) for name in SPLITS)
+    if train and val:
+        return journal.n_documents, train, val
+    for writer in (train, val):
+        if writer:
+            writer.close()
+    return 0, *(SplitWriter(journal.folder, name, vocab_size, end_of_text) for name in SPLITS)
+
+
+def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
     """The scan of an interrupted preparation, or a new one, which is saved."""
-    path = partial / SCAN
-    if not path.exists():
+    if not journal.holds(SCAN):
         scan = _scan(data, shown)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable]).encode(), np.uint8)
         np.savez(buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, facts=facts)
-        write_whole(path, buffer.getvalue())
-    with np.load(path) as kept:
+        journal.keep(SCAN, buffer.getvalue())
+    with np.load(journal.folder / SCAN) as kept:
         left_out, unreadable = json.loads(kept["facts"].tobytes())
         return Scan(kept["hashes"], kept["n_bytes"], kept["assignment"], kept["ends"], left_out, unreadable)
 

@@ -25,6 +25,12 @@ def plain_sha256(plain: Plain) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def _state(path: Path) -> list[int]:
+    """Size, times and inode: what changes with the content of a file."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
 class FileHashes:
     """sha256 by file, cached in `root`; a file is read again if its size, times or inode differ."""
 
@@ -32,24 +38,31 @@ class FileHashes:
         self.path = root / FILE
         self.changed = False
         try:
-            self.known = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            self.known = {}
+            kept = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            kept = {}
+        entries = kept.items() if isinstance(kept, dict) else ()  # anything else: a damaged cache, which is computed again
+        self.known = {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
+
+    def cached(self, path: Path) -> str | None:
+        """The file's sha256, if it is known without reading the file."""
+        try:
+            known = self.known.get(str(path.resolve()))
+            return known[-1] if known and known[:-1] == _state(path) else None
+        except OSError:
+            return None
 
     def sha256(self, path: Path) -> str:
         """The file's sha256. Raises DataError if it can't be read."""
         try:
-            found = path.stat()
-            state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-            name = str(path.resolve())
-            known = self.known.get(name)
-            if known and known[:-1] == state:
-                return known[-1]
+            if known := self.cached(path):
+                return known
+            state = _state(path)
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
-        if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _SETTLED_NS:
-            self.known[name] = [*state, digest]
+        if time.time_ns() - max(state[1:3]) > _SETTLED_NS:
+            self.known[str(path.resolve())] = [*state, digest]
             self.changed = True
         return digest
 

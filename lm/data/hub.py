@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lm.config.data_config import Hub
 from lm.data.hashes import FileHashes
-from lm.data.reading import ROWS, OnError, column_texts, no_column
-from lm.data.text_files import hidden
+from lm.data.reading import ROWS, OnError, check_column, column_texts
+from lm.data.text_files import files_in
 from lm.errors import DataError, one_line
 from lm.schema import Plain
 
@@ -23,8 +23,8 @@ def documents(source: Hub, root: Path, on_error: OnError) -> Iterator[str]:
     )
     where = f"data.source.dataset: '{source.dataset}' ({source.split})"
     names = dataset.column_names
-    if names is not None and source.column not in names:
-        raise no_column(where, source.column, names)
+    if names is not None:
+        check_column(where, source.column, names)
     chosen = dataset if names is None else dataset.select_columns([source.column])
     tables = chosen.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
     read = iter(lambda: _call(source, lambda _: next(tables, None)), None)
@@ -36,7 +36,7 @@ def identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     settings = {name: getattr(source, name) for name in ("dataset", "config", "split", "column", "revision", "max_documents")}
     folder = Path(source.dataset)
     if folder.is_dir():
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not hidden(path, folder)]
+        paths = sorted(files_in(folder))
         return settings | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return settings  # a commit says it all, so that a prepared store opens without a network

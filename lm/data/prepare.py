@@ -12,7 +12,7 @@ from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
 from lm.data.hashes import plain_sha256
-from lm.data.sources import identity
+from lm.data.sources import description, identity
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.symbol_store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem, one_line
@@ -37,7 +37,7 @@ def prepare(data: DataConfig, progress: bool = False) -> Store:
         if not target.exists():
             with _locked(target.parent, shown.say):
                 if not target.exists():  # another process may have made it meanwhile
-                    _announce(target, spec, shown)
+                    _announce(data, target, spec, shown)
                     build(data, spec, target, shown)
     except KeyboardInterrupt:
         shown.say("stopped; the same command continues from what is done")
@@ -141,12 +141,15 @@ def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
-def _announce(target: Path, spec: dict[str, Plain], shown: Progress) -> None:
+def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], shown: Progress) -> None:
     """Print what is going to be prepared and why, and which other preparations are unfinished."""
     root = target.parent
     own = root / f".{target.name}.partial"
     action = "finishing an interrupted token store" if own.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
     shown.say(f"{target}: {action}")
+    for name, weighted in zip(labels(data), data.sources, strict=True):
+        if told := description(weighted.source):
+            shown.say(f"{name}: {told}")
     for path in sorted(root.glob(".*.partial")):
         if path != own:
             shown.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")

@@ -36,8 +36,7 @@ def column_texts(
     """The texts in a column of tables; `first`: rows before them, so that errors give the row's number in the file."""
     number = first
     for table in tables:
-        if column not in table.schema.names:
-            raise no_column(where, column, table.schema.names)
+        check_column(where, column, table.schema.names)
         for scalar in table.column(column):
             number += 1
             text, row = None, f"{where}: row {number}"
@@ -53,12 +52,13 @@ def column_texts(
 
 
 def row_text(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
-    """The text in a row's `column`. Raises Unreadable, with `n_bytes`, if there is none."""
+    """The text in a row's `column`, empty for null. Raises Unreadable, with `n_bytes`, if it holds something else."""
     if not isinstance(row, dict):
         raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
-    if column not in row:
-        raise no_column(where, column, list(row), n_bytes)
+    check_column(where, column, list(row), n_bytes)
     value = row[column]
+    if value is None:
+        return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
         kind = type(value).__name__
         raise Unreadable(f"{where}: column '{column}' holds {kind}, not text; remove the row or set data.source.column", n_bytes)
@@ -67,9 +67,13 @@ def row_text(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
     return value
 
 
-def no_column(where: str, column: str, names: Iterable[str], n_bytes: int = 0) -> Unreadable:
-    known = ", ".join(names) or "(no columns)"
-    return Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}", n_bytes)
+def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
+    """Check that there is one `column` among `names`. Raises Unreadable."""
+    known = ", ".join(dict.fromkeys(names)) or "(no columns)"
+    if column not in names:
+        raise Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}", n_bytes)
+    if names.count(column) > 1:
+        raise Unreadable(f"{where}: {names.count(column)} columns are named '{column}'; rename all but one", n_bytes)
 
 
 def damaged(where: str, error: Exception, n_bytes: int) -> Unreadable:

@@ -32,6 +32,7 @@ class SourceReader:
     documents: Callable[[Source, Path, OnError], Iterator[str]]  # arguments after the source: data.root; what to do with unreadable text
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     licence: Callable[[Source], str]
+    description: Callable[[Source], str] = lambda source: ""
 
 
 def _package_documents(source: Package, root: Path, on_error: OnError) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: SourceReader(text_files.documents, text_files.identity, text_files.licence),
+    Files: SourceReader(text_files.documents, text_files.identity, text_files.licence, text_files.description),
     Hub: SourceReader(hub.documents, hub.identity, hub.licence),
 }
 
@@ -82,6 +83,11 @@ def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
 def licence(source: Source) -> str:
     """The licence of the text, as far as the source states one."""
     return SOURCE_READERS[type(source)].licence(source)
+
+
+def description(source: Source) -> str:
+    """What is read and what is ignored, where that is not plain from the options; else empty."""
+    return SOURCE_READERS[type(source)].description(source)
 
 
 def label(source: Source) -> str:

@@ -9,9 +9,12 @@ Each document is the end-of-text token followed by its own tokens. The shards ar
 begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
 """
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +22,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.data.hashes import file_sha256, plain_sha256
+from lm.data.hashes import FileHashes, file_sha256, plain_sha256
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import DataError
+from lm.errors import DataError, one_line
+from lm.progress import Progress
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -133,32 +137,43 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """The store at `path`, checked: format, sizes, and sha256 of every file.
+        """The store at `path`, checked: format, facts of the manifest, sizes, and sha256 of every file.
 
-        Of a store of more than 256 MiB, tokens and offsets are checked by their sizes only and not read (`verify` reads them).
+        The files of a store of more than 256 MiB are read for that once: their hashes are cached in the folder above (`FileHashes`), and
+        computed again if a file's size, times or inode change. `verify` always reads them.
 
         Raises:
-            DataError: a file is missing, truncated or altered.
+            DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
         manifest = _read_manifest(path)
-        full = sum(file["bytes"] for file in manifest["files"].values()) <= FULL_CHECK_BYTES
-        for name, expected in manifest["files"].items():
-            _check_file(path / name, expected, full or name in (TOKENIZER, TOKEN_BYTES))
-        splits = {name: _split(path, name, manifest) for name in SPLITS}
-        return cls(
-            path,
-            fingerprint(manifest["files"]),
-            manifest["vocab_size"],
-            manifest["end_of_text"]["id"],
-            np.load(path / TOKEN_BYTES),
-            manifest,
-            **splits,
-        )
+        try:
+            files = manifest["files"]
+            if set(files) != _file_names(manifest):
+                raise ValueError("files")
+            if sum(file["bytes"] for file in files.values()) <= FULL_CHECK_BYTES:
+                for name, expected in files.items():
+                    _check_file(path / name, expected, file_sha256)
+            else:
+                _check_large(path, files)
+            store = cls(
+                path,
+                fingerprint(files),
+                manifest["vocab_size"],
+                manifest["end_of_text"]["id"],
+                np.load(path / TOKEN_BYTES),
+                manifest,
+                **{name: _split(path, name, manifest) for name in SPLITS},
+            )
+            if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
+                raise ValueError("vocab_size")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise _damaged(path / MANIFEST, f"does not describe the store ({one_line(error)})") from None
+        return store
 
     def verify(self) -> None:
-        """Check the sha256 of every file, whatever its size. Raises DataError if one was altered."""
+        """Check the sha256 of every file by reading it. Raises DataError if one was altered."""
         for name, expected in self.manifest["files"].items():
-            _check_file(self.path / name, expected, full=True)
+            _check_file(self.path / name, expected, file_sha256)
 
     def tokenizer(self) -> "Tokenizer":
         """The store's tokenizer."""
@@ -211,18 +226,72 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
     return manifest
 
 
+def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
+    """The files that a store of these splits has."""
+    names = {TOKENIZER, TOKEN_BYTES} | {f"{name}.offsets.npy" for name in SPLITS}
+    for name in SPLITS:
+        n_shards = -(-manifest["splits"][name]["n_tokens"] // manifest["shard_tokens"])
+        names |= {shard_path(Path(name), number).name for number in range(min(n_shards, len(manifest["files"])))}
+    return names
+
+
 def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
+    """The split as the manifest describes it. Raises ValueError if the files say otherwise, and what missing or mistyped facts raise."""
     facts = manifest["splits"][name]
     sources = tuple(SourceCounts(**one) for one in facts["sources"])
-    return Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
+    split = Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
+    if split.dtype != token_dtype(manifest["vocab_size"]):
+        raise ValueError("dtype")
+    for counted in ("n_tokens", "n_documents", "n_bytes"):
+        if sum(getattr(source, counted) for source in sources) != getattr(split, counted):
+            raise ValueError(f"splits.{name}.{counted}")
+    if split.offsets.shape != (split.n_documents + 1,) or split.offsets[-1] != split.n_tokens or not 1 <= split.longest <= split.n_tokens:
+        raise ValueError(f"splits.{name}")
+    for number, shard in enumerate(split.shards):
+        if manifest["files"][shard_path(split.path, number).name]["bytes"] != shard.nbytes:
+            raise ValueError("files")
+    return split
 
 
-def _check_file(path: Path, expected: Mapping[str, Plain], full: bool) -> None:
+def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
+    """Check files whose hashes may be cached in the folder above. Of several processes one reads them, and the others wait."""
+    with _one_at_a_time(folder.parent / ".hashes.lock"):
+        hashes = FileHashes(folder.parent)
+        unknown = sum(expected["bytes"] for name, expected in files.items() if hashes.cached(folder / name) != expected["sha256"])
+        if unknown:
+            Progress().say(f"{folder}: checking the sha256 of {unknown / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
+
+        def sha256(path: Path) -> str:
+            """The cached hash; where it is not the expected one, that of the file."""
+            known = hashes.sha256(path)
+            return known if known == files[path.name]["sha256"] else file_sha256(path)
+
+        try:
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(lambda name: _check_file(folder / name, files[name], sha256), files))
+        finally:
+            hashes.save()
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Lock the file `path`; without a lock in a folder that can't be written."""
+    try:
+        file = open(path, "w")  # noqa: SIM115 (closed below)
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_file(path: Path, expected: Mapping[str, Plain], sha256: Callable[[Path], str]) -> None:
     try:
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise _damaged(path, f"has {size:,} bytes, not {expected['bytes']:,}")
-        if full and file_sha256(path) != expected["sha256"]:
+        if sha256(path) != expected["sha256"]:
             raise _damaged(path, "was altered (its sha256 differs)")
     except OSError as error:
         raise _damaged(path, f"can't be read: {error.strerror}") from None

@@ -1,31 +1,36 @@
-"""Local files as documents: .txt, .jsonl and .parquet, the first two also compressed."""
+"""Local files as documents: plain text, .jsonl (.ndjson) and .parquet, the first two also compressed."""
 
 import codecs
 import difflib
 import glob
 import io
 import json
+import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lm.config.data_config import Files
 from lm.data.hashes import FileHashes
-from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, column_texts, damaged, no_column, row_text
+from lm.data.reading import BLOCK, ROWS, TO_UTF8, OnError, Unreadable, check_column, column_texts, damaged, row_text
 from lm.errors import DataError, one_line
 from lm.schema import Plain
 
-SUPPORTED = ".txt[.gz|.zst], .jsonl[.gz|.zst], .parquet"
+TEXT = "text"  # the format of files that end in one of `Files.suffixes`
+FORMATS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
+PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is held at a time, or a row
 
 
 def documents(source: Files, root: Path, on_error: OnError) -> Iterator[str]:
     """The documents of the files that `source.paths` names."""
-    return read_files(expand(source.paths), source, on_error)
+    return read_files(expand(source), source, on_error)
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """The files with the hashes of their content, and the options they are read with."""
-    files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source.paths)]
-    return {"files": files, "column": source.column, "separator": source.separator}
+    files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source)]
+    return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
 def licence(source: Files) -> str:
@@ -33,19 +38,19 @@ def licence(source: Files) -> str:
     return "not stated (local files)"
 
 
-def expand(paths: list[str]) -> list[Path]:
-    """The files that `data.source.paths` names: sorted, each once; folders are searched recursively.
+def expand(source: Files) -> list[Path]:
+    """The files that `source.paths` names: sorted, each once; folders are searched recursively.
 
     Raises:
         DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     found: set[Path] = set()
-    for given in paths:
+    for given in source.paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file() and _kind(file) and not hidden(file, path)]
+            files = [file for file in files_in(path) if _format(file, source)]
             if not files:
-                raise DataError(f"{path}: no {SUPPORTED} file in this folder (data.source.paths)")
+                raise DataError(f"{path}: {_described(0, _ignored(path, source))} (data.source.paths; {_supported(source)})")
         elif path.exists():
             files = [path]
             if path.stat().st_size == 0:
@@ -56,10 +61,37 @@ def expand(paths: list[str]) -> list[Path]:
                 raise DataError(f"{path}: {_missing(path)} (data.source.paths)")
         found.update(files)
     for path in found:
-        if not _kind(path):
-            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {SUPPORTED}")
+        if not _format(path, source):
+            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}")
     unique = {path.resolve(): path for path in sorted(found, reverse=True)}
     return sorted(unique.values())
+
+
+def description(source: Files) -> str:
+    """How many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
+    folders = [path for path in map(Path, source.paths) if path.expanduser().is_dir()]
+    return _described(len(expand(source)), sum((_ignored(path.expanduser(), source) for path in folders), Counter()))
+
+
+def _described(n_read: int, ignored: Counter[str]) -> str:
+    listed = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
+    remedy = f" ({listed}{', ...' if len(ignored) > 8 else ''}; data.source.suffixes names what is read as text)"
+    return f"{n_read:,} files read, {ignored.total():,} ignored" + (remedy if ignored else "")
+
+
+def _ignored(folder: Path, source: Files) -> Counter[str]:
+    return Counter(file.suffix.lower() or "no suffix" for file in files_in(folder) if not _format(file, source))
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """All files below a folder that are not hidden, those of linked folders included; each folder is entered once."""
+    entered: set[str] = set()
+    for path, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(path)
+        folders[:] = [] if real in entered else sorted(name for name in folders if not name.startswith("."))
+        if real not in entered:
+            yield from (file for name in names if not name.startswith(".") and (file := Path(path, name)).is_file())
+        entered.add(real)
 
 
 def _missing(path: Path) -> str:
@@ -70,16 +102,17 @@ def _missing(path: Path) -> str:
     return "no such file or folder" + (f"; did you mean '{path.parent / close[0]}'?" if close else "")
 
 
-def _kind(path: Path) -> str:
-    """`.txt`, `.jsonl` or `.parquet`; empty if the file is none of them."""
-    packed = path.suffix in (".gz", ".zst")
-    kind = Path(path.stem).suffix if packed else path.suffix
-    return kind if kind in READERS and not (packed and kind == ".parquet") else ""
+def _format(path: Path, source: Files) -> str:
+    """A key of `READERS` by the file's suffix, in any case; empty if there is none."""
+    compressed = path.suffix.lower() in (".gz", ".zst")
+    suffix = (Path(path.stem) if compressed else path).suffix.lower()
+    found = TEXT if suffix in [one.lower() for one in source.suffixes] else FORMATS.get(suffix, "")
+    return "" if compressed and found == ".parquet" else found
 
 
-def hidden(path: Path, folder: Path) -> bool:
-    """True for a file whose name, or a folder's on the way to it, begins with a dot."""
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _supported(source: Files) -> str:
+    compressible = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
+    return f"{compressible} (also .gz, .zst) and .parquet; data.source.suffixes names what is read as text"
 
 
 def read_files(paths: list[Path], source: Files, on_error: OnError) -> Iterator[str]:
@@ -88,7 +121,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError) -> Iterator[
 
     for path in paths:
         try:
-            yield from READERS[_kind(path)](path, source, on_error)
+            yield from READERS[_format(path, source)](path, source, on_error)
         except Unreadable as error:
             on_error(error)
         except (OSError, pyarrow.ArrowException) as error:
@@ -106,8 +139,8 @@ class _Stream(io.RawIOBase):
         import pyarrow
 
         self.path, self.errors = path, (OSError, pyarrow.ArrowException)
-        self.file = pyarrow.OSFile(str(path))
-        self.stream = pyarrow.input_stream(self.file, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix))
+        self.file = pyarrow.OSFile(os.fsencode(path))
+        self.stream = pyarrow.input_stream(self.file, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower()))
 
     def readable(self) -> bool:
         return True
@@ -124,33 +157,38 @@ class _Stream(io.RawIOBase):
 
 
 def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
-    separator, begin = source.separator.encode(), 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
-        for content in _split_at(file, separator):
+        for begin, content in _split_at(file, source.separator.encode()):
             try:
                 text = _decoded(content, begin, str(path))
             except Unreadable as error:
                 on_error(error)
             else:
                 yield text
-            begin += len(content) + len(separator)
 
 
-def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[bytearray]:
-    """The bytes between separators. No UTF-8 sequence begins within another, so that no character is split."""
-    begun = bytearray()
+def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
+    """(first byte, bytes) between separators, whose line ends may be \\n or \\r\\n in the file.
+
+    No UTF-8 sequence begins within another, so that no character is split.
+    """
+    lines = separator.replace(b"\r\n", b"\n").split(b"\n")
+    pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
+    longest = len(separator) + len(lines)
+    first, begun = 0, bytearray()
     try:
         while block := file.read1(BLOCK):
-            searched = max(0, len(begun) + 1 - len(separator))
+            searched = max(0, len(begun) + 1 - longest)
             begun += block
-            while separator and (end := begun.find(separator, searched)) >= 0:
-                yield begun[:end]
-                del begun[: end + len(separator)]
+            while separator and (found := pattern.search(begun, searched)):
+                yield first, begun[: found.start()]
+                first += found.end()
+                del begun[: found.end()]
                 searched = 0
     except Unreadable as damage:
         damage.n_bytes += len(begun)
         raise
-    yield begun
+    yield first, begun
 
 
 def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
@@ -183,20 +221,26 @@ def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        if source.column not in names:
-            raise no_column(str(path), source.column, names, path.stat().st_size)
+    with (
+        pyarrow.OSFile(os.fsencode(path)) as opened,
+        ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False) as file,
+    ):  # otherwise a row group is held whole
+        check_column(str(path), source.column, file.schema_arrow.names, path.stat().st_size)
         first = 0
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
+            columns = [group.column(index) for index in range(group.num_columns)]
+            mine = [one for one in columns if one.path_in_schema == source.column]
+            row_bytes = sum(one.total_uncompressed_size for one in mine) // max(1, group.num_rows)
+            batches = file.iter_batches(
+                max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes))), [number], [source.column], use_threads=False
+            )
             try:
-                yield from column_texts(file.iter_batches(ROWS, [number], [source.column]), source.column, str(path), on_error, first)
+                yield from column_texts(batches, source.column, str(path), on_error, first)
             except (OSError, pyarrow.ArrowException) as error:
-                columns = [group.column(index) for index in range(group.num_columns)]
-                n_bytes = sum(one.total_compressed_size for one in columns if one.path_in_schema == source.column)
+                n_bytes = sum(one.total_compressed_size for one in mine)
                 on_error(damaged(f"{path}: row group {number + 1} of {file.num_row_groups}", error, n_bytes))
             first += group.num_rows
 
 
-READERS: dict[str, Callable[[Path, Files, OnError], Iterator[str]]] = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+READERS: dict[str, Callable[[Path, Files, OnError], Iterator[str]]] = {TEXT: _txt, ".jsonl": _jsonl, ".parquet": _parquet}

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, AnyTokenizer, GPT2Tokenizer, InFiles, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import (
+    END_OF_TEXT,
+    MAX_VOCAB,
+    AnyTokenizer,
+    GPT2Tokenizer,
+    InFiles,
+    TiktokenTokenizer,
+    TokenizerFile,
+    TrainedTokenizer,
+)
 from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
 from lm.errors import DataError, one_line
 from lm.schema import Plain, to_plain
@@ -79,6 +88,8 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
     tokenizer = Tokenizer.from_str(json)
     if dropout := getattr(tokenizer.model, "dropout", None):
         raise DataError(f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file")
+    if (size := vocab_size(tokenizer)) > MAX_VOCAB:
+        raise DataError(f"its largest id is {size - 1:,}; a vocabulary has at most {MAX_VOCAB:,} entries")
     if tokenizer.token_to_id(end_of_text) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"

@@ -26,6 +26,7 @@ class SplitWriter:
 
     Raises:
         EOFError: the files hold fewer than `resume_at` tokens.
+        ValueError: they hold ids beyond the vocabulary.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int, resume_at: int = 0):
@@ -65,6 +66,11 @@ class SplitWriter:
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
+
+    def progress(self) -> dict[str, Plain]:
+        """What is written so far: tokens, tokens of a full shard, and the sha256 of each shard."""
+        hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
+        return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, n_bytes: int, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
         """Finish the split on disk; its manifest entry, and those of its files. Adds the numbers of tokens to `sources`."""
@@ -106,8 +112,8 @@ class SplitWriter:
 
     def _count(self, piece: np.ndarray) -> None:
         """Count tokens that the file now holds, and finish the shard if it is full."""
-        self.sha256.update(piece)
         self.counts += np.bincount(piece, minlength=len(self.counts))
+        self.sha256.update(piece)
         self.starts.extend((np.flatnonzero(piece == self.end_of_text) + self.n_tokens).tolist())
         self.n_tokens += len(piece)
         if self.n_tokens % self.shard_tokens == 0:
@@ -146,4 +152,4 @@ def npy(values: np.ndarray) -> bytes:
 def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
     """Write manifest.json, to which the sha256 of its own content is added."""
     content = {**manifest, "sha256": content_sha256(manifest)}
-    write_file(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
