@@ -1,6 +1,8 @@
 """The command line: one Typer app; heavy imports happen inside the commands."""
 
+import contextlib
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -245,6 +247,7 @@ def generate(
     """
     from lm.evaluation.generation import generate_text
 
+    prompt = os.fsencode(prompt).decode(errors="replace")  # UTF-8, whatever the locale
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
         print(piece, end="", flush=True)
     print()
@@ -294,16 +297,32 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
 def main() -> None:
     """Entry point: an error meant for the user is one line and a non-zero exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
     try:
-        app()  # a wrong command line or Ctrl-C ends in here, with status 2 or 130
+        try:
+            app()  # a wrong command line or Ctrl-C ends in here, with status 2 or 130
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # here, where a full disk can be reported
     except LMError as error:
         _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()  # else Python complains of the closed pipe at exit
-        sys.exit(141)
+    except BrokenPipeError:  # as by `| head`, which has seen enough
+        _discard_output()
+        sys.exit(1)
+    except UnicodeEncodeError as error:
+        _fail(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
     except OSError as error:
+        _discard_output()
         _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+
+
+def _discard_output() -> None:
+    """Let what could not be written to stdout go, or the interpreter would try again at exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            return
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _require_file(arguments: list[str]) -> None:

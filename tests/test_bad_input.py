@@ -122,3 +122,50 @@ def test_a_mistake_on_the_command_line_prints_the_usage():
         assert result.returncode == 2
         assert "Usage" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- where output goes
+
+
+def printed_to(output: int, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status and stderr of `lm ARGUMENTS` with an open file as its stdout, which is closed here."""
+    command, env = [sys.executable, "-m", "lm", *arguments], {**os.environ, **environment}
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=env, cwd=ROOT)
+    os.close(output)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", [["config", "name=x"], ["normalizers"]], ids=["less than a buffer", "more than a buffer"])
+def test_output_that_nobody_reads_ends_quietly_with_status_1(command: list[str]):
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert printed_to(writer, *command) == (1, "")
+
+
+def test_output_to_a_full_disk_is_an_error_of_one_line():
+    assert printed_to(os.open("/dev/full", os.O_WRONLY), "config", "name=x") == (1, "error: No space left on device\n")
+
+
+def test_in_a_locale_of_ascii_output_is_escaped_and_names_of_files_are_refused(tmp_path: Path):
+    (tmp_path / "accent.yaml").write_text("{name: x, base: é.yaml}", encoding="utf-8")
+    result = lm("config", "--reference", LC_ALL="C", PYTHONUTF8="0")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"\u2026" in result.stdout
+    result = lm("config", str(tmp_path / "accent.yaml"), LC_ALL="C", PYTHONUTF8="0")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "error: the locale's encoding, ascii, has no '\\xe9': set LC_ALL=C.UTF-8" in result.stderr
+
+
+def test_a_prompt_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch):
+    prompts = []
+    monkeypatch.setattr("lm.evaluation.generation.generate_text", lambda source, checkpoint, prompt, *others: prompts.append(prompt) or [])
+    assert lm("generate", "run", "--prompt", "caf\udcc3\udca9 \udcff").returncode == 0
+    assert prompts == ["café \ufffd"]
+
+
+@pytest.mark.parametrize("command", ["report", "eval", "generate", "export", "data inspect", "config"])
+def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    options = ["--out", str(tmp_path / "out")] if command == "export" else []
+    refused(tmp_path, lm(*command.split(), str(loop), *options), "loop", status=2 if command in ("data inspect", "config") else 1)

@@ -102,7 +102,7 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
         by = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
         raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links before Python 3.13
+    except (OSError, RuntimeError) as error:  # the second of a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     plain = parse_yaml(content, str(path))
     plain = {} if plain is None else plain
