@@ -20,8 +20,8 @@ import lm.config.load
 from lm.data.batches import validation_starts, windows
 from lm.data.prepare import prepare
 from lm.evaluation.held_out import HeldOut, nll_by_token
-from lm.evaluation.statistics import over_seeds
 from lm.model.device import Device
+from lm.statistics.intervals import over_seeds
 
 ARMS = {
     "relu^2, n = 256": "{name: relu2, n: 'fixed:256'}",

@@ -16,10 +16,10 @@ import numpy as np
 
 import lm.config.load
 from lm.data.prepare import prepare
-from lm.evaluation.statistics import interval_of, over_seeds
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json
 from lm.runs.series import Series
+from lm.statistics.intervals import interval_of, over_seeds
 
 CONFIG = "configs/retrieval.yaml"
 GAU = ["model.block={name: gau, expansion: 2, key_size: 64}", "model.n_layer=4", "model.n_head=1"]

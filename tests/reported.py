@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from lm.config import load as configuration
-from lm.evaluation.statistics import Interval
 from lm.report.comparison import Comparison, compare
 from lm.report.differences import Difference
 from lm.report.sections import Line
@@ -16,6 +15,7 @@ from lm.runs.evaluations import Evaluation
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Sample, Series, Shown
 from lm.runs.validation import validation_series
+from lm.statistics.intervals import Interval
 
 SEQ_LEN = 64
 ANSWERS = "accuracy"
@@ -111,7 +111,7 @@ def build_run(
             axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
             series.append(
                 Series(
-                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="bootstrap",
+                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="documents",
                     samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),), curve=by_sequence.mean(0), shown=shown,
                     setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
                 )

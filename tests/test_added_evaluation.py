@@ -50,7 +50,7 @@ class Spread(Measurement):
             Series(
                 self.kind, "spread", "nats", "higher", held_out.length, values.mean(0), axis=Axis("position", "tokens", "at position",
                 tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.document_labels),),
-                interval="bootstrap", logged=tuple(f"spread/{position}" for position in positions), shown=shown,
+                interval="documents", logged=tuple(f"spread/{position}" for position in positions), shown=shown,
                 data_fingerprint=self.store.fingerprint,
             )
         ]

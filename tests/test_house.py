@@ -11,7 +11,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...
-ROOMS = ("errors", "files", "schema", "progress", "attention", "config", "data", "model", "runs", "evaluation", "report", "training", "cli")
+ROOMS = (
+    "errors",
+    "files",
+    "schema",
+    "progress",
+    "attention",
+    "config",
+    "data",
+    "model",
+    "runs",
+    "statistics",
+    "evaluation",
+    "report",
+    "training",
+    "cli",
+)
 LARGEST = 450  # lines of a module
 
 

@@ -262,12 +262,13 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     assert difference.interval
 
 
-def test_few_documents_are_said_and_not_resampled(tmp_path):
+def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
-    assert "paired bootstrap over 16 documents (128 sequences)" in compared(*folders)[1][()].note
+    assert "paired by sequence, Student t over 16 documents (128 sequences)" in compared(*folders)[1][()].note
     for folder in folders:
         edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))
-    assert "over 128 sequences of only 2 documents, as if they were independent" in compared(*folders)[1][()].note
+    difference = compared(*folders)[1][()]
+    assert (difference.interval, difference.note) == (None, "sequences of 2 documents: an interval takes at least 3")
 
 
 # ---------------------------------------------------------------- output

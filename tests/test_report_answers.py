@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from reported import asked, build_run, compared, edit, first_sample, fraction_right, write_answers, write_evaluation, write_series
 
-from lm.evaluation.statistics import Interval, wilson
 from lm.report.html import write_report
 from lm.report.plots import overview
 from lm.runs.record import read_run
 from lm.runs.series import Sample
 from lm.runs.validation import validation_series
+from lm.statistics.intervals import Interval, wilson
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
@@ -31,8 +31,8 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     assert found[RECALL].interval.mean == pytest.approx(0.5)
     assert found[RECALL].interval.low < 0.49
     assert "accuracy, mqar in sequences of 512" in found[RECALL].what
-    assert found[RECALL].note.startswith("paired bootstrap over 16 sequences")
-    assert found[NEEDLE].note.startswith("paired bootstrap over 10 sequences")
+    assert found[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
+    assert found[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
     files = write_report(folders, tmp_path / "out")
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
     assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)

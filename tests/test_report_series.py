@@ -17,7 +17,7 @@ from lm.runs.series import Axis, Sample, Series, Shown
 
 def probe(rng: np.random.Generator, level: float) -> list[Series]:
     """A number, a curve by position, and points at depths with units of their own."""
-    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "bootstrap", "data_fingerprint": "d"}
+    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "documents", "data_fingerprint": "d"}
 
     def sample(name: str, columns: int, units: int = 40) -> Sample:
         return Sample(name, level + rng.normal(0, 0.1, (units, columns)), np.ones(units), np.arange(units))
@@ -63,7 +63,11 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     assert float(rows["Sparsity of attention in training lengths", "ssmax", "sparsity 2x-4x"]["value"]) == 3
     assert rows["Sparsity of attention", "ssmax", "uniform"]["value"] == "9.0000"
     deep = rows["Reach by depth", "softmax", "0.5"]
-    assert (deep["task"], deep["unit"], deep["interval over"]) == ("books", "tokens, 95% interval over rows, 1 seed", "rows, 1 seed")
+    assert (deep["task"], deep["unit"], deep["interval over"]) == (
+        "books",
+        "tokens, 95% interval over sequences, 1 seed",
+        "sequences, 1 seed",
+    )
     assert float(deep["low"]) < 2 < float(deep["high"])
     assert float(rows["Reach by depth", "ssmax", "difference to softmax, 0.5"]["value"]) == pytest.approx(1, abs=0.2)
     for text in (files.html.read_text(), files.markdown.read_text(), files.latex.read_text()):
@@ -78,8 +82,8 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
         next(folder.glob("evaluations/probe.*")).unlink()
     widths = [int.from_bytes(one.png[16:20]) for one in (overview(compared(*folders)[0]), picture)]  # of a PNG's header
     assert widths == [2 * 2 * 600, 2 * 4 * 600]
-    assert "Panel 3: sparsity by position, from position 16. Bands: 95% interval over rows, 1 seed." in picture.caption
-    assert "Panel 4: reach by depth (books, as trained). Bands: 95% interval over rows, 1 seed." in picture.caption
+    assert "Panel 3: sparsity by position, from position 16. Bands: 95% interval over sequences, 1 seed." in picture.caption
+    assert "Panel 4: reach by depth (books, as trained). Bands: 95% interval over sequences, 1 seed." in picture.caption
 
 
 def test_series_that_are_none_are_refused_in_one_line(folders):

@@ -16,7 +16,7 @@ def by_position() -> Series:
     shown = Shown("Loss by position", "long sequences", "3 of 16 tokens")
     return Series(
         "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained", axis, (sample,),
-        np.arange(16.0), "data", {"chance": 0.5}, "bootstrap", logged=("probe/loss",), shown=shown,
+        np.arange(16.0), "data", {"chance": 0.5}, "documents", logged=("probe/loss",), shown=shown,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_json_and_back_is_the_same(made: Callable[[], Series]):
         ({"samples": (replace(by_position().samples[0], weights=np.zeros(3)),)}, "samples.weights must be positive"),
         ({"axis": Axis("position", "tokens", "", (0, 16, 4), bins=True)}, "must ascend"),
         ({"axis": Axis("position", "tokens", "", (1, 4, 16), bins=True)}, "bins must be whole numbers from 0"),
-        ({"interval": "student"}, "interval must be none or bootstrap or wilson"),
+        ({"interval": "student"}, "interval must be none or documents or wilson"),
         ({"better": "more"}, "better must be lower or higher"),
         ({"logged": ("a", "b")}, "one logged name"),
     ],

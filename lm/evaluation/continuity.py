@@ -15,12 +15,12 @@ from lm.data.batches import Batch, long_starts
 from lm.data.store import Store
 from lm.evaluation.held_out import HeldOut, by_token, validation_sequences
 from lm.evaluation.sequences import by_sequence
-from lm.evaluation.statistics import groups_of, paired_difference, unit_resampled
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.schema import Plain
+from lm.statistics.intervals import paired_difference, sampled
 
 DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are compared
 
@@ -63,7 +63,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
         before, after, kl = by_token([old, new], sequences, where, measure, numbers=3).astype("f8")
         counts = sequences.counts
         documents = sequences.document_labels
-        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), groups_of(documents))
+        change = paired_difference(after.mean(1, where=counts), before.mean(1, where=counts), counts.sum(1), documents)
         lengths.append(
             {
                 "length": sequences.length,
@@ -72,7 +72,7 @@ def evaluate_swap(old: Decoder, new: Decoder, held_out: list[HeldOut], where: De
                 "sequences_sha256": sequences.sha256,
                 "loss_before": float(before.mean(where=counts)),
                 "loss_after": float(after.mean(where=counts)),
-                "change": vars(change) | {"over": f"{unit_resampled(documents)}, 1 checkpoint"},
+                "change": vars(change) | {"over": f"{sampled(documents)}, 1 checkpoint"},
                 "kl": float(kl.mean(where=counts)),
                 "attention_drift": attention_drift(old, new, sequences, where),
                 "nll_by_position_before": _rounded(before, counts),

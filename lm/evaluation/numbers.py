@@ -12,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.evaluation.statistics import interval_of
 from lm.files import write_text
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import write_json
 from lm.runs.series import Series, listed, number, series_names
+from lm.statistics.intervals import interval_of
 
 
 @dataclass(frozen=True, eq=False)

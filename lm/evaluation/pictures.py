@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.evaluation.statistics import interval_of
 from lm.runs.series import Series, number, series_names
+from lm.statistics.intervals import interval_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

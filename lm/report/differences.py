@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lm.evaluation.statistics import FEWEST, Interval, groups_of, over_seeds, paired_difference, unit_resampled
 from lm.report.sections import Arm, Line, Section, Units, units_at
 from lm.runs.series import Series, number
+from lm.statistics.intervals import FEWEST, Interval, over_seeds, paired_difference, sampled
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,14 @@ def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -
         return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation sequences"
     mine, other = ours[shared[0]].values, theirs[shared[0]].values
     documents = len(np.unique(every[0].groups))
-    groups = groups_of(every[0].groups)
     over = f"{len(mine)} sequences" if documents == len(mine) else f"{documents} documents ({len(mine)} sequences)"
-    if groups is None:
-        over = f"{len(mine)} sequences of only {documents} documents, as if they were independent"
-    note = f"paired bootstrap over {over}: covers the choice of what was evaluated on, not training noise"
+    note = f"paired by sequence, Student t over {over}: covers the choice of what was evaluated on, not training noise"
     alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"
     note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
-    if len(mine) < FEWEST:
-        return None, f"{len(mine)} evaluation sequences are too few for an interval (at least {FEWEST})"
-    interval = paired_difference(mine, other, weights, groups)
-    return replace(interval, over=f"{unit_resampled(every[0].groups)}, 1 seed"), note
+    if documents < FEWEST:
+        return None, f"sequences of {documents} documents: an interval takes at least {FEWEST}"
+    interval = paired_difference(mine, other, weights, every[0].groups)
+    return replace(interval, over=f"{sampled(every[0].groups)}, 1 seed"), note
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:

@@ -199,7 +199,7 @@ def methods(comparison: Comparison) -> str:
         seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
         paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
         if alone:
-            how = "95% percentile bootstrap intervals (10,000 resamples), which say nothing about another seed"
+            how = "95% Student t intervals over documents (CR2, Bell and McCaffrey), which say nothing about another seed"
             paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
         text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
     return text.strip()

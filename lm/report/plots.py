@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Transform
 
-from lm.evaluation.statistics import FEWEST, Interval, bootstrap_mean, groups_of, unit_resampled
 from lm.report.comparison import Comparison
 from lm.report.sections import Arm, Line, Section
 from lm.runs.metric_log import Curve
 from lm.runs.series import number
+from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
 _MARKERS = "osD^vP*"
@@ -243,10 +243,10 @@ def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
     x, keep = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:]), edges[:-1] >= min(_FIRST_POSITION, edges[-2])
     values = np.array([one.means for one in found])[:, keep]  # (seeds, bins)
     low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}" if len(found) > 1 else ""
-    if len(found) == 1 and found[0].interval != "none" and len(found[0].samples[0].values) >= FEWEST:
+    if len(found) == 1 and found[0].interval != "none" and len(np.unique(found[0].samples[0].groups)) >= FEWEST:
         (sample,) = found[0].samples
-        low, high = bootstrap_mean(sample.values[:, keep], sample.weights, groups_of(sample.groups))
-        band = f"95% interval over {unit_resampled(sample.groups)}, 1 seed"
+        low, high = mean_ends(sample.values[:, keep], sample.weights, sample.groups)
+        band = f"95% interval over {sampled(sample.groups)}, 1 seed"
     return _Drawn(index, line, x[keep], values.mean(axis=0), low, high, band)
 
 

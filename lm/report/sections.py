@@ -6,9 +6,9 @@ from typing import get_args
 
 import numpy as np
 
-from lm.evaluation.statistics import Interval, interval_of, over_seeds
 from lm.runs.record import RunRecord
 from lm.runs.series import Series, Shape, series_names
+from lm.statistics.intervals import Interval, interval_of, over_seeds
 
 WILSON = "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out"
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from lm.evaluation.statistics import Interval
 from lm.report.comparison import Comparison, compare
 from lm.report.sections import Arm, Line, Section
 from lm.runs.record import read_run
+from lm.statistics.intervals import Interval
 
 Cell = str | Interval | None  # None: not measured
 

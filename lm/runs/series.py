@@ -10,7 +10,7 @@ import numpy as np
 from lm.config.task_config import task_names
 from lm.schema import Plain
 
-Interval = Literal["none", "bootstrap", "wilson"]  # of a mean: resampling groups of units; Wilson's over questions
+Interval = Literal["none", "documents", "wilson"]  # of a mean: Student t over documents; Wilson's over questions
 Better = Literal["lower", "higher"]
 Shape = Literal["number", "bins", "points"]
 

@@ -32,7 +32,7 @@ def validation_series(
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
             references={} if unigram_entropy is None else {"unigram entropy": unigram_entropy},
-            samples=() if sample is None else (sample,), interval="none" if sample is None else "bootstrap",
+            samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
             data_fingerprint=data_fingerprint, **common,
         )
     ]  # fmt: skip

@@ -1,0 +1,173 @@
+"""95 % intervals: over documents, over training seeds, over both, and of fractions of trials.
+
+Everything here is in closed form: no resampling, no seed.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import stdtrit
+
+from lm.runs.series import Series
+
+FEWEST = 3  # documents; below, an interval over them says nothing
+FEWEST_CROSSED = 8  # documents, for an interval over seeds and documents at once
+_Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % interval; NaN where a value was not finite.
+
+    `over` says what it covers, such as `3 seeds` or `documents, 1 seed`: the noise that would move it in another sample of these.
+    """
+
+    mean: float
+    low: float
+    high: float
+    over: str = ""
+
+    def listed(self) -> list[float]:
+        """As results keep it: [mean, low, high]."""
+        return [self.mean, self.low, self.high]
+
+
+def sampled(groups: np.ndarray) -> str:
+    """What an interval over units of these groups covers: `documents` where some hold several units, else `sequences`."""
+    return "documents" if len(np.unique(groups)) < len(groups) else "sequences"
+
+
+def interval_of(one: Series, column: int, mean: float | None = None) -> Interval | None:
+    """The interval of a column's mean (or of another that is as well known); None if the series has none, or too few units for one."""
+    mean = float(one.means[column]) if mean is None else mean
+    if one.interval == "none":
+        return None
+    sample, values = one.column(column)
+    if one.interval == "wilson":
+        asked = int(sample.weights.sum())
+        return replace(wilson(mean * asked, asked), over="questions, 1 seed")
+    if len(np.unique(sample.groups)) < FEWEST:
+        return None
+    (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)
+    return Interval(mean, float(low), float(high), f"{sampled(sample.groups)}, 1 seed")
+
+
+def paired_difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval:
+    """Mean of a - b over units, such as sequences, with its interval over the documents they are from.
+
+    Args:
+        a, b: (units,) the same units under two models, such as nats per token.
+        weights, groups: as of `mean_ends`.
+
+    Raises:
+        ValueError: shapes that differ, or aren't (units,).
+    """
+    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    if a.shape != b.shape or a.ndim != 1 or not len(a):
+        raise ValueError(f"paired units need equal shapes (units,), not {a.shape} and {b.shape}")
+    with np.errstate(invalid="ignore"):
+        difference = a - b
+    low, high = mean_ends(difference[:, None], weights, groups)
+    mean = np.average(difference, weights=weights) if np.isfinite(difference).all() else np.nan
+    return Interval(float(mean), float(low[0]), float(high[0]))
+
+
+def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the 95 % interval of the weighted mean over units, each (columns,): Student t over documents.
+
+    The mean is a ratio of sums over documents. Its variance is that of the documents' residual sums, each divided by 1 - its part of
+    the weight (Bell and McCaffrey 2002, CR2), and Student's t has their Satterthwaite degrees of freedom: of documents of equal
+    weight D - 1; fewer where few documents have most of the weight. A column that isn't all finite gives NaN.
+
+    Args:
+        values: (units, columns).
+        weights: (units,), such as how many tokens each has; None: all alike.
+        groups: (units,) labels; units of one label, such as a document's sequences, are not independent of each other. None: each is.
+
+    Raises:
+        ValueError: fewer than two groups have weight.
+    """
+    finite = np.isfinite(values).all(axis=0)
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
+    mean, variance, degrees = _mean_variance(np.where(finite, values, 0.0), weights, groups)
+    half = stdtrit(degrees, 0.975) * np.sqrt(variance)
+    return np.where(finite, mean - half, np.nan), np.where(finite, mean + half, np.nan)
+
+
+def _mean_variance(values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, float]:
+    """Of `mean_ends`: the means (columns,), the variances of these (columns,), and the degrees of freedom."""
+    labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    part = np.bincount(labels, weights) / weights.sum()  # (documents,) each one's part of the weight
+    mean = weights @ values / weights.sum()
+    residuals = np.zeros((len(part), values.shape[1]))
+    np.add.at(residuals, labels, weights[:, None] / weights.sum() * (values - mean))
+    residuals, part = residuals[part > 0], part[part > 0]
+    if len(part) < 2:
+        raise ValueError("an interval needs at least two documents")
+    variance = (residuals**2 / (1 - part[:, None])).sum(0)
+    # Were all documents alike but for their weight, the variance would be a quadratic form in them of matrix G; trace(G)^2 / trace(G G).
+    u, square = part**2 / (1 - part), (part**2).sum()
+    first, second = u @ part, u @ part**2
+    traced = (u * (1 + square - 2 * part)).sum()
+    squared = square**2 * u.sum() ** 2 - 4 * square * u.sum() * first + 2 * u.sum() * second + 2 * first**2
+    squared += (u**2 * ((1 + square - 2 * part) ** 2 - (square - 2 * part) ** 2)).sum()
+    return mean, variance, float(traced**2 / squared)
+
+
+def over_seeds(values: np.ndarray) -> Interval:
+    """Mean over seeds with the 95 % Student t interval; `values` is (seeds,), at least two."""
+    values = np.asarray(values, dtype=float)
+    over = f"{len(values)} seeds"
+    if not np.isfinite(values).all():
+        return Interval(np.nan, np.nan, np.nan, over)
+    half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values))
+    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half), over)
+
+
+def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
+    """Mean over seeds and documents, with its 95 % interval over both: what other seeds and other text of the kind would give.
+
+    Seeds and documents are crossed: each seed's model reads each document. The variance is that between seeds' means, plus that between
+    documents' means, minus what both hold of the interaction (Cameron, Gelbach and Miller 2011), and at least the greater of the
+    first two; degrees of freedom after Satterthwaite.
+
+    Args:
+        values: (seeds, units), such as paired differences in nats per token.
+        weights, groups: (units,), as of `mean_ends`.
+
+    Returns:
+        None: fewer than two seeds or `FEWEST_CROSSED` documents, or values that are not finite.
+    """
+    names, labels = np.unique(groups, return_inverse=True)
+    seeds = len(values)
+    if seeds < 2 or len(names) < FEWEST_CROSSED or not np.isfinite(values).all():
+        return None
+    weights = np.asarray(weights, dtype=float)
+    per_seed = values @ weights / weights.sum()
+    of_seeds, seed_degrees = per_seed.var(ddof=1) / seeds, seeds - 1
+    mean, (of_documents,), document_degrees = _mean_variance(values.mean(0)[:, None], weights, groups)
+    sums = np.zeros((seeds, len(names)))
+    np.add.at(sums.T, labels, (weights * values).T)
+    within = np.bincount(labels, weights)
+    kept = within > 0
+    interaction = sums[:, kept] - sums[:, kept].mean(0) - (per_seed - per_seed.mean())[:, None] * within[kept]
+    of_both = (interaction**2).sum() / (seeds * (seeds - 1)) / weights.sum() ** 2
+    variance = max(of_seeds, of_documents, of_seeds + of_documents - of_both)
+    total = of_seeds + of_documents
+    degrees = total**2 / (of_seeds**2 / seed_degrees + of_documents**2 / document_degrees) if total else 1.0
+    half = stdtrit(degrees, 0.975) * np.sqrt(variance)
+    return Interval(float(mean[0]), float(mean[0] - half), float(mean[0] + half), f"{seeds} seeds and {kept.sum()} documents")
+
+
+def wilson(right: float, trials: int) -> Interval:
+    """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
+
+    `right` may be fractional where each trial is a mean, over depths, say: the interval is then as wide as if they were all alike.
+    """
+    if not trials:
+        return Interval(np.nan, np.nan, np.nan)
+    fraction, scale = right / trials, 1 + _Z**2 / trials
+    middle = (fraction + _Z**2 / (2 * trials)) / scale
+    half = _Z / scale * np.sqrt(fraction * (1 - fraction) / trials + _Z**2 / (4 * trials**2))
+    # At the ends the bound is the fraction itself, which rounding may miss.
+    return Interval(fraction, 0.0 if right == 0 else float(middle - half), 1.0 if right == trials else float(middle + half))

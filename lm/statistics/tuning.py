@@ -1,0 +1,85 @@
+"""Choosing each arm's learning rate by its loss on the selection text, over one grid that all arms share."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+EXTENSIONS = 2  # how often a grid may grow
+FEWEST_SEEDS = 2  # that a rate is tuned on
+
+Losses = Mapping[float, Sequence[float]]  # of one arm: by learning rate, the final selection loss of each tuning seed; inf: diverged
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The learning rates of the arms, or what is missing to choose them.
+
+    Attributes:
+        rates: by arm, that of the lowest mean loss; arms still at an edge have none.
+        missing: rates to measure for every arm before anything is chosen; then `rates` is empty.
+        at_edge: arms whose best rate is at an edge of the grid that may not grow again: no verdict on them.
+    """
+
+    rates: dict[str, float]
+    missing: tuple[float, ...] = ()
+    at_edge: tuple[str, ...] = ()
+
+
+def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
+    """What the losses so far say, where `grid` is the one that was planned.
+
+    A rate at which any seed diverged has mean loss infinite. Where the best rate of some arm is the highest (lowest) measured, the grid
+    grows by twice the highest (half the lowest) for every arm, at most `EXTENSIONS` times.
+
+    Args:
+        grid: learning rates above 0.
+        losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_SEEDS` seeds or more.
+
+    Raises:
+        ValueError: a grid or losses that are not as described.
+    """
+    if not grid or not losses or any(not rate > 0 for rate in grid):
+        raise ValueError("needs a grid of learning rates above 0, and an arm")
+    asked = sorted(set(grid))
+    grown = 0
+    while True:
+        for arm, by_rate in losses.items():
+            for rate in asked:
+                if rate in by_rate and len(by_rate[rate]) < FEWEST_SEEDS:
+                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_SEEDS}")
+        if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
+            return Tuned({}, missing)
+        best = {arm: min(asked, key=lambda rate, by_rate=by_rate: mean_loss(by_rate[rate])) for arm, by_rate in losses.items()}
+        edges = {asked[0], asked[-1]}
+        if grown == EXTENSIONS or not edges & set(best.values()):
+            at_edge = tuple(arm for arm, rate in best.items() if rate in edges)
+            return Tuned({arm: rate for arm, rate in best.items() if arm not in at_edge}, at_edge=at_edge)
+        low, high = asked[0] in best.values(), asked[-1] in best.values()
+        asked = [asked[0] / 2] * low + asked + [asked[-1] * 2] * high
+        grown += 1
+
+
+def mean_loss(losses: Sequence[float]) -> float:
+    """Over seeds; infinite if any is not finite: a rate at which training diverges now and then is not one to use."""
+    return float(np.mean(losses)) if all(map(math.isfinite, losses)) else math.inf
+
+
+def next_rate(rate: float, measured: Iterable[float], direction: str) -> float | None:
+    """The measured learning rate next to `rate` that is `lower` or `higher`; None at the edge."""
+    if direction == "lower":
+        return max((each for each in measured if each < rate), default=None)
+    return min((each for each in measured if each > rate), default=None)
+
+
+def elsewhere(arm: str, base: str, rates: Mapping[str, float], losses: Mapping[str, Losses]) -> dict[float, list[float]]:
+    """Arm minus baseline at other learning rates than those chosen, both at the same: by rate, the selection loss of each tuning seed.
+
+    At the baseline's rate and the arm's where they differ, else at the neighbours of the one they have in common. Infinite where only one
+    of them diverged; seeds of which both did are left out.
+    """
+    chosen = {rates[arm], rates[base]}
+    others = chosen if len(chosen) == 2 else {next_rate(rates[base], losses[base], direction) for direction in ("lower", "higher")}
+    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(rate for rate in others if rate)}
+    return {rate: [ours - theirs for ours, theirs in both if not ours == theirs == math.inf] for rate, both in pairs.items()}

@@ -1,0 +1,167 @@
+"""Verdicts on arms against one baseline: what paired differences over seeds show, all comparisons taken together."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from scipy.special import nctdtr, stdtr, stdtrit
+
+from lm.statistics.intervals import Interval, over_seeds
+
+ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
+POWER = 0.8
+FEWEST_SEEDS = 3  # of a verdict `better` or `worse`
+FEWEST_EQUIVALENT = 5  # of a verdict that says that what there is does not matter
+MOST_SEEDS = 1000  # that `seeds_needed` counts to
+
+Kind = Literal[
+    "better", "worse", "different but below what matters", "equivalent", "not resolved", "depends on the rate", "unstable", "not tuned"
+]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured of an arm against the baseline, on the primary metric.
+
+    Attributes:
+        differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
+            trained with.
+        diverged: runs of either at these seeds that diverged; they are counted, never dropped.
+        elsewhere: differences at other learning rates, one value a tuning seed (`lm.statistics.tuning.elsewhere`).
+        tuned: False if the best rate of either is at an edge of the grid.
+    """
+
+    differences: Sequence[float]
+    diverged: int = 0
+    elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
+    tuned: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be said of an arm.
+
+    Attributes:
+        kind: the verdict in words.
+        reason: what it rests on.
+        interval: of the difference, Student t over seeds, not adjusted for other comparisons; None with fewer than two seeds.
+        p: two-sided, of no difference, adjusted after Holm over all comparisons; 1 where nothing was tested.
+        p_equivalent: of a difference that matters, adjusted likewise.
+        seeds_needed: for a difference that matters to be found with probability `POWER`, judged by the spread so far; None: unknown.
+    """
+
+    kind: Kind
+    reason: str
+    interval: Interval | None
+    p: float
+    p_equivalent: float
+    seeds_needed: int | None
+
+
+def verdicts(comparisons: Mapping[str, Comparison], matters: float, better: Literal["lower", "higher"]) -> dict[str, Verdict]:
+    """The verdict on each arm (or arm and size), all taken as one family.
+
+    Paired t tests of no difference, and two one-sided t tests (Schuirmann 1987) of |difference| >= `matters`; Holm's (1979) adjustment
+    over all comparisons, of each kind of test apart. One that can't be tested counts in the family with p = 1.
+
+    Args:
+        comparisons: by name.
+        matters: smallest difference of interest, in the metric's unit, settled before any run.
+        better: which direction of the metric is better.
+
+    Raises:
+        ValueError: no `matters` above 0.
+    """
+    if not 0 < matters < math.inf:
+        raise ValueError("the smallest difference of interest must be above 0 and finite")
+    tested = {name: _testable(one) for name, one in comparisons.items()}
+    differs = holm([p_difference(one.differences) if tested[name] else 1.0 for name, one in comparisons.items()])
+    alike = holm([p_equivalence(one.differences, matters) if tested[name] else 1.0 for name, one in comparisons.items()])
+    return {
+        name: _verdict(one, p, q, matters, better, len(comparisons))
+        for (name, one), p, q in zip(comparisons.items(), differs, alike, strict=True)
+    }
+
+
+def _testable(one: Comparison) -> bool:
+    return one.tuned and not one.diverged and len(one.differences) >= FEWEST_SEEDS and bool(np.isfinite(one.differences).all())
+
+
+def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, family: int) -> Verdict:
+    seeds = len(one.differences)
+    interval = over_seeds(np.array(one.differences)) if seeds > 1 else None
+    spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
+    needed = None if spread is None else seeds_needed(spread, matters, ALPHA / family)
+
+    def verdict(kind: Kind, reason: str) -> Verdict:
+        return Verdict(kind, reason, interval, p, q, needed)
+
+    if one.diverged or not np.isfinite(one.differences).all():
+        return verdict("unstable", f"{max(one.diverged, 1)} of the runs diverged")
+    if not one.tuned:
+        return verdict("not tuned", "the best learning rate is at the edge of the grid, which may not grow again")
+    if seeds < FEWEST_SEEDS:
+        return verdict("not resolved", f"{seeds} seeds in common: a verdict needs at least {FEWEST_SEEDS}")
+    mean = interval.mean
+    if p <= ALPHA:
+        if turned := other_sign(mean, one.elsewhere):
+            at = " and ".join(f"{rate:g}" for rate in turned)
+            return verdict("depends on the rate", f"the difference has the other sign with both at rate {at}")
+        if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
+            return verdict("different but below what matters", f"within {matters:g} of the baseline (p = {q:.2g})")
+        return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
+    if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
+        return verdict("equivalent", f"within {matters:g} of the baseline (p = {q:.2g} over {seeds} seeds)")
+    how_many = f"more than {MOST_SEEDS}" if needed is None else f"{needed}"
+    return verdict(
+        "not resolved", f"a difference of {matters:g} takes {how_many} seeds to be found 4 times in 5, by the spread of these {seeds}"
+    )
+
+
+def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[float]:
+    """The learning rates at which the mean difference over the tuning seeds has not the sign of `mean`."""
+    return [rate for rate, some in elsewhere.items() if len(some) and not mean * float(np.mean(some)) > 0]
+
+
+def p_difference(differences: Sequence[float]) -> float:
+    """Two-sided p of the paired t test of mean 0. Differences that are all the same have p 0, or 1 where they are 0."""
+    return 2 * stdtr(len(differences) - 1, -abs(_t(differences, 0.0)))
+
+
+def p_equivalence(differences: Sequence[float], matters: float) -> float:
+    """The greater p of the two one-sided t tests of a mean at or beyond -matters, and at or beyond +matters."""
+    degrees = len(differences) - 1
+    return max(stdtr(degrees, _t(differences, matters)), stdtr(degrees, -_t(differences, -matters)))
+
+
+def _t(differences: Sequence[float], at: float) -> float:
+    distance, error = np.mean(differences) - at, np.std(differences, ddof=1) / math.sqrt(len(differences))
+    if error == 0:
+        return math.copysign(math.inf, distance) if distance else 0.0
+    return float(distance / error)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values adjusted so that rejecting those at most alpha keeps the chance of any false rejection at alpha (Holm 1979)."""
+    order, adjusted, highest = np.argsort(p, kind="stable"), [1.0] * len(p), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+        adjusted[index] = float(highest)
+    return adjusted
+
+
+def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
+    """The probability that a paired t test at `alpha` finds a mean `difference`; `spread`: the standard deviation of single differences."""
+    if spread == 0:
+        return 1.0 if difference else alpha
+    critical, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
+    return float(1 - nctdtr(seeds - 1, shift, critical) + nctdtr(seeds - 1, shift, -critical))
+
+
+def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
+    """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` is `POWER`; None: more than `MOST_SEEDS`."""
+    found = bisect_left(range(MOST_SEEDS + 1), POWER, lo=FEWEST_SEEDS, key=lambda seeds: power(seeds, spread, difference, alpha))
+    return found if found <= MOST_SEEDS else None

@@ -1,0 +1,156 @@
+"""The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts are false.
+
+python scripts/simulate_verdicts.py [--trials 10000] [--jobs 2]
+
+Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
+where the best is at an edge, then trained with further seeds and judged by `verdicts`. A final loss is: the arm's curve over log2(rate),
+plus effects of the seed (shared by arms, as seeds share the order of data), of arm x rate x seed, of the document, of arm x document and of
+arm x seed x document. What is drawn can have heavy tails (Student t with 4 degrees of freedom) and differ in variance between arms.
+"""
+
+import argparse
+import math
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lm.statistics.intervals import over_seeds, over_seeds_and_documents
+from lm.statistics.tuning import Tuned, elsewhere, tuned
+from lm.statistics.verdicts import Comparison, seeds_needed, verdicts
+
+GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+MATTERS = 0.02  # nats per token
+
+
+@dataclass(frozen=True)
+class World:
+    """What is true, in nats per token; standard deviations but for `effects`, `optima` and `curvature`."""
+
+    name: str
+    seeds: int
+    effects: tuple[float, ...] = (0.0,)  # of each arm against the baseline, both at their best rates
+    optima: tuple[float, ...] = ()  # log2 of each arm's best rate over 3e-3; the baseline's first; all 0 unless given
+    curvature: float = 0.02  # of the loss, per octave squared from the best rate
+    seed: float = 0.01
+    arm_seed: float = 0.008
+    document: float = 0.3
+    arm_document: float = 0.02
+    arm_seed_document: float = 0.02
+    documents: int = 24
+    equal_on_text: bool = False  # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
+    heavy: bool = False
+    unequal: bool = False  # the noise of arms twice that of the baseline, and documents of unequal length
+
+
+def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, bool, bool]]]:
+    """One experiment: each arm's verdict, and whether its intervals hold the truth: over seeds; over seeds and documents (or none is made);
+    and whether the two have chosen different rates."""
+    random = np.random.default_rng((hash_of(world.name), trial))
+
+    def draw(scale: float, *shape: int) -> np.ndarray:
+        return scale * (random.standard_t(4, shape) / math.sqrt(2) if world.heavy else random.standard_normal(shape))
+
+    arms = ["base", *(f"arm {number}" for number in range(len(world.effects)))]
+    effects, optima = (0.0, *world.effects), world.optima or (0.0,) * len(arms)
+    noise = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
+
+    def expected(arm: int, rate: float) -> float:
+        return 4 + effects[arm] + world.curvature * (math.log2(rate / 3e-3) - optima[arm]) ** 2
+
+    # Tuning: the mean over the selection text, whose documents are the same at every rate and seed.
+    shared, shift = draw(world.seed, 2), draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
+    losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
+    choice = Tuned({}, GRID)
+    while choice.missing:
+        for rate in choice.missing:
+            for number, arm in enumerate(arms):
+                own = draw(noise[number] * world.arm_seed, 2)
+                losses[arm][rate] = list(expected(number, rate) + shift[number] + shared + own)
+        choice = tuned(GRID, losses)
+
+    weights = random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
+    by_document = draw(world.seed, world.seeds, 1) + draw(world.document, world.documents)
+    values, truth = {}, {}
+    for number, arm in enumerate(arms):
+        if arm in choice.rates:
+            own = draw(noise[number] * world.arm_seed, world.seeds, 1)
+            on_text = draw(world.arm_document, world.documents)
+            if world.equal_on_text:
+                on_text -= np.average(on_text, weights=weights)
+            rest = draw(noise[number] * world.arm_seed_document, world.seeds, world.documents)
+            at = expected(number, choice.rates[arm])
+            values[arm], truth[arm] = at + by_document + own + on_text + rest, (at, at + np.average(on_text, weights=weights))
+    comparisons, covered = {}, []
+    for arm in arms[1:]:
+        if not {arm, "base"} <= values.keys():
+            comparisons[arm] = Comparison((), tuned=False)
+            continue
+        difference = values[arm] - values["base"]
+        per_seed = difference @ weights / weights.sum()
+        comparisons[arm] = Comparison(per_seed.tolist(), elsewhere=elsewhere(arm, "base", choice.rates, losses))
+        population, text = (truth[arm][i] - truth["base"][i] for i in (0, 1))
+        one, both = over_seeds(per_seed), over_seeds_and_documents(difference, weights, np.arange(world.documents))
+        differ = choice.rates[arm] != choice.rates["base"]
+        covered.append((one.low <= text <= one.high, both.low <= population <= both.high, differ))
+    return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
+
+
+def hash_of(name: str) -> int:
+    """A number for a name that is the same in every process."""
+    return int.from_bytes(name.encode(), "big") % 2**61
+
+
+def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
+    """Of many trials: how many had each verdict on any arm; and, as `simulated` gives them, how often intervals held and rates differed,
+    with the number of intervals last, (4,)."""
+    some, covered = Counter(), []
+    for trial in trials:
+        kinds, held = simulated(world, trial)
+        some.update(set(kinds))
+        covered += held
+    return some, np.array([*np.sum(covered, 0), len(covered)])
+
+
+def report(worlds: list[World], trials: int, jobs: int) -> None:
+    """Print a table, one line a world."""
+    kinds = ("better", "worse", "different but below what matters", "equivalent", "not resolved", "depends on the rate", "not tuned")
+    print(f"{trials} experiments a line; % of experiments with such a verdict on any arm; coverage in % of intervals\n")
+    print("| world | seeds | over seeds | over seeds and documents | rates differ | " + " | ".join(kinds) + " |")
+    print("|---|" + "---:|" * (4 + len(kinds)))
+    with ProcessPoolExecutor(jobs) as pool:
+        for world in worlds:
+            pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
+            found = list(pool.map(many, [world] * len(pieces), pieces))
+            some, (seeds, both, differ, n) = sum((one[0] for one in found), Counter()), sum(one[1] for one in found)
+            cells = [f"{100 * count / n:.1f}" for count in (seeds, both, differ)] + [f"{100 * some[kind] / trials:.1f}" for kind in kinds]
+            print(f"| {world.name} | {world.seeds} | " + " | ".join(cells) + " |", flush=True)
+
+
+def all_worlds() -> list[World]:
+    """Equal arms with plain and with awkward noise, and arms that differ by what matters."""
+    worlds = []
+    for seeds in (3, 5, 10):
+        plain = World("4 equal arms", seeds, (0.0,) * 4, equal_on_text=True)
+        worlds += [
+            plain,
+            replace(plain, name="4 equal arms, heavy tails", heavy=True),
+            replace(plain, name="4 equal arms, heavy tails, unequal variances", heavy=True, unequal=True),
+            replace(plain, name="4 equal arms, nearly flat over rates", curvature=0.002),
+            replace(plain, name="4 equal arms of different best rates", optima=(0.0, 0.5, -0.5, 0.3, 1.0)),
+            replace(plain, name="4 equal arms that differ by text", equal_on_text=False),
+            replace(plain, name="4 equal arms that differ by text, heavy, unequal", equal_on_text=False, heavy=True, unequal=True),
+            replace(plain, name=f"1 arm better by {MATTERS:g}", effects=(-MATTERS,)),
+        ]
+    spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
+    planned = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
+    return [*worlds, planned, replace(planned, name=f"{planned.name}, best rate on the grid", optima=(0.4, 0.4))]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    report(all_worlds(), arguments.trials, arguments.jobs)

@@ -1,0 +1,138 @@
+"""Intervals: coverage, textbook values, and units that depend on each other."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import t as student
+from scipy.stats import ttest_1samp
+
+from lm.statistics.intervals import mean_ends, over_seeds, over_seeds_and_documents, paired_difference, sampled, wilson
+
+
+def test_the_mean_of_alike_units_has_students_interval():
+    values = np.random.default_rng(0).normal(4, 1, (17, 3))
+    expected = ttest_1samp(values, 0).confidence_interval(0.95)
+    assert np.allclose(mean_ends(values), (expected.low, expected.high), rtol=1e-12)
+
+
+def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
+    rng = np.random.default_rng(1)
+    weights, values = rng.lognormal(0, 1, 9), rng.normal(size=9)
+    part = weights / weights.sum()
+    residual = np.eye(9) - np.outer(np.ones(9), part)  # of values that have the same variance
+    form = (part / np.sqrt(1 - part))[:, None] * residual
+    gram = form @ form.T
+    half = student.ppf(0.975, np.trace(gram) ** 2 / (gram**2).sum()) * np.linalg.norm(form @ values)
+    low, high = mean_ends(values[:, None], weights)
+    assert ((high - low)[0] / 2, (high + low)[0] / 2) == pytest.approx((half, part @ values), rel=1e-9)
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("documents", [3, 8, 20])
+def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(documents: int, unequal: bool, heavy: bool):
+    rng, trials, labels = np.random.default_rng(documents), 1000, np.repeat(np.arange(documents), 4)
+    covered = 0
+    for _ in range(trials):
+        effect = rng.standard_t(4, documents) if heavy else rng.normal(size=documents)
+        weights = (rng.lognormal(0, 0.6, documents) if unequal else np.ones(documents))[labels]
+        values = 0.1 + 0.1 * effect[labels] + 0.05 * rng.normal(size=len(labels))
+        interval = paired_difference(values, np.zeros(len(values)), weights, labels)
+        covered += interval.low <= 0.1 <= interval.high
+    assert 0.93 <= covered / trials <= 0.985
+
+
+def test_sequences_of_a_document_are_not_taken_for_independent():
+    values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
+    together, apart = (paired_difference(values, 0 * values, groups=groups) for groups in (labels, None))
+    assert together.high - together.low > 3 * (apart.high - apart.low)
+    assert sampled(labels) == "documents"
+    assert sampled(np.arange(12)) == "sequences"
+
+
+def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():
+    rng = np.random.default_rng(0)
+    a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40).astype(float), np.arange(40) // 4
+    found = paired_difference(a, 0 * a, weights, labels)
+    padded = paired_difference(np.append(a, 9.0), np.zeros(41), np.append(3 * weights, 0.0), np.append(labels * 3 + 5, 999))
+    assert (padded.mean, padded.low, padded.high) == pytest.approx((found.mean, found.low, found.high), rel=1e-12)
+    assert paired_difference(a, 0 * a, weights, np.arange(40) + 7) == paired_difference(a, 0 * a, weights) != found
+
+
+def test_identical_units_differ_by_exactly_nothing():
+    values = np.random.default_rng(0).normal(4, 1, 50)
+    interval = paired_difference(values, values.copy())
+    assert (interval.mean, interval.low, interval.high) == (0.0, 0.0, 0.0)
+
+
+def test_pairing_narrows_the_interval_of_correlated_units():
+    rng = np.random.default_rng(1)
+    shared = rng.normal(4, 0.5, 100)
+    a, b = shared + rng.normal(0, 0.05, 100), shared + rng.normal(0, 0.05, 100)
+    paired, unpaired = paired_difference(a, b), paired_difference(a, rng.permutation(b))
+    assert (paired.high - paired.low) < 0.3 * (unpaired.high - unpaired.low)
+
+
+def test_columns_that_are_not_finite_have_no_interval_and_leave_the_others():
+    values = np.random.default_rng(0).normal(size=(20, 2))
+    spoilt = values.copy()
+    spoilt[3, 1] = np.nan
+    low, high = mean_ends(spoilt)
+    assert (low[0], high[0]) == (mean_ends(values)[0][0], mean_ends(values)[1][0])
+    assert np.isnan([low[1], high[1]]).all()
+
+
+def test_what_can_t_be_paired_or_has_one_document_is_refused():
+    with pytest.raises(ValueError, match="equal shapes"):
+        paired_difference(np.zeros(3), np.zeros(4))
+    with pytest.raises(ValueError, match="at least two documents"):
+        paired_difference(np.zeros(3), np.zeros(3), groups=np.zeros(3))
+
+
+def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
+    rng, trials = np.random.default_rng(0), 1000
+    covered = {"both": 0, "seeds alone": 0}
+    for _ in range(trials):
+        values = 0.1 + 0.1 * rng.normal(size=(5, 1)) + 0.2 * rng.normal(size=20) + 0.1 * rng.normal(size=(5, 20))
+        both = over_seeds_and_documents(values, np.ones(20), np.arange(20))
+        for name, one in (("both", both), ("seeds alone", over_seeds(values.mean(1)))):
+            covered[name] += one.low <= 0.1 <= one.high
+    assert 0.93 <= covered["both"] / trials <= 0.98
+    assert covered["seeds alone"] / trials < 0.93
+    assert both.over == "5 seeds and 20 documents"
+
+
+def test_seeds_and_documents_take_enough_of_both():
+    values = np.random.default_rng(0).normal(size=(5, 8))
+    assert over_seeds_and_documents(values, np.ones(8), np.arange(8)) is not None
+    assert over_seeds_and_documents(values[:, :7], np.ones(7), np.arange(7)) is None
+    assert over_seeds_and_documents(values[:1], np.ones(8), np.arange(8)) is None
+    assert over_seeds_and_documents(values * np.inf, np.ones(8), np.arange(8)) is None
+
+
+def test_interval_over_seeds_is_students():
+    interval = over_seeds(np.array([0.1, 0.2, 0.3]))
+    assert interval.mean == pytest.approx(0.2)
+    assert interval.high - 0.2 == pytest.approx(4.30265 * 0.1 / np.sqrt(3), rel=1e-5)
+
+
+def test_wilson_is_the_score_interval():
+    for right, trials, low, high in (
+        (8, 10, 0.490162, 0.943318),
+        (1, 20, 0.008881, 0.236131),
+        (0, 10, 0.0, 0.277533),
+        (5, 5, 0.565518, 1.0),
+    ):
+        found = wilson(right, trials)
+        assert found.mean == right / trials
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
+    assert np.isnan(wilson(0, 0).mean)
+
+
+@given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
+def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: float):
+    found = wilson(round(share * trials), trials)
+    assert 0 <= found.low <= found.mean <= found.high <= 1
+    mirrored = wilson(trials - round(share * trials), trials)
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)

@@ -1,0 +1,76 @@
+"""Learning rates are chosen from one grid that all arms share, and the choice is never at its edge."""
+
+import math
+
+import pytest
+
+from lm.statistics.tuning import elsewhere, mean_loss, tuned
+
+GRID = (1e-3, 2e-3, 4e-3)
+
+
+def bowl(best: float, rates: tuple[float, ...] = GRID) -> dict[float, list[float]]:
+    """Losses of two seeds, least at the rate `best`."""
+    return {rate: [4 + math.log2(rate / best) ** 2 + seed for seed in (0.0, 0.1)] for rate in rates}
+
+
+def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
+    found = tuned((1e-3, 2e-3, 4e-3, 8e-3), {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
+    assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
+
+
+def test_what_is_not_measured_is_asked_for_before_anything_is_chosen():
+    found = tuned(GRID, {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
+    assert (found.rates, found.missing) == ({}, (2e-3, 4e-3))
+
+
+def test_one_arm_at_the_edge_grows_the_grid_for_all():
+    losses = {"a": bowl(2e-3), "b": bowl(8e-3)}
+    assert tuned(GRID, losses).missing == (8e-3,)
+    more = (*GRID, 8e-3)
+    assert tuned(GRID, {"a": bowl(2e-3, more), "b": bowl(8e-3, more)}).missing == (16e-3,)
+    most = (*more, 16e-3)
+    assert tuned(GRID, {"a": bowl(2e-3, most), "b": bowl(8e-3, most)}).rates == {"a": 2e-3, "b": 8e-3}
+
+
+def test_both_edges_grow_at_once():
+    assert tuned(GRID, {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
+
+
+def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
+    most = (*GRID, 8e-3, 16e-3)
+    found = tuned(GRID, {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
+    assert (found.rates, found.at_edge, found.missing) == ({"a": 2e-3}, ("b",), ())
+
+
+def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
+    losses = bowl(4e-3, (*GRID, 8e-3))
+    losses[4e-3][1] = math.inf
+    losses[8e-3][0] = math.nan
+    assert tuned((*GRID, 8e-3), {"a": losses}).rates == {"a": 2e-3}
+    assert mean_loss([4.0, math.nan]) == math.inf
+
+
+def test_an_arm_that_diverges_everywhere_has_no_rate():
+    everywhere = {rate: [math.inf, math.inf] for rate in (0.25e-3, 0.5e-3, *GRID)}
+    assert tuned(GRID, {"a": bowl(2e-3, tuple(everywhere)), "b": everywhere}).at_edge == ("b",)
+
+
+@pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])
+def test_what_can_t_be_tuned_is_refused(grid, losses):
+    with pytest.raises(ValueError, match="needs"):
+        tuned(grid, losses)
+
+
+def test_the_difference_elsewhere_is_at_the_neighbours_of_a_common_rate_or_at_both_chosen_rates():
+    losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in some] for rate, some in bowl(4e-3).items()}}
+    both = elsewhere("a", "base", {"a": 2e-3, "base": 2e-3}, losses)
+    assert {rate: pytest.approx(values) for rate, values in both.items()} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
+    assert sorted(elsewhere("a", "base", {"a": 2e-3, "base": 4e-3}, losses)) == [2e-3, 4e-3]
+
+
+def test_where_one_diverged_elsewhere_the_difference_is_infinite_and_where_both_did_there_is_none():
+    losses = {"a": bowl(2e-3), "base": bowl(2e-3)}
+    losses["a"][4e-3] = [math.inf, math.inf]
+    losses["base"][4e-3] = [5.0, math.inf]
+    assert elsewhere("a", "base", {"a": 2e-3, "base": 2e-3}, losses)[4e-3] == [math.inf]

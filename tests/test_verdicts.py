@@ -1,0 +1,126 @@
+"""Verdicts: textbook values, which verdict follows from what, and how often they are false."""
+
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import false_discovery_control, nct, t, ttest_1samp
+
+from lm.statistics.verdicts import Comparison, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from simulate_verdicts import World, many
+
+MATTERS = 0.02
+
+
+def spread(mean: float, deviation: float, seeds: int) -> list[float]:
+    """So many differences of exactly this mean and standard deviation."""
+    values = np.linspace(-1, 1, seeds)
+    return list(mean + deviation * values / values.std(ddof=1))
+
+
+def kind(*comparisons: Comparison, better: str = "lower") -> str:
+    """The verdict on the first of them."""
+    return next(iter(verdicts({str(i): one for i, one in enumerate(comparisons)}, MATTERS, better).values())).kind
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (Comparison(spread(-0.03, 0.005, 3)), "better"),
+        (Comparison(spread(0.03, 0.005, 3)), "worse"),
+        (Comparison(spread(-0.03, 0.005, 2)), "not resolved"),
+        (Comparison([-0.03]), "not resolved"),
+        (Comparison(()), "not resolved"),
+        (Comparison(spread(-0.01, 0.005, 10)), "different but below what matters"),
+        (Comparison(spread(-0.019, 0.005, 10)), "better"),  # may be more than matters
+        (Comparison(spread(0.001, 0.005, 5)), "equivalent"),
+        (Comparison(spread(0.001, 0.003, 4)), "not resolved"),  # four seeds are too few to say so
+        (Comparison(spread(0.01, 0.03, 5)), "not resolved"),
+        (Comparison(spread(-0.03, 0.005, 5), diverged=1), "unstable"),
+        (Comparison([-0.03, -0.03, np.inf]), "unstable"),
+        (Comparison(spread(-0.03, 0.005, 5), tuned=False), "not tuned"),
+        (Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: [0.01, 0.02], 8e-3: [-0.1, -0.2]}), "depends on the rate"),
+        (Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: [-0.01, -0.02], 8e-3: [-np.inf]}), "better"),
+        (Comparison(spread(-0.03, 0.005, 5), elsewhere={8e-3: [np.inf]}), "depends on the rate"),
+        (Comparison(spread(0.001, 0.005, 5), elsewhere={2e-3: [-0.01, -0.02]}), "equivalent"),
+    ],
+)
+def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
+    assert kind(one) == expected
+
+
+def test_a_metric_of_which_more_is_better_turns_the_words():
+    assert kind(Comparison(spread(0.03, 0.005, 3)), better="higher") == "better"
+
+
+def test_one_of_many_comparisons_needs_more_evidence():
+    one, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
+    assert p_difference(one.differences) < 0.05 < 5 * p_difference(one.differences)
+    assert kind(one) == "better"
+    assert kind(one, *[nothing] * 4) == "not resolved", "what can't be tested counts in the family"
+
+
+def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
+    found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
+    assert found.seeds_needed == seeds_needed(0.03, MATTERS) == 20
+    assert "takes 20 seeds" in found.reason
+    assert found.interval.over == "5 seeds"
+
+
+def test_p_values_are_those_of_the_t_tests():
+    values = np.random.default_rng(0).normal(0.005, 0.01, 7)
+    assert p_difference(values) == pytest.approx(ttest_1samp(values, 0).pvalue)
+    one_sided = ttest_1samp(values, -MATTERS, alternative="greater").pvalue, ttest_1samp(values, MATTERS, alternative="less").pvalue
+    assert p_equivalence(values, MATTERS) == pytest.approx(max(one_sided))
+    assert (p_difference([0.0] * 3), p_difference([0.25] * 3), p_equivalence([0.0] * 3, MATTERS)) == (1.0, 0.0, 0.0)
+    assert p_equivalence([MATTERS] * 3, MATTERS) >= 0.5
+
+
+def test_holms_adjustment_is_the_textbooks():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.2, 0.9]) == [0.4, 0.9]
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_adjusted_p_values_keep_their_order_and_only_rise(p: list[float]):
+    adjusted = holm(p)
+    assert all(0 <= before <= after <= 1 for before, after in zip(p, adjusted, strict=True))
+    assert [adjusted[i] for i in np.argsort(p, kind="stable")] == sorted(adjusted)
+    assert all(one >= other - 1e-12 for one, other in zip(adjusted, false_discovery_control(p), strict=True))
+
+
+def test_power_is_that_of_the_noncentral_t():
+    critical = t.ppf(0.975, 9)
+    expected = nct.sf(critical, 9, 0.8 * np.sqrt(10)) + nct.cdf(-critical, 9, 0.8 * np.sqrt(10))
+    assert power(10, 1.0, 0.8) == pytest.approx(expected, abs=1e-9)
+    assert power(10, 1.0, 0.0) == pytest.approx(0.05)
+    needed = seeds_needed(1.0, 0.8)
+    assert power(needed, 1.0, 0.8) >= 0.8 > power(needed - 1, 1.0, 0.8)
+    assert seeds_needed(1.0, 1e-4) is None
+    assert seeds_needed(0.0, 0.1) == 3
+
+
+@pytest.mark.parametrize("matters", [0.0, -1.0, np.inf, np.nan])
+def test_a_verdict_takes_a_difference_of_interest(matters: float):
+    with pytest.raises(ValueError, match="smallest difference of interest"):
+        verdicts({}, matters, "lower")
+
+
+def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold():
+    some, (seeds, *_, n) = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
+    assert (some["better"] + some["worse"]) / 300 <= 0.06
+    assert 0.925 <= seeds / n <= 0.975
+
+
+def test_simulated_experiments_find_what_was_planned_for():
+    world = World("1 arm better", 6, (-MATTERS,), equal_on_text=True, optima=(0.4, 0.4))
+    some, _ = many(world, range(300))
+    assert (some["better"] + some["different but below what matters"]) / 300 >= 0.72
+    assert not some["worse"]
