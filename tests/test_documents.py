@@ -217,4 +217,4 @@ def test_the_readme_s_example_runs(tmp_path: Path):
     environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
     assert shutil.which("lm", path=commands_path)
     subprocess.run(["bash", "-ec", example], check=True, cwd=tmp_path, env=environment, timeout=1800)
-    assert "over 3 seeds" in (tmp_path / "runs" / "mine" / "report" / "report.md").read_text()
+    assert "over 3 seeds" in (tmp_path / "runs" / "mine-report" / "table.md").read_text()
