@@ -187,11 +187,16 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     return converted
 
 
+def is_block(value: Plain) -> bool:
+    """True for a block of keys; False for a map whose keys are data, such as numbers."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
 def _build_variant(table: Mapping[str, type], default: str | None, value: Plain, path: str, problems: list[Problem]):
     if isinstance(value, list) and "layers" in table:
         value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
-    if not isinstance(value, Mapping) or value.get("name", default) is None:
+    if not is_block(value) or value.get("name", default) is None:
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)

@@ -30,7 +30,7 @@ ARMS = {
     "relu^2, by its sum": "{name: relu2, n: sum}",
     "softmax": "softmax",
 }
-TRAINED = {"256": "{}", "mixed": "{32: 0.25, 64: 0.25, 128: 0.25, 256: 0.25}"}
+TRAINED = {"256": "full", "mixed": "{name: mixed, weights: {32: 0.25, 64: 0.25, 128: 0.25, 256: 0.25}}"}
 LENGTHS, LONGEST, ROWS = (32, 64, 128, 256, 512), 512, 128
 
 
@@ -49,7 +49,7 @@ def train(arm: str, lengths: str, seed: int, runs: Path) -> str:
         "trainer.threads=1",
         "log.progress=none",
     ]
-    options += [f"model.normalizer={ARMS[arm]}"] + ([f"data.lengths={TRAINED[lengths]}"] if TRAINED[lengths] != "{}" else [])
+    options += [f"model.normalizer={ARMS[arm]}", f"data.lengths={TRAINED[lengths]}"]
     result = subprocess.run([sys.executable, "-m", "lm", "train", "configs/gau.yaml", *options], capture_output=True, text=True)
     return result.stderr if result.returncode else ""
 

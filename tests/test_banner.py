@@ -41,9 +41,9 @@ def test_options_of_the_model_beside_its_shape_are_all_named(printed):
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ("{8: 0.5, 32: 0.5}", "8 tokens 50.0%, 32 tokens 50.0%"),
-        ("{0.0: 16, 0.5: 32}", "16 tokens 50.0%, 32 tokens 50.0%"),
-        ("documents", "% of the tokens are left out of each epoch, different ones each time"),
+        ("{name: mixed, weights: {8: 0.5, 32: 0.5}}", "8 tokens 50.0%, 32 tokens 50.0%"),
+        ("{name: curriculum, starts: {0.0: 16, 0.5: 32}}", "16 tokens 50.0%, 32 tokens 50.0%"),
+        ("documents", "% of the tokens are left out of each epoch"),
     ],
 )
 def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, lengths: str, words: str):

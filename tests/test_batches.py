@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+from lm.config.lengths_config import Curriculum, DocumentLengths, FixedLength, MixedLengths
+from lm.config.load import load
 from lm.data.batches import Batch, MicroBatches, TextStream, TrainSequences, long_starts, train_loader, validation_starts, windows
 from lm.data.prepare import prepare
 from lm.data.sequence_lengths import DocumentPieces, NoFullStep
 from lm.data.store import SourceCounts, Split, Store
 from lm.data.stratified_sampler import BLOCK, StratifiedSampler
+from lm.errors import ConfigError
 
 SEQ_LEN, BATCH_SLOTS, STEPS = 16, 8, 50
 
@@ -230,7 +234,7 @@ def test_windows_are_what_the_store_holds(store: Store):
 
 def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store):
     plain = TrainSequences(store, DataConfig(seq_len=64), 4, seed=1)
-    mixed = TrainSequences(store, DataConfig(seq_len=64, lengths={16: 0.25, 32: 0.25, 64: 0.5}), 4, seed=1)
+    mixed = TrainSequences(store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.25, 32: 0.25, 64: 0.5})), 4, seed=1)
     for step in range(40):
         length, sequences = mixed.length(step), whole(mixed.batch(step))
         assert sequences.shape == (4 * 64 // length, length + 1)
@@ -239,17 +243,18 @@ def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store
 
 
 def test_mixed_lengths_have_their_weights_and_are_a_function_of_seed_and_step(store):
-    lengths = {16: 0.2, 32: 0.3, 64: 0.5}
+    weights = {16: 0.2, 32: 0.3, 64: 0.5}
+    lengths = MixedLengths(weights)
     sequences, again, other = (TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
     drawn = [sequences.length(step) for step in range(4000)]
-    for length, weight in lengths.items():
-        assert drawn.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(lengths))
+    for length, weight in weights.items():
+        assert drawn.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(weights))
     assert drawn[:100] == [again.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
 
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
 def test_ranks_and_micro_batches_divide_steps_of_mixed_lengths_too(store, world: int, micro_batch: int):
-    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths={16: 0.5, 64: 0.5}), 4, 1)
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.5, 64: 0.5})), 4, 1)
     parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
     for step in range(10):
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
@@ -257,14 +262,60 @@ def test_ranks_and_micro_batches_divide_steps_of_mixed_lengths_too(store, world:
 
 
 def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths={0.0: 16, 0.25: 32, 0.5: 64}), 4, 1, max_steps=40)
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.5: 64})), 4, 1, max_steps=40)
     assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
-    assert sequences.length_fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
+    assert sequences.length.fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
 
 
 def test_a_fixed_length_cuts_all_slots(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=16), 4, 1)
+    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=FixedLength(16)), 4, 1)
     assert {whole(sequences.batch(step)).shape for step in range(20)} == {(16, 17)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "problem"),
+    [
+        ("{name: fixed}", r"^data\.lengths\.length = None: no length given; give a divisor of data\.seq_len$"),
+        ("{name: fixed, length: 7}", r"^data\.lengths\.length = 7: does not divide data\.seq_len = 32 into sequences of 2 tokens or more;"),
+        ("{name: fixed, length: 64}", "does not divide data.seq_len = 32"),
+        ("{name: fixed, length: 0}", r"^data\.lengths\.length = 0: must be >= 2$"),
+        ("{name: fixed, length: .nan}", r"^data\.lengths\.length = nan: must be an integer or null$"),
+        ("{name: mixed}", r"^data\.lengths\.weights = {}: no lengths given;"),
+        ("{name: mixed, weights: {7: 1.0}}", r"^data\.lengths\.weights = 7: does not divide data\.seq_len = 32"),
+        ("{name: mixed, weights: {0: 1.0}}", r"^data\.lengths\.weights = 0: does not divide"),
+        ("{name: mixed, weights: {-8: 1.0}}", r"^data\.lengths\.weights = -8: does not divide"),
+        ("{name: mixed, weights: {.nan: 1.0}}", r"^data\.lengths\.weights = {nan: 1.0}: must be a map \(an integer: a number\)$"),
+        ("{name: mixed, weights: {8: 0.4, 32: 0.5}}", r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1$"),
+        ("{name: mixed, weights: {8: .inf, 32: 0.5}}", r"^data\.lengths\.weights = {8: inf, 32: 0\.5}: must be "),
+        ("{name: mixed, weights: {8: -0.5, 32: 1.5}}", r"^data\.lengths\.weights = .*: must be > 0$"),
+        ("{name: mixed, weights: {8: 0.1, 32: 0.9}}", "gives sequences of 8 less than one step of trainer.max_steps = 8"),
+        ("{name: curriculum}", r"^data\.lengths\.starts = {}: no length starts at 0\.0;"),
+        ("{name: curriculum, starts: {0.5: 32}}", "no length starts at 0.0"),
+        ("{name: curriculum, starts: {0.0: 16, .nan: 32}}", r"^data\.lengths\.starts = {0\.0: 16, nan: 32}: "),
+        ("{name: curriculum, starts: {0.0: 16, .inf: 32}}", r"^data\.lengths\.starts = {0\.0: 16, inf: 32}: "),
+        ("{name: curriculum, starts: {0.0: 16, 1.0: 32}}", "must start at a fraction of the run of 0 or more and below 1"),
+        ("{name: curriculum, starts: {0.0: 16, 0.01: 32}}", "leaves a length no step of trainer.max_steps = 8"),
+        ("{name: curriculum, starts: {0.0: 0}}", r"^data\.lengths\.starts = 0: does not divide"),
+        ("{name: documents, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
+        ("32", r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, curriculum, documents$"),
+        ("{8: 0.5, 32: 0.5}", r"^data\.lengths = {8: 0\.5, 32: 0\.5}: must be a name or a block with a 'name'; choose from: full"),
+        ("halves", r"^data\.lengths\.name = 'halves': unknown name; choose from: full"),
+    ],
+)
+def test_wrong_lengths_are_refused_in_one_line(lengths: str, problem: str):
+    with pytest.raises(ConfigError, match=problem) as error:
+        load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", f"data.lengths={lengths}"])
+    assert "\n" not in str(error.value)
+
+
+def test_pieces_of_documents_need_documents_and_a_power_of_two():
+    tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.lengths=documents"]
+    with pytest.raises(ConfigError, match=r"needs a data\.seq_len that is a power of two of 16 or more, not 24"):
+        load([*tiny, "data.seq_len=24", "optim.batch_tokens=240"])
+    with pytest.raises(ConfigError, match="reads the documents of one source as they come"):
+        load([*tiny, "data.tasks=[{weight: 0.5, task: needle}]"])
+    with pytest.raises(ConfigError, match=r"data\.lengths = 'documents': short sequences train the first learned positions only"):
+        load([*tiny, "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"])
 
 
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))
@@ -288,12 +339,13 @@ def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: l
         seen = np.concatenate(seen)
         assert len(np.unique(seen)) == len(seen)
         assert 1 - len(seen) / sum(sizes) == pytest.approx(pieces.left_out)
+        assert not any(sizes[document] < 16 for document in document_of[seen]), "as the note says"
     short_of_a_step = 3 * step_tokens
     assert pieces.left_out * sum(sizes) < 16 * len(sizes) + short_of_a_step
 
 
 def test_ranks_and_micro_batches_divide_steps_of_document_pieces_too(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=32, lengths="documents"), 4, 1)
+    sequences = TrainSequences(store, DataConfig(seq_len=32, lengths=DocumentLengths()), 4, 1)
     assert len({sequences.length(step) for step in range(30)}) > 1
     for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
         parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
@@ -309,6 +361,13 @@ def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
     starts = np.concatenate([pieces.sequence_starts(step) for step in range(200 * pieces.steps_per_epoch)])
     batch = counted_split(sizes).around(starts, 16, 0, sum(sizes))
     assert set(batch[:, 1:].ravel().tolist()) == set(range(sum(sizes)))
+
+
+def test_a_run_says_how_many_tokens_pieces_of_documents_leave_out():
+    pieces = DocumentPieces(counted_split([64, 15, 33, 8, 20, 40, 20]), 32, 32, (1, 2))
+    assert pieces.note() == "20.0% of the tokens are left out of each epoch, 11.5% always: documents of fewer than 16"
+    assert DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note() == "0.0% of the tokens are left out of each epoch"
+    assert TrainSequences(Counted(100), DataConfig(seq_len=32), 1, 1).length.note() == ""
 
 
 # ---------------------------------------------------------------- documents and streams

@@ -261,7 +261,7 @@ def test_what_recall_can_not_measure_is_refused(tiny):
 
 
 def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
-    config = tiny(*SYMBOLS, "data.lengths={0.0: 16, 0.5: 32}")
+    config = tiny(*SYMBOLS, "data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}")
     store = prepare(config.data)
     rows = train_sequences(store, config)
     assert [rows.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
@@ -412,7 +412,7 @@ def test_what_contradicts_itself_is_refused(tiny):
     assert "there is no text to read beyond the training length" in refused("data.tasks=[{task: copy}]")
     assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused("data.tasks=[{task: {name: mqar, queries: 9}}]", off)
     assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", off)
-    config = tiny("data.tasks=[{task: mqar}]", off, "data.lengths={16: 0.5, 32: 0.5}")
+    config = tiny("data.tasks=[{task: mqar}]", off, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}")
     store = prepare(config.data)
     with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need sequences of at least 31 tokens, not 16"):
         train_sequences(store, config)

@@ -43,8 +43,8 @@ SCENARIOS = {
     "accumulation": (["trainer.micro_batch=2"], (3,)),
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
-    "mixed lengths": (["data.lengths={8: 0.5, 32: 0.5}", "trainer.micro_batch=2"], (3,)),
-    "isolated documents": (["data.lengths={0.0: 16, 0.5: 32}", "data.documents=isolate"], (3,)),
+    "mixed lengths": (["data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", "trainer.micro_batch=2"], (3,)),
+    "isolated documents": (["data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}", "data.documents=isolate"], (3,)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
 SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all three": (2, 4, 6)}

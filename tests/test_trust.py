@@ -200,7 +200,7 @@ def test_no_byte_of_an_exports_description_can_be_flipped(run: Path, tmp_path: P
 
 def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path):
     """JSON knows no numbers as keys, and the lengths of rows are."""
-    config = tiny("name=lengths", "data.lengths={8: 0.5, 32: 0.5}", *SHORT)
+    config = tiny("name=lengths", "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", *SHORT)
     train(config)
     assert lm.load(export(config.run_folder, "last", tmp_path / "out")).config == lm.load(config.run_folder).config
     write_sealed(tmp_path / "sealed.json", {"a": {32: 1, 8: 2}})

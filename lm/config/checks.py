@@ -30,7 +30,11 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     problems += check_phases(config)
 
-    problems += check_lengths(config)
+    problems += data.lengths.conflicts(data.seq_len, trainer.max_steps, one_source=len(data.sources) == 1 and not data.tasks)
+    problem(
+        model.position.ends and data.lengths.shorter,
+        "data.lengths", data.lengths.name, "short sequences train the first learned positions only", "set model.position=rope",
+    )  # fmt: skip
 
     problems += check_tasks(config) + check_weights(config)
 
@@ -63,44 +67,6 @@ def check(config: Config) -> list[Problem]:
         found = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
         problems += [replace(one, path=f"eval.{kind}.{one.path}") for one in found]
     return problems
-
-
-def check_lengths(config: Config) -> list[Problem]:
-    """What is wrong with `data.lengths`."""
-    lengths, seq_len, steps = config.data.lengths, config.data.seq_len, config.trainer.max_steps
-    reasons = []
-    if lengths == "documents":
-        if len(config.data.sources) > 1:
-            reasons.append("takes documents as they come, whatever the weights of a mixture: give lengths")
-        if seq_len < 16 or seq_len & (seq_len - 1):
-            reasons.append(f"needs a data.seq_len that is a power of two of 16 or more, not {seq_len}")
-        chosen = []
-    elif isinstance(lengths, dict) and 0 in lengths:
-        chosen, shares = list(lengths.values()), list(lengths)
-        firsts = [round(share * steps) for share in sorted(shares)]
-        if not all(0 <= share < 1 for share in shares):
-            reasons.append("a length must begin at a share of the run from 0 on and below 1")
-        elif len(set(firsts)) < len(firsts):
-            reasons.append(f"leaves a length no step of trainer.max_steps = {steps}")
-    elif isinstance(lengths, dict) and any(0 < name < 1 for name in lengths):
-        chosen = []
-        reasons.append("lengths that follow each other begin at 0.0, e.g. {0.0: 32, 0.5: 64}")
-    elif isinstance(lengths, dict):
-        chosen = list(lengths)
-        if not all(share > 0 for share in lengths.values()) or abs(sum(lengths.values()) - 1) > 1e-6:
-            reasons.append(f"shares must be above 0 and sum to 1, not to {sum(lengths.values()):g}")
-        if not chosen:
-            reasons.append("names no length")
-        if rare := [length for length, share in lengths.items() if 0 < share * steps < 1 - 1e-6]:
-            reasons.append(f"gives rows of {rare[0]} less than one step of trainer.max_steps = {steps}")
-    else:
-        chosen = [] if lengths is None else [lengths]
-    wrong = [length for length in chosen if length != int(length) or length < 2 or seq_len % length]
-    if wrong:
-        reasons.append(f"{wrong[0]:g} does not divide data.seq_len = {seq_len} into rows of 2 tokens and more")
-    if config.model.position.ends and lengths is not None:
-        reasons.append("short rows train the first learned positions only: set model.position=rope")
-    return [Problem("data.lengths", lengths, reason) for reason in reasons]
 
 
 def check_phases(config: Config) -> list[Problem]:
@@ -163,6 +129,4 @@ def check_tasks(config: Config) -> list[Problem]:
         names = ", ".join(weighted.task.name for weighted in data.tasks if weighted.task.vocab_size)
         reason = "use a vocabulary of symbols, which text and tasks in text don't have"
         problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
-    if data.lengths == "documents":
-        problems.append(Problem("data.lengths", data.lengths, "tasks have no documents", "give lengths, or drop data.tasks"))
     return problems

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
+from lm.config.lengths_config import LENGTHS, SequenceLengths
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.schema import key, sections, variant
@@ -214,10 +215,11 @@ class DataConfig:
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=10**7)
-    lengths: int | Literal["documents"] | dict[int | float, int | float] | None = key(
-        None,
-        "tokens in the rows of a step, divisors of seq_len; null: seq_len. A number; {length: share of the tokens}, drawn for each step; "
-        "{share of the run: length}, one after the other from 0.0 on; or `documents`: each document in pieces of powers of two",
+    lengths: SequenceLengths = variant(
+        LENGTHS,
+        "full",
+        "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step by weight; "
+        "`curriculum`, one after the other; `documents`, pieces of single documents of 16, 32, ... seq_len tokens",
     )
     documents: Literal["pack", "isolate"] = key("pack", "`isolate`: no attention across documents in a sequence, and n counts within each")
     val_fraction: float = key(0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)

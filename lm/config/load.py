@@ -15,7 +15,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, one_line
-from lm.schema import Effect, Plain, build, effect, effect_within, own_problems, reference, suggest, to_plain
+from lm.schema import Effect, Plain, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
 
 MAX_BASES = 50  # files that inherit from each other in a row
 
@@ -169,23 +169,18 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
     merged = dict(under)
     for name, value in over.items():
         old = merged.get(name)
-        if value is None and _is_block(old):
+        if value is None and is_block(old):
             continue  # an empty block in YAML is null
-        if isinstance(value, str) and _is_block(old):
+        if isinstance(value, str) and is_block(old):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
             renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            merged[name] = merge(old, value) if _is_block(old) and _is_block(value) and not renamed else value
+            merged[name] = merge(old, value) if is_block(old) and is_block(value) and not renamed else value
         else:
             merged[name] = value
     return merged
-
-
-def _is_block(value: Plain) -> bool:
-    """True for a block of keys; False for a map whose keys are data, such as numbers."""
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def reference_markdown() -> str:

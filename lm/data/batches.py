@@ -3,7 +3,6 @@
 It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
 """
 
-from collections import Counter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lm.config.data_config import DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
-from lm.data.sequence_lengths import Curriculum, DocumentPieces, Lengths, MixedLengths, NoFullStep
+from lm.data.sequence_lengths import NoFullStep, lengths_of
 from lm.data.store import Split, Store
 from lm.data.stratified_sampler import StratifiedSampler, members
 from lm.data.tasks.examples import NoRoom, fold
@@ -153,16 +152,14 @@ class TrainSequences:
     def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
         self.store, self.data, self.seq_len, self.batch_slots = store, data, data.seq_len, batch_slots
         self.seed_words = (int(store.fingerprint, 16), seed)
-        in_documents = data.lengths == "documents"
-        self.pieces = DocumentPieces(store.train, self.seq_len, self.seq_len * batch_slots, self.seed_words) if in_documents else None
-        self.length: Lengths = self.pieces or lengths_of(data.lengths, self.seq_len, max_steps, self.seed_words)
+        self.length = lengths_of(data.lengths, store.train, self.seq_len, batch_slots, max_steps, self.seed_words)
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
         """What the sequences are drawn from, with weights that sum to 1."""
-        if self.pieces:
-            return [1.0], [self.pieces]
+        if self.length.reads_text:
+            return [1.0], [self.length]
         tasks = self.data.tasks
         rest = 1 - sum(one.weight for one in tasks)
         weights, streams = [one.weight for one in tasks], []
@@ -179,12 +176,6 @@ class TrainSequences:
                 streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_words))
             first += source.n_tokens
         return weights, streams
-
-    def length_fractions(self, steps: int) -> dict[int, float]:
-        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
-        counts = self.pieces.steps if self.pieces else Counter(self.length(step) for step in range(steps))
-        total = sum(counts.values())
-        return {length: count / total for length, count in sorted(counts.items()) if count}
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
         """The global batch of a step, or its `count` slots from `first` on, in sequences of `length(step)` tokens."""
@@ -218,24 +209,17 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
     """The sequences that a configuration trains on; with `batch_slots`, in steps of another size.
 
     Raises:
-        ConfigError: the documents fill no step (`data.lengths: documents`), or a task has no room in a sequence.
+        ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task has no room in a sequence.
     """
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
     try:
         return TrainSequences(store, data, slots, config.seed, config.trainer.max_steps)
     except NoFullStep as error:
-        raise ConfigError([Problem("data.lengths", data.lengths, str(error), "lower optim.batch_tokens, or add text")]) from None
+        raise ConfigError([Problem("data.lengths", data.lengths.name, str(error), "lower optim.batch_tokens, or add text")]) from None
     except NoRoom as error:
         names = ", ".join(one.task.name for one in data.tasks)
         raise ConfigError([Problem("data.tasks", names, str(error), "set data.seq_len and data.lengths to more")]) from None
-
-
-def lengths_of(lengths: int | dict[int | float, int | float] | None, seq_len: int, max_steps: int, seed_words: tuple[int, ...]) -> Lengths:
-    """The lengths of the steps that `data.lengths` describes, but for `documents`."""
-    if not lengths or isinstance(lengths, int):
-        return Curriculum({0.0: lengths or seq_len}, max_steps)
-    return Curriculum(lengths, max_steps) if 0 in lengths else MixedLengths(lengths, seed_words)
 
 
 class MicroBatches(Dataset[Batch]):

@@ -1,15 +1,16 @@
-"""How long the sequences of a step are: a pure function of (store, seed, step)."""
+"""How long the sequences of a step are: a pure function of (store, seed, step). The options are in lm/config/lengths_config.py."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
+from lm.config.lengths_config import SHORTEST_PIECE, SequenceLengths
 from lm.data.store import Split
 from lm.data.stratified_sampler import BLOCK, StratifiedSampler, members
 
-SHORTEST = 16  # tokens of the shortest piece of a document
 _LENGTH_SEED = 2**63  # keeps the draws of lengths apart from those of sequences
 
 
@@ -17,52 +18,80 @@ class NoFullStep(ValueError):
     """The documents have too few pieces of each length to fill a step."""
 
 
-class Lengths(Protocol):
-    """Tokens in each sequence of a step."""
+class Lengths:
+    """Tokens in each sequence of a step.
+
+    Attributes:
+        shortest: the least length.
+        reads_text: true if the lengths come with the text that is read: a `lm.data.batches.Stream`.
+    """
 
     shortest: int
+    reads_text: ClassVar[bool] = False
 
     def __call__(self, step: int) -> int:
         """The length of the sequences of `step` (0-based)."""
+        raise NotImplementedError
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
+        return _fractions(Counter(map(self, range(steps))))
+
+    def note(self) -> str:
+        """Which tokens an epoch does not read, in words; empty if it reads all but fewer than a sequence."""
+        return ""
 
 
-class Curriculum:
-    """Lengths that follow each other: `starts` maps the fraction of the run at which each begins, 0 first, to the length."""
+def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
+    total = sum(counts.values())
+    return {length: count / total for length, count in sorted(counts.items()) if count}
 
-    def __init__(self, starts: Mapping[float, int], max_steps: int):
-        self.starts = dict(sorted((round(fraction * max_steps), int(length)) for fraction, length in starts.items()))
-        self.shortest = min(starts.values())
+
+def lengths_of(
+    options: SequenceLengths, split: Split, seq_len: int, batch_slots: int, max_steps: int, seed_words: tuple[int, ...]
+) -> Lengths:
+    """The lengths that `data.lengths` describes, in steps of `batch_slots` x `seq_len` tokens.
+
+    Raises:
+        NoFullStep: pieces of documents of no length fill a step.
+    """
+    if begins := options.begins(seq_len, max_steps):
+        return StepwiseLengths(begins)
+    if weights := options.drawn():
+        return DrawnLengths(weights, seed_words)
+    return DocumentPieces(split, seq_len, seq_len * batch_slots, seed_words)
+
+
+class StepwiseLengths(Lengths):
+    """Lengths one after the other, by the step that each begins at: 0 first, ascending."""
+
+    def __init__(self, begins: Mapping[int, int]):
+        self.steps, self.lengths, self.shortest = list(begins), list(begins.values()), min(begins.values())
 
     def __call__(self, step: int) -> int:
-        first = list(self.starts)
-        return self.starts[first[bisect_right(first, step) - 1]]
-
-    def until(self, step: int) -> dict[int, int]:
-        """The lengths of the steps before `step`, by the step each begins at."""
-        return {first: length for first, length in self.starts.items() if first < step}
+        return self.lengths[bisect_right(self.steps, step) - 1]
 
 
-class MixedLengths:
+class DrawnLengths(Lengths):
     """Lengths drawn for each step by weight: each length's weight is its fraction of the steps, and so of the tokens."""
 
     def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
         self.lengths = sorted(weights)
-        self.shortest = int(self.lengths[0])
+        self.shortest = self.lengths[0]
         self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
 
     def __call__(self, step: int) -> int:
         block, place = divmod(step, BLOCK)
-        return int(self.lengths[self.sampler.block(block)[0][place]])
+        return self.lengths[self.sampler.block(block)[0][place]]
 
 
-class DocumentPieces:
-    """Sequences within documents: each document is cut into pieces of powers of two tokens.
+class DocumentPieces(Lengths):
+    """Sequences within documents: each document is cut into pieces of powers of two tokens (`DocumentLengths` says which).
 
-    A document of D tokens gives D // `longest` pieces of `longest` and one for each binary digit of the rest, down to
-    `SHORTEST` (after Dataset Decomposition, arXiv 2405.13226): no padding, and fewer than `SHORTEST` of its tokens, at its two ends,
-    are left out, others in each epoch. The first token of all follows the last. A step has sequences of one length. In an epoch each
-    length has as many steps as its pieces fill, in a random order; those over (fewer than a step's tokens at each length) wait for
-    another epoch. Pieces of a length that fill no step are never read.
+    No piece is padded. The fewer than 16 tokens of a document that no piece has lie at its two ends, a random number at either in each
+    epoch. A piece shorter than 16 would predict next to nothing from context, so documents shorter than that are never read. The first
+    token of the text follows the last. In an epoch each length has as many steps as its pieces fill, in a random order; pieces that do
+    not fill a step are not read in this epoch: random ones, but for a length that fills no step at all, whose pieces are never read.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
@@ -72,16 +101,18 @@ class DocumentPieces:
         NoFullStep: pieces of no length fill a step.
     """
 
+    reads_text: ClassVar[bool] = True
+
     def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
         self.split, self.longest, self.step_tokens, self.seed_words = split, longest, step_tokens, seed_words
-        self.shortest = SHORTEST
+        self.shortest = SHORTEST_PIECE
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
-        self.offsets, self.spare = offsets[:-1], sizes % SHORTEST
+        self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
         self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
         begun = np.zeros_like(sizes)
         length = longest
-        while length >= SHORTEST:
+        while length >= SHORTEST_PIECE:
             counts = (sizes - begun) // length
             document, within = members(counts)
             self.pieces[length] = document, begun[document] + within * length
@@ -92,6 +123,7 @@ class DocumentPieces:
         if not self.steps_per_epoch:
             raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
         self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # fraction of the tokens that an epoch leaves out
+        self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that all epochs leave out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:
@@ -112,6 +144,15 @@ class DocumentPieces:
         epoch, place = divmod(step, self.steps_per_epoch)
         self._enter(epoch)
         return int(self._order[place])
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`, of whole epochs, whatever `steps`: an epoch's draws are large."""
+        return _fractions(self.steps)
+
+    def note(self) -> str:
+        """As `Lengths.note`."""
+        never = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
+        return f"{self.left_out:.1%} of the tokens are left out of each epoch{never}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """As `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""

@@ -8,7 +8,6 @@ from lm.config.canonical import differences
 from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
-from lm.data.sequence_lengths import Curriculum
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.folder import read_json
 from lm.schema import Plain, to_plain
@@ -54,10 +53,9 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
 def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:
     """A curriculum of lengths follows trainer.max_steps: another may not change the steps that are done."""
     lengths = config.data.lengths
-    if lengths != trained.data.lengths or not isinstance(lengths, dict) or 0 not in lengths:
-        return []
-    before, now = (Curriculum(lengths, one.trainer.max_steps).until(step) for one in (trained, config))
-    if before == now:
+    begins = (lengths.begins(config.data.seq_len, one.trainer.max_steps) for one in (trained, config))
+    before, now = ({first: length for first, length in one.items() if first < step} for one in begins)
+    if lengths != trained.data.lengths or before == now:
         return []
     reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
     return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {trained.trainer.max_steps}")]

@@ -56,7 +56,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
-        **({"lengths": _lengths(store, config)} if data.lengths else {}),
+        **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
         **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about {memory / 2**30:.2f} GiB a process",
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
@@ -114,11 +114,12 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
 
 def _lengths(store: Store, config: Config) -> str:
     """The fraction of the run's tokens in sequences of each length."""
-    sequences = train_sequences(store, config)
-    text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in sequences.length_fractions(config.trainer.max_steps).items())
-    if sequences.pieces:
-        text += f"; {sequences.pieces.left_out:.1%} of the tokens are left out of each epoch, different ones each time"
-    return text
+    text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in _length_fractions(store, config).items())
+    return "; ".join(filter(None, (text, train_sequences(store, config).length.note())))
+
+
+def _length_fractions(store: Store, config: Config) -> dict[int, float]:
+    return train_sequences(store, config).length.fractions(config.trainer.max_steps)
 
 
 def _heads(model: ModelConfig) -> str:
@@ -168,7 +169,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        **({"sequence_lengths": train_sequences(store, config).length_fractions(config.trainer.max_steps)} if config.data.lengths else {}),
+        **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.shorter else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
         "starts": [*before.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],

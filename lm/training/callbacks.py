@@ -114,7 +114,7 @@ class Metrics(StepCallback):
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
-                **({"sequence_length": module.sequence_length} if self.config.data.lengths else {}),
+                **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
             }
         )

@@ -50,7 +50,7 @@ class TrainModule(L.LightningModule):
         # A plain attribute, because a compiled module would rename every parameter in the checkpoint. One graph for each sequence length.
         self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss
         if compiled:
-            lengths = len(train_sequences(run.store, config).length_fractions(config.trainer.max_steps))
+            lengths = len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_sequences // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # some tokens are no targets
