@@ -150,6 +150,11 @@ def test_links_lead_to_files_and_headings(path: Path):
     assert missing_links(path) == []
 
 
+def test_the_readme_leads_to_every_document():
+    linked = re.findall(r"\]\((docs/\w[\w.-]*\.md)\)", (ROOT / "README.md").read_text())
+    assert {path.name for path in DOCUMENTS[1:]} - {Path(name).name for name in linked} == set()
+
+
 @documents
 def test_files_of_the_repository_exist(path: Path):
     assert missing_files(path.read_text()) == []
