@@ -3,13 +3,14 @@
 import contextlib
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from lm.errors import ConfigError, LMError
+from lm.errors import ConfigError, LMError, one_line, out_of_memory
 
 app = typer.Typer(
     help=(
@@ -64,10 +65,17 @@ Out = Annotated[
 ]
 
 
-def _allow(packages: list[str] | None) -> None:
+def _allow(context: typer.Context, packages: list[str] | None) -> None:
+    """Allow plugins; at the end of a command that succeeds, say which of them nothing needed."""
     from lm.attention.plugins import PLUGINS
 
+    def report_unneeded() -> None:
+        for name in sorted(PLUGINS.unneeded().intersection(packages or ())):
+            if not isinstance(sys.exc_info()[1], LMError):
+                print(f"note: --allow-plugin {name}: no normalizer of this package is named here; nothing was imported", file=sys.stderr)
+
     PLUGINS.allow(packages or ())
+    context.call_on_close(report_unneeded)
 
 
 AllowPlugin = Annotated[
@@ -314,6 +322,33 @@ def main() -> None:
     except OSError as error:
         _discard_output()
         _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+    except Exception as error:
+        if not (text := _resources_or_plugin(error)):
+            raise
+        _fail(text, 1)
+
+
+_SMALLER = {  # by command: what needs less memory
+    "train": "lower trainer.micro_batch, data.seq_len or the model's size",
+    "eval": "lower the lengths of eval.*, or their sequences",
+    "swap": "lower data.seq_len or eval.sequences",
+    "generate": "shorten the prompt, or lower --max-new-tokens",
+    "harness": "lower --max-length",
+}
+
+
+def _resources_or_plugin(error: Exception) -> str:
+    """One line for memory that ran out, or for code from outside that failed; empty for any other error, which is a defect of lm."""
+    if out_of_memory(error):
+        amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+        remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
+        text = "out of memory" + (f" (asked for {amount[1]})" if amount else "")
+        return f"{text}: {remedy or 'use a machine with more'}"
+    from lm.attention.plugins import PLUGINS
+
+    if failure := PLUGINS.failure(error):
+        return f"normalizer {failure}: {type(error).__name__}: {one_line(error)}; check it with lm check-normalizer"
+    return ""
 
 
 def _discard_output() -> None:

@@ -28,6 +28,11 @@ def abbreviated(text: str, longest: int = 300) -> str:
     return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out, of the CPU or of a GPU: Python's MemoryError, or torch's, which for the CPU is a RuntimeError."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration: where, what, why, and what to do."""

@@ -243,3 +243,30 @@ def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, a
     refused = lm("train", *arguments, "name=power", NAMED)
     assert refused.returncode == 2
     assert "is not whole: it has no normalize; see docs/normalizers-own.md" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("breaks", "function"),
+    [("def normalize(self", "Power.normalize"), ("def forward(self", "Power.forward"), ("def initialise(self", "Power.initialise")],
+)
+def test_a_failure_inside_a_plugin_names_its_function_and_line(powers: Path, arguments: list[str], breaks: str, function: str):
+    code = powers / "attention.py"
+    forward = "    def forward(self, q, k, v, layout):\n        return super().forward(q, k, v, layout)\n\n"
+    text = code.read_text().replace("    def normalize(", f"{forward}    def normalize(")
+    text = re.sub(rf"({re.escape(breaks)}.*:\n)", r"\1        raise ValueError('no\\nluck')\n", text)
+    code.write_text(text)
+    line = text[: text.index("raise ValueError")].count("\n") + 1
+    ended = lm("train", *arguments, "name=power", NAMED)
+    remedy = "check it with lm check-normalizer"
+    expected = f"error: normalizer {NAME} failed in {function} ({code}:{line}): ValueError: no luck; {remedy}\n"
+    assert (ended.returncode, ended.stderr[-len(expected) :]) == (1, expected)
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_allowed_package_that_nothing_needs_is_mentioned(powers: Path, arguments: list[str]):
+    folder = trained(arguments, NAMED)
+    used = lm("eval", str(folder), "--allow-plugin", "powers", "--allow-plugin", "powders")
+    assert used.returncode == 0
+    assert used.stderr == "note: --allow-plugin powders: no normalizer of this package is named here; nothing was imported\n"
+    refused = lm("eval", str(folder.parent / "nowhere"), "--allow-plugin", "powers")
+    assert [line for line in refused.stderr.splitlines() if "note" in line] == []

@@ -8,6 +8,7 @@ docs/normalizers-own.md says what such a class has to be.
 import hashlib
 import importlib
 import inspect
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -34,12 +35,17 @@ class Plugins:
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
+        self._needed: set[str] = set()  # those of the allowed that some normalizer was of
         self._trusting = False
         self._loaded: dict[str, Plugin] = {}
 
     def allow(self, packages: Iterable[str]) -> None:
         """Let files that name normalizers of these packages (or modules) have them imported."""
         self._allowed.update(packages)
+
+    def unneeded(self) -> set[str]:
+        """Allowed packages of which no normalizer has been named."""
+        return self._allowed - self._needed
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
@@ -58,10 +64,12 @@ class Plugins:
             Unavailable: it may not be imported, can't be, or is no normalizer.
         """
         reference = name if ":" in name else metadata.entry_points(group=GROUP)[name].value  # nothing is imported
+        module = reference.partition(":")[0]
+        allowing = {one for one in self._allowed if f"{module}.".startswith(f"{one}.")}
+        self._needed |= allowing
         if reference not in self._loaded:
-            module = reference.partition(":")[0]
-            if not self._trusting and not any(f"{module}.".startswith(f"{one}.") for one in self._allowed):
-                package, allowed = module.partition(".")[0], ", ".join(sorted(self._allowed))
+            if not self._trusting and not allowing:
+                package, allowed = _package(module), ", ".join(sorted(self._allowed))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.attention.plugins"
                 remedy += f"; allowed is {allowed}" if allowed else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
@@ -76,8 +84,21 @@ class Plugins:
         """Those of the normalizers from outside among `names`, which have been imported."""
         return {name: self._loaded[name].version for name in names if name in self._loaded}
 
+    def failure(self, error: BaseException) -> str:
+        """The normalizer from outside, its function, file and line that raised `error`, in words; empty if none did."""
+        packages = {_package(name): name for name in self._loaded}
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if name := packages.get(_package(frame.f_globals.get("__name__", ""))):
+                return f"{name} failed in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
+        return ""
+
 
 PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
+
+
+def _package(reference: str) -> str:
+    """The top-level package of `package.module:Class`, or of a module."""
+    return reference.partition(":")[0].partition(".")[0]
 
 
 def _imported(reference: str) -> Plugin:
@@ -99,7 +120,7 @@ def _imported(reference: str) -> Plugin:
 
 
 def _version(reference: str, found: type) -> str:
-    distributions = metadata.packages_distributions().get(reference.partition(":")[0].partition(".")[0])
+    distributions = metadata.packages_distributions().get(_package(reference))
     if distributions:
         return f"{distributions[0]} {metadata.version(distributions[0])}"
     source = inspect.getsourcefile(found)

@@ -19,7 +19,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.hashes import file_sha256
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError, RunError, one_line
+from lm.errors import ConfigError, RunError, one_line, out_of_memory
 from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
@@ -151,6 +151,8 @@ def _build_decoder(
         decoder = spec.decoder()
         decoder.load_state_dict(weights)
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        if out_of_memory(error):
+            raise
         raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
     return decoder.eval(), _tokenizer(_folder(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
 

@@ -1,0 +1,67 @@
+"""Memory that runs out is one line, which says what to lower, in every command that computes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import lm
+
+from lm.errors import out_of_memory
+from lm.model.decoder import Decoder
+
+
+def cpu_allocation() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def numpy_allocation() -> None:
+    np.empty(2**60, np.uint8)
+
+
+def gpu_allocation() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which ...")
+
+
+ALLOCATIONS = {cpu_allocation: "1152921504606846976 bytes", numpy_allocation: "1.00 EiB", gpu_allocation: "20.00 MiB"}
+
+
+def run_out(monkeypatch: pytest.MonkeyPatch, allocation=cpu_allocation) -> None:
+    """From now on a decoder asks for more memory than there is."""
+    monkeypatch.setattr(Decoder, "forward", lambda *_, **__: allocation())
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=lambda one: one.__name__)
+def test_training_says_what_to_lower_and_leaves_no_run_folder(arguments: list[str], tmp_path: Path, monkeypatch, allocation):
+    run_out(monkeypatch, allocation)
+    ended = lm("train", *arguments, "name=big")
+    expected = f"error: out of memory (asked for {ALLOCATIONS[allocation]}): lower trainer.micro_batch, data.seq_len or the model's size\n"
+    assert (ended.returncode, ended.stderr[-len(expected) :]) == (1, expected)
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs" / "big").exists()
+
+
+def test_commands_on_a_trained_model_say_what_to_lower(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, out = str(tmp_path / "runs" / "small"), str(tmp_path / "out")
+    assert lm("train", *arguments, "name=small", "trainer.max_steps=2").returncode == 0
+    run_out(monkeypatch)
+    commands = {
+        ("eval", run, "eval.sequences=2"): "lower the lengths of eval.*, or their sequences",
+        ("swap", run, "--to", "ssmax", "-o", out): "lower data.seq_len or eval.sequences",
+        ("generate", run, "--prompt", "a"): "shorten the prompt, or lower --max-new-tokens",
+    }
+    for command, remedy in commands.items():
+        ended = lm(*command)
+        assert (ended.returncode, ended.stderr) == (1, f"error: out of memory (asked for 1152921504606846976 bytes): {remedy}\n"), command
+    assert not Path(out).exists()
+
+
+def test_weights_too_large_to_load_are_not_called_damaged(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert lm("train", *arguments, "name=small", "trainer.max_steps=2").returncode == 0
+    monkeypatch.setattr(Decoder, "load_state_dict", lambda *_: cpu_allocation())
+    ended = lm("export", str(tmp_path / "runs" / "small"), "-o", str(tmp_path / "out"))
+    assert ended.stderr == "error: out of memory (asked for 1152921504606846976 bytes): use a machine with more\n"
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert not any(out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no")))
