@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.runs.checkpoints import load_checkpoint, steps_saved
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import step_of, steps_saved
 from lm.runs.series import Series
 from lm.training.module import TrainModule
 
@@ -45,7 +46,7 @@ def kill_after(folder: Path, step: int) -> None:
     """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond it."""
     checkpoints = folder / "checkpoints"
     for path in steps_saved(checkpoints):
-        if int(path.stem.removeprefix("step-")) > step:
+        if step_of(path) > step:
             path.unlink()
     os.replace(shutil.copy(checkpoints / f"step-{step:06d}.ckpt", checkpoints / "copy"), checkpoints / "last.ckpt")
 

@@ -1,11 +1,17 @@
 """Which process of a run this is: the environment of each launcher, and environments that contradict themselves."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
+from folders import alive
 
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
-from lm.errors import ConfigError
-from lm.training.launcher import COUNTS, RANKS, Process, this_process
+from lm.errors import ConfigError, RunError
+from lm.training.launcher import COUNTS, RANKS, STARTER, Process, end_with_parent, this_process
 from lm.training.train import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
@@ -124,6 +130,35 @@ def test_a_refused_rank_leaves_nothing_behind(tiny, environment):
     with pytest.raises(ConfigError, match=r"^RANK = 1"):
         train(tiny("name=stray"))
     assert not tiny("name=stray").run_folder.exists()
+
+
+CHILD = """
+import time
+from lm.training.launcher import Process, end_with_parent
+end_with_parent(Process(1, "lightning"))
+print("started", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, signal, subprocess, sys
+from lm.training.launcher import Process, end_with_parent
+end_with_parent(Process(0, "lightning"))
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE)
+child.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_ends_soon_after_the_one_that_started_it_was_killed():
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], start_new_session=True)
+    assert process.wait() == -signal.SIGKILL
+    assert not alive(process.pid)
+
+
+def test_a_process_whose_parent_is_gone_before_it_begins_is_refused(environment):
+    environment(LOCAL_RANK="1", **{STARTER: "1" if os.getppid() != 1 else "2"})
+    with pytest.raises(RunError, match="the process that started this one has ended"):
+        end_with_parent(Process(1, "lightning"))
 
 
 def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):

@@ -5,7 +5,9 @@ python -m pytest tests/test_resume.py -m "slow or not slow" -k bitwise      prin
 
 import json
 import os
+import pty
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -23,8 +25,10 @@ from lm.config.data_config import DataConfig
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.runs.checkpoints import load_checkpoint, steps_saved
+from lm.runs.checkpoints import load_checkpoint
+from lm.runs.folder import steps_saved
 from lm.runs.loading import load
+from lm.training.callbacks import StopOnSignal
 from lm.training.checkpointing import Checkpoints
 from lm.training.train import lock_run_folder, train
 
@@ -216,6 +220,34 @@ def test_a_signal_stops_two_ranks_with_a_checkpoint(arguments: list[str], tmp_pa
     assert not alive(process.pid)
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "started by nohup"])
+def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopOnSignal() as stop:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal == (0 if ignored else signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
+    command = [sys.executable, "-m", "lm", "train", *arguments, *LONG, "trainer.max_steps=100000", "name=stopped"]
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(ROOT)
+        os.execv(command[0], command)
+    log, deadline = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + 60
+    while (not log.exists() or len(log.read_text().splitlines()) < 5) and time.monotonic() < deadline:
+        select.select([terminal], [], [], 0.1)[0] and os.read(terminal, 10_000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    assert load_checkpoint(log.parent / "checkpoints" / "last.ckpt")["lm"]["step"] == curve(log.parent)[-1][0] >= 4
+
+
 @pytest.mark.slow
 def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
     """torchrun passes SIGTERM on and exits with a status of its own."""
@@ -341,7 +373,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     expected = losses(config.run_folder)
     capsys.readouterr()
     train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
-    assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are dropped" in capsys.readouterr().out
+    assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted" in capsys.readouterr().out
     assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
@@ -366,6 +398,16 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
     os.replace(checkpoints / "odd", checkpoints / "step-000006.ckpt")
     train(tiny("name=gone", *options, f"resume={checkpoints / 'step-000006.ckpt'}"))
     assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] in (7, 8)
+
+
+def test_a_clock_set_back_does_not_decide_which_checkpoints_are_kept(tiny):
+    options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=2", "eval.every=100", "eval.long_context.length_factor=0"]
+    config = tiny("name=clock", "trainer.max_steps=4", "optim.schedule=constant", *options)
+    train(config)
+    for path in steps_saved(config.run_folder / "checkpoints"):
+        os.utime(path, (2**32, 2**32))
+    train(tiny("name=clock", "trainer.max_steps=8", "optim.schedule=constant", *options, "resume=auto"))
+    assert [path.name for path in steps_saved(config.run_folder / "checkpoints")] == ["step-000006.ckpt", "step-000008.ckpt"]
 
 
 def test_a_lost_last_checkpoint_does_not_start_the_run_anew(tiny):
@@ -438,6 +480,20 @@ def test_a_run_folder_in_use_is_refused(tiny):
     train(config)
     with lock_run_folder(config.run_folder), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
+
+
+def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
+    with lock_run_folder(tmp_path):
+        worker = os.fork()
+        if not worker:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with lock_run_folder(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
 
 
 def test_resuming_with_another_configuration_lists_every_difference(tiny):

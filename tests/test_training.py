@@ -14,8 +14,8 @@ from folders import curve, losses, metrics, poison, same, series, weights
 from lm.config.load import parse
 from lm.config.training_config import LogConfig
 from lm.errors import ConfigError, RunError
-from lm.runs.checkpoints import load_checkpoint, steps_saved
-from lm.runs.folder import command_line
+from lm.runs.checkpoints import load_checkpoint
+from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
 from lm.training.metrics import wandb_mode
 from lm.training.module import TrainModule

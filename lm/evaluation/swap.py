@@ -16,9 +16,9 @@ from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
-from lm.runs.checkpoints import FORMAT, LAST, link_checkpoint, save_checkpoint, step_path
+from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, command_line, write_json
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
 from lm.runs.series import listed

@@ -9,9 +9,9 @@ import torch
 
 from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
+from lm.runs.folder import BEST, step_path, steps_saved
 
 FORMAT = 4  # of checkpoints; raised when older files can no longer be read
-LAST, BEST = "last.ckpt", "best.ckpt"
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more.
 REQUIRED_METADATA = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}
 
@@ -38,21 +38,6 @@ def link_checkpoint(name: str, path: Path) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
-
-
-def step_path(folder: Path, step: int) -> Path:
-    """`step-N.ckpt` in a folder of checkpoints."""
-    return folder / f"step-{step:06d}.ckpt"
-
-
-def step_of(path: Path) -> int:
-    """N of a `step-N.ckpt`."""
-    return int(path.stem.removeprefix("step-"))
-
-
-def steps_saved(folder: Path) -> list[Path]:
-    """The `step-N.ckpt` files of a folder, in ascending order of step."""
-    return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdigit()), key=step_of)
 
 
 def is_saved(folder: Path, step: int) -> bool:
@@ -157,4 +142,4 @@ def _unreadable(path: Path, error: Exception) -> RunError:
 def _alternative(path: Path) -> str:
     """Words that name the checkpoint to use instead; empty if there is none."""
     others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
-    return f"; the newest beside it is {max(others, key=lambda other: other.stat().st_mtime_ns)}" if others else ""
+    return f"; the newest beside it is {others[-1]}" if others else ""

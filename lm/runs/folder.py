@@ -17,6 +17,7 @@ from lm.schema import Plain
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
+LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt
 
 
 def write_json(path: Path, content: Plain) -> Path:
@@ -74,3 +75,18 @@ def read_config(folder: Path) -> Config:
         return parse(plain)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {one_line(error)}") from None
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """`step-N.ckpt` in a folder of checkpoints."""
+    return folder / f"step-{step:06d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """N of a `step-N.ckpt`."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def steps_saved(folder: Path) -> list[Path]:
+    """The `step-N.ckpt` files of a folder, in ascending order of step."""
+    return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdigit()), key=step_of)

@@ -24,9 +24,9 @@ from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import BEST, LAST, check_metadata, load_checkpoint, step_of, step_path, steps_saved
+from lm.runs.checkpoints import check_metadata, load_checkpoint
 from lm.runs.consistency import check_environment, trained_config
-from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, read_sealed, write_sealed
+from lm.runs.folder import BEST, CHECKPOINTS, ENVIRONMENT, LAST, TOKENIZER, read_sealed, step_of, step_path, steps_saved, write_sealed
 from lm.schema import Plain, to_plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder

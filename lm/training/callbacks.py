@@ -1,6 +1,7 @@
 """What happens around the optimizer steps: metrics, evaluation, progress, stopping on a signal."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -40,20 +41,24 @@ class StepCallback(L.Callback):
 
 
 class StopOnSignal(StepCallback):
-    """SIGINT, SIGTERM and SIGUSR1 end training after the current step, on all ranks, with a checkpoint.
+    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP end training after the current step, on all ranks, with a checkpoint.
 
     A context manager around the phases of a run: between two of them a signal is recorded, too, in
-    `signal`. A second one ends the process at once.
+    `signal`. A second one ends the process at once, except SIGHUP, which a closed terminal sends more than once. Started to
+    ignore SIGHUP (nohup), the process does.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.signal: int = 0
         self._before: dict[int, object] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> "StopOnSignal":
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        hears = [number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+        self._terminals = [output for output in (1, 2) if os.isatty(output)]
+        self._before = {number: signal.signal(number, self._note) for number in hears}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -62,7 +67,12 @@ class StopOnSignal(StepCallback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        if number == signal.SIGHUP:  # what is written to a closed terminal would be an error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in self._terminals:
+                os.dup2(nowhere, output)
+            os.close(nowhere)
 
     def requested(self) -> bool:
         """True if this process has received a signal."""
@@ -70,7 +80,7 @@ class StopOnSignal(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take the handlers back from Lightning, whose own would act inside the signal."""
-        for number in self.SIGNALS:
+        for number in self._before:
             if number != self.signal:
                 signal.signal(number, self._note)
 

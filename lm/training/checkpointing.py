@@ -6,8 +6,8 @@ import lightning as L
 
 from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
-from lm.runs.checkpoints import BEST, FORMAT, LAST, link_checkpoint, save_checkpoint, step_of, step_path, steps_saved
-from lm.runs.folder import CHECKPOINTS
+from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, step_of, step_path, steps_saved
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
@@ -76,11 +76,11 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete all but the newest, the last regular ones and the ends of phases; `best.ckpt` is a link of its own and stays."""
-        by_age = sorted(steps_saved(self.folder), key=lambda saved: saved.stat().st_mtime_ns)  # a run may have gone back to an earlier step
-        regular = [saved for saved in by_age if self.is_regular(step_of(saved))]
+        """Delete all but the one just saved, the last regular ones and the ends of phases; `best.ckpt` is a link of its own and stays."""
+        saved = steps_saved(self.folder)
+        regular = [path for path in saved if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for old in set(by_age[:-1]) - set(regular[-self.config.trainer.keep_checkpoints :]) - swaps:
+        for old in {*saved} - {step_path(self.folder, self.saved), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
             old.unlink(missing_ok=True)
 
 

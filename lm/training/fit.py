@@ -21,10 +21,10 @@ from lm.files import write_text
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
-from lm.runs.checkpoints import BEST, LAST, link_checkpoint, load_checkpoint, step_path
+from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TOKENIZER, write_json
+from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
 from lm.runs.loading import TOKENIZER_SHA256
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment

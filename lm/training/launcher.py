@@ -1,11 +1,13 @@
 """This process among those of a run, from the environment that its launcher sets: torchrun, SLURM's srun, or Lightning itself."""
 
 import os
+import threading
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, RunError
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 COUNTS = (
@@ -19,6 +21,7 @@ COUNTS = (
     "MASTER_PORT",
 )
 Launcher = Literal["torchrun", "srun", "lightning"]
+STARTER = "LM_STARTED_BY"  # process id of the process of the run that starts others
 UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
@@ -48,6 +51,31 @@ def this_process(config: Config) -> Process:
         _check_size(config, found["SLURM_STEP_NUM_TASKS"])
         return _srun(config, found)
     return _alone(config, found)
+
+
+def end_with_parent(process: Process) -> None:
+    """End a process that another one of the run started (Lightning's children) soon after its parent has ended, however that happened.
+
+    A killed parent can't tell its children, which would wait for minutes to meet it.
+
+    Raises:
+        RunError: the parent has ended already.
+    """
+    if process.launcher != "lightning":
+        return
+    starter, parent = os.environ.get(STARTER), os.getppid()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.environ[STARTER] = str(os.getpid())
+    elif starter == str(parent):
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    elif starter:
+        raise RunError("the process that started this one has ended; go on with resume=auto")
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _torchrun(config: Config, found: dict[str, int]) -> Process:

@@ -17,10 +17,10 @@ from lm.evaluation.measurement import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import BEST, load_metadata, step_of, steps_saved
+from lm.runs.checkpoints import load_metadata
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER
+from lm.runs.folder import BEST, CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER, step_of, steps_saved
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, load, weights_mismatch
 from lm.runs.metric_log import truncate_metrics

@@ -5,7 +5,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from lm.errors import RunError
-from lm.runs.checkpoints import is_saved, step_path
+from lm.runs.checkpoints import is_saved
+from lm.runs.folder import step_path
 from lm.schema import Plain, convert, type_name
 
 

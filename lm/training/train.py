@@ -10,8 +10,8 @@ from pathlib import Path
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.runs.folder import CHECKPOINTS, METRICS
-from lm.training.launcher import this_process
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, steps_saved
+from lm.training.launcher import end_with_parent, this_process
 
 
 def train(config: Config) -> int:
@@ -21,6 +21,7 @@ def train(config: Config) -> int:
         LMError: whatever prevents the run; an incomplete new run folder is removed.
     """
     process = this_process(config)
+    end_with_parent(process)
     main = process.rank == 0
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
@@ -44,7 +45,7 @@ def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
     if not config.resume:
         return None
-    path = config.run_folder / CHECKPOINTS / "last.ckpt" if config.resume == "auto" else Path(config.resume)
+    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else Path(config.resume)
     if path.exists():
         if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
             remedy = "to start a new run from its weights: init_from=... instead"
@@ -53,7 +54,7 @@ def find_checkpoint(config: Config) -> Path | None:
             )
         return path
     if config.resume == "auto":
-        others = sorted(path.parent.glob("step-*.ckpt"), key=lambda other: other.stat().st_mtime_ns)
+        others = steps_saved(path.parent)
         if others:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None
@@ -75,6 +76,13 @@ def create_run_folder(folder: Path, resume: bool) -> None:
 def lock_run_folder(folder: Path) -> Iterator[None]:
     """Lock `folder` against other training processes. Raises RunError if one has it."""
     descriptor = os.open(folder, os.O_RDONLY)
+    held = [descriptor]
+
+    def release() -> None:
+        while held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,4 +92,4 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)
+        release()
