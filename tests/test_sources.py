@@ -12,11 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from texts import TEXTS, one_line_error, start, stored_texts, write_parquet, write_texts
+from texts import TEXTS, one_line_error, start, write_parquet, write_texts
 
-from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
+from lm.config.data_config import Files, Hub, Package
 from lm.data.packages import PACKAGES
-from lm.data.prepare import prepare
 from lm.data.reading import Unreadable
 from lm.data.sources import description, documents, identity
 from lm.data.text_files import expand
@@ -321,91 +320,6 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)
     assert (out, err) == ("set()\n", "")
-
-
-# ---------------------------------------------------------------- hub
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    write_parquet(folder / "train.parquet", {"text": TEXTS, "id": list(range(len(TEXTS)))})
-    return Hub(dataset=str(folder))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
-    source = dataclasses.replace(hub, streaming=streaming)
-    assert list(documents(source)) == TEXTS
-    assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
-
-
-def test_a_compressed_dataset_can_be_streamed(hub: Hub):
-    folder = Path(hub.dataset)
-    (folder / "train.parquet").unlink()
-    with pyarrow.output_stream(str(folder / "train.jsonl.zst"), compression="zstd") as file:
-        file.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
-    assert list(documents(dataclasses.replace(hub, streaming=True))) == TEXTS
-
-
-def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
-    data = DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"))
-    first = prepare(data)
-    assert sorted(stored_texts(first)) == sorted(TEXTS)
-    assert prepare(dataclasses.replace(data, source=dataclasses.replace(hub, streaming=True))).path == first.path
-    write_parquet(Path(hub.dataset) / "train.parquet", {"text": TEXTS[1:]})
-    assert prepare(data).path != first.path
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bad_hub_settings_are_one_line(hub: Hub, streaming: bool):
-    source = dataclasses.replace(hub, streaming=streaming)
-    assert "one of: text, id" in one_line_error(dataclasses.replace(source, column="body"))
-    assert "['train']" in one_line_error(dataclasses.replace(source, split="test"))
-    assert "'default'" in one_line_error(dataclasses.replace(source, config="en"))
-    assert "row 1: column 'id' holds int" in one_line_error(dataclasses.replace(source, column="id"))
-    assert "no such folder" in one_line_error(dataclasses.replace(source, dataset="./nowhere"))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: Hub, streaming: bool):
-    rows = [b"first", b"caf\xe9", None, *(text.encode() for text in TEXTS)]
-    texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
-    write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts, "id": list(range(len(rows)))})
-    source = dataclasses.replace(hub, streaming=streaming)
-    kept, errors = skipping(source)
-    assert kept == ["first", "", *TEXTS]
-    assert "row 2: column 'text' is not UTF-8" in str(errors[0])
-    assert [error.n_bytes for error in errors] == [4]
-    assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", "", TEXTS[0]]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skipped(hub: Hub, streaming: bool):
-    path = Path(hub.dataset) / "train.parquet"
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DataError, match=r"^data\.source\.dataset: "):
-        skipping(dataclasses.replace(hub, streaming=streaming))
-
-
-def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
-    script = (
-        "for streaming in (False, True):\n"
-        " try: prepare(DataConfig(Hub(dataset='someone/something', streaming=streaming), root=sys.argv[2]))\n"
-        " except DataError as error: print(error)\n"
-    )
-    out, _ = start(script, None, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf")).communicate(timeout=60)
-    assert len(out.splitlines()) == 2
-    assert all("'someone/something'" in line and "network" in line for line in out.splitlines())
-
-
-def test_a_pinned_commit_is_identified_without_a_network():
-    source = Hub(dataset="someone/something", revision="0123456789" * 4)
-    assert identity(source) != identity(dataclasses.replace(source, revision="1123456789" * 4))
 
 
 # ---------------------------------------------------------------- remembered hashes

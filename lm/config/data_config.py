@@ -56,16 +56,17 @@ class Files:
 
 @dataclass
 class Hub:
-    """A dataset by name (or folder), through `datasets.load_dataset`."""
+    """A dataset by name (or folder, also of `Dataset.save_to_disk`), through the `datasets` library."""
 
     name: ClassVar[str] = "hub"
     dataset: str = key("", "name on the hub, or a local dataset folder")
     config: str | None = key(None, "configuration (subset) of the dataset")
-    split: str = key("train", "split to read; held-out documents are taken from it")
+    split: str = key("train", "split to read; unless validation_split is set, held-out documents are taken from it")
+    validation_split: str | None = key(None, "split that is held out, whole, e.g. validation; val_fraction does not apply then")
     column: str = key("text", "column that holds the text")
     revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
-    streaming: bool = key(False, "read without downloading everything first")
-    max_documents: int | None = key(None, "stop after this many documents", ge=2)
+    streaming: bool = key(False, "read without downloading everything first; what is read is kept on disk while the store is prepared")
+    max_documents: int | None = key(None, "stop after this many documents of `split`", ge=2)
 
     @property
     def label(self) -> str:
@@ -73,8 +74,11 @@ class Hub:
         return self.dataset
 
     def problems(self) -> list[Problem]:
-        """No dataset."""
-        return [] if self.dataset else [Problem("dataset", "", "no dataset given", "name a dataset or a folder")]
+        """No dataset, or a validation split that is trained on."""
+        if not self.dataset.strip():
+            return [Problem("dataset", self.dataset, "no dataset given", "name a dataset or a folder")]
+        trained_on = self.validation_split is not None and self.validation_split == self.split
+        return [Problem("validation_split", self.split, "is the training split", "name another, or null")] if trained_on else []
 
 
 Source = Package | Files | Hub

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source
 from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.journal import Journal
 from lm.data.reading import OnError, Unreadable
-from lm.data.sources import documents, label, licence
+from lm.data.sources import documents, held_out, label, licence, streamed
+from lm.data.spool import Restart, read_spool, spooled
 from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
 from lm.data.tasks.generators import example
 from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_sequences, symbol_tokenizer
@@ -34,7 +35,7 @@ from lm.files import sync_folder
 from lm.progress import Progress
 from lm.schema import Plain
 
-SCAN = "scan.npz"
+SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
@@ -47,14 +48,25 @@ class Scan:
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
     assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier document)
-    ends: np.ndarray  # (sources,) int64: documents up to the end of each source
+    ends: np.ndarray  # (readings,) int64: documents up to the end of each reading
+    sources: np.ndarray  # (readings,) int64: index of each reading's source
     left_out: dict[str, int]  # documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
 
     @property
     def source(self) -> np.ndarray:
         """Index of each document's source: (documents,)."""
-        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+        return np.repeat(self.sources, np.diff(self.ends, prepend=0))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A source to read, or the split of a source that is held out."""
+
+    index: int  # of the source in `DataConfig.sources`
+    source: Source
+    held_out: bool
+    spool: Path | None  # where the documents of a stream are kept after the first pass
 
 
 def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progress) -> None:
@@ -69,13 +81,16 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         partial.mkdir(exist_ok=True)
         made = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
         write_manifest(partial, spec | made)
-        (partial / SCAN).unlink(missing_ok=True)
+        for path in (partial / SCAN, *partial.glob(f"{SPOOL}-*")):
+            path.unlink(missing_ok=True)
         Journal(partial).remove()
         sync_folder(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
-    except (DataError, OSError):
-        if not Journal(partial).n_documents:  # with a journal, the next call continues (the cause may be a network or a full disk)
+    except (DataError, OSError) as error:
+        if (
+            isinstance(error, Restart) or not Journal(partial).n_documents
+        ):  # with a journal, the next call continues (the cause may be a network or a full disk)
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -83,6 +98,7 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
 def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
     """Write all files of a store of text except the manifest, which is returned."""
     journal = Journal(partial)
+    licences = [licence(weighted.source) for weighted in data.sources]  # first: the hub may be out of reach hours later
     scan = _scanned(data, journal, shown)
     kept = scan.assignment != COPY
     total = int(scan.n_bytes[kept].sum())
@@ -90,7 +106,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
     if not journal.holds(TOKENIZER):
         if not data.tokenizer.files:
             with shown.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
-                tokenizer = train_tokenizer(_training_texts(data, scan, advance), data.tokenizer)
+                tokenizer = train_tokenizer(_training_texts(data, journal.folder, scan, advance), data.tokenizer)
         else:
             tokenizer = tokenizer_of(data.tokenizer)
         journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
@@ -102,10 +118,10 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         workers = data.prepare_workers or default_workers(total - before)
         unsaved = 0
         with shown.bytes("encode", total, before) as advance:
-            for batch in encode_all(_documents_from(data, scan, done), tokenizer.to_str(), end, workers):
-                held_out = np.repeat([document.held_out for document in batch.documents], batch.lengths)
-                train.add(batch.tokens[~held_out])
-                val.add(batch.tokens[held_out])
+            for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer.to_str(), end, workers):
+                in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
+                train.add(batch.tokens[~in_val])
+                val.add(batch.tokens[in_val])
                 n_bytes = sum(document.n_bytes for document in batch.documents)
                 advance(n_bytes)
                 unsaved += n_bytes
@@ -115,7 +131,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         splits, files = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes())
         for name, kept_as, writer in (("train", TRAIN, train), ("val", VAL, val)):
             n_bytes = int(scan.n_bytes[scan.assignment == kept_as].sum())
-            splits[name], written = writer.finish(n_bytes, _source_counts(data, scan, kept_as))
+            splits[name], written = writer.finish(n_bytes, _source_counts(labels(data), licences, scan, kept_as))
             files |= written
         counts = train.counts + val.counts
     bytes_per_token = token_bytes(tokenizer)
@@ -124,7 +140,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         bytes_per_token = np.full(size, total / max(1, counts.sum() - counts[end_id]), np.float32)
         bytes_per_token[end_id] = 0
     return {
-        "licence": "; ".join(dict.fromkeys(_licences(data))),
+        "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable,
         "vocab_size": size,
@@ -172,14 +188,14 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     }
 
 
-def _source_counts(data: DataConfig, scan: Scan, assignment: int) -> list[SourceCounts]:
+def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
     """What each source contributes to a split, without the tokens."""
     chosen = scan.assignment == assignment
-    documents = np.bincount(scan.source[chosen], minlength=len(scan.ends))
-    n_bytes = np.bincount(scan.source[chosen], scan.n_bytes[chosen], len(scan.ends))
+    documents = np.bincount(scan.source[chosen], minlength=len(names))
+    n_bytes = np.bincount(scan.source[chosen], scan.n_bytes[chosen], len(names))
     return [
         SourceCounts(name, terms, 0, int(documents[n]), int(n_bytes[n]))
-        for n, (name, terms) in enumerate(zip(labels(data), _licences(data), strict=True))
+        for n, (name, terms) in enumerate(zip(names, licences, strict=True))
     ]
 
 
@@ -192,10 +208,6 @@ def labels(data: DataConfig) -> list[str]:
             name, number = f"{label(weighted.source)}-{number}", number + 1
         names.append(name)
     return names
-
-
-def _licences(data: DataConfig) -> list[str]:
-    return [licence(weighted.source) for weighted in data.sources]
 
 
 # ---------------------------------------------------------------- reading the sources
@@ -215,20 +227,23 @@ def _writers(journal: Journal, vocab_size: int, end_of_text: int) -> tuple[int, 
 def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
     """The scan of an interrupted preparation, or a new one, which is saved."""
     if not journal.holds(SCAN):
-        scan = _scan(data, shown)
+        scan = _scan(data, journal.folder, shown)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable]).encode(), np.uint8)
-        np.savez(buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, facts=facts)
+        np.savez(
+            buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, sources=scan.sources, facts=facts
+        )
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as kept:
         left_out, unreadable = json.loads(kept["facts"].tobytes())
-        return Scan(kept["hashes"], kept["n_bytes"], kept["assignment"], kept["ends"], left_out, unreadable)
+        return Scan(kept["hashes"], kept["n_bytes"], kept["assignment"], kept["ends"], kept["sources"], left_out, unreadable)
 
 
-def _scan(data: DataConfig, shown: Progress) -> Scan:
+def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out of one source is in the training split of none.
+    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source with a
+    validation split of its own has that held out, whole; without `data.deduplicate`, its training split stays whole, too.
     """
     hashes, sizes, ends = array("Q"), array("q"), []
     left_out = {"blank": 0, "short": 0, "long": 0}
@@ -246,8 +261,12 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
         left_out[reason] += 1
 
     with shown.bytes("scan", None) as advance:
-        for index in range(len(data.sources)):
-            for _, digest, n_bytes in _accepted_texts(data, index, skip, leave_out):
+        readings = _readings(data, partial)
+        for reading in readings:
+            if reading.spool:
+                reading.spool.unlink(missing_ok=True)
+            texts = _accepted_texts(data, reading, skip, leave_out)
+            for _, digest, n_bytes in spooled(texts, reading.spool) if reading.spool else texts:
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
@@ -256,11 +275,17 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
     if not hashes:
         raise DataError(f"data.source: {where}: holds no documents{_in_words(left_out, unreadable)}")
     hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
+    source_array = np.array([reading.index for reading in readings])
     assignment = np.full(len(hash_array), TRAIN, np.uint8)
+    own = np.repeat([reading.held_out for reading in readings], np.diff(end_array, prepend=0))  # validation splits, which stay whole
     if data.deduplicate:
+        candidates = np.flatnonzero(~own)
+        first = candidates[np.unique(hash_array[candidates], return_index=True)[1]]
         assignment[:] = COPY
-        assignment[np.unique(hash_array, return_index=True)[1]] = TRAIN
-    spans = [slice(*edge) for edge in pairwise([0, *ends])]
+        assignment[first[~np.isin(hash_array[first], hash_array[own])]] = TRAIN
+    assignment[own] = VAL
+    with_own = {reading.index for reading in readings if reading.held_out}
+    spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in with_own]
     by_source = [_bytes_by_hash(hash_array[one][assignment[one] == TRAIN], size_array[one][assignment[one] == TRAIN]) for one in spans]
     assignment[np.isin(hash_array, _held_out(by_source, data.val_fraction)) & (assignment == TRAIN)] = VAL
     if not (assignment == VAL).any() or not (assignment == TRAIN).any():
@@ -271,7 +296,7 @@ def _scan(data: DataConfig, shown: Progress) -> Scan:
             f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_in_words(left_out | copies, unreadable)}; "
             f"two different ones of a source are needed: add text{split}"
         )
-    return Scan(hash_array, size_array, assignment, end_array, left_out, unreadable)
+    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out, unreadable)
 
 
 def _bytes_by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -289,6 +314,8 @@ def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> 
     Args:
         sources: the result of `_bytes_by_hash` for each source.
     """
+    if not sources:
+        return np.empty(0, np.uint64)
     large = np.concatenate([hashes[sizes > max(fraction, 0.5) * sizes.sum()] for hashes, sizes in sources])
     return np.concatenate([_smallest(hashes, sizes, np.isin(hashes, large), fraction) for hashes, sizes in sources])
 
@@ -309,9 +336,20 @@ def _in_words(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
     return f" ({text})" if text else ""
 
 
-def _accepted_texts(data: DataConfig, index: int, skip: OnError, leave_out: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
+def _readings(data: DataConfig, partial: Path) -> list[Reading]:
+    """The sources in order, each followed by its own validation split, if it has one."""
+    found: list[Reading] = []
+    for index, weighted in enumerate(data.sources):
+        for source, is_held_out in ((weighted.source, False), (held_out(weighted.source), True)):
+            if source:
+                found.append(Reading(index, source, is_held_out, partial / f"{SPOOL}-{len(found)}" if streamed(source) else None))
+    return found
+
+
+def _accepted_texts(data: DataConfig, reading: Reading, skip: OnError, leave_out: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
     """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
-    for text in documents(data.sources[index].source, Path(data.root), skip):
+    spool = reading.spool
+    for text in read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), skip):
         if not text or text.isspace():
             leave_out("blank")
             continue
@@ -324,7 +362,7 @@ def _accepted_texts(data: DataConfig, index: int, skip: OnError, leave_out: Call
             yield text, int.from_bytes(blake2b(content, digest_size=8).digest(), "big"), len(content)
 
 
-def _documents_from(data: DataConfig, scan: Scan, done: int) -> Iterator[Document]:
+def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> Iterator[Document]:
     """The scan's documents after the first `done`, without copies. Raises DataError if the sources changed since the scan."""
 
     def skip(error: Unreadable) -> None:
@@ -332,8 +370,8 @@ def _documents_from(data: DataConfig, scan: Scan, done: int) -> Iterator[Documen
             raise error
 
     seen = 0
-    for index, end in enumerate(scan.ends):
-        for text, digest, n_bytes in _accepted_texts(data, index, skip, lambda reason: None):
+    for reading, end in zip(_readings(data, partial), scan.ends, strict=True):
+        for text, digest, n_bytes in _accepted_texts(data, reading, skip, lambda reason: None):
             if seen == end or digest != scan.hashes[seen]:
                 raise _changed(data, seen)
             seen += 1
@@ -343,12 +381,12 @@ def _documents_from(data: DataConfig, scan: Scan, done: int) -> Iterator[Documen
             raise _changed(data, seen)
 
 
-def _changed(data: DataConfig, seen: int) -> DataError:
-    return DataError(f"data.source: {', '.join(labels(data))}: changed while it was read (document {seen + 1}); run again")
+def _changed(data: DataConfig, seen: int) -> Restart:
+    return Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {seen + 1}); run again")
 
 
-def _training_texts(data: DataConfig, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
-    for document in _documents_from(data, scan, 0):
+def _training_texts(data: DataConfig, partial: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
+    for document in _documents_from(data, partial, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
             yield from pieces(document.text)

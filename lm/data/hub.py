@@ -1,26 +1,32 @@
-"""Datasets of the Hugging Face hub, or in a folder of that form, as documents."""
+"""Datasets of the Hugging Face hub, in a folder of that form, or saved by `Dataset.save_to_disk`, as documents."""
 
+import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.config.data_config import Hub
 from lm.data.hashes import FileHashes
 from lm.data.reading import ROWS, OnError, check_column, column_texts
 from lm.data.text_files import files_in
 from lm.errors import DataError, one_line
+from lm.progress import Progress
 from lm.schema import Plain
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetInfo, IterableDataset
+
+
+class Unreachable(DataError):
+    """The hub can't be reached."""
 
 
 def documents(source: Hub, root: Path, on_error: OnError) -> Iterator[str]:
     """The texts in a column of the dataset."""
-    dataset = _call(
-        source,
-        lambda datasets: datasets.load_dataset(
-            source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
-        ),
-    )
+    dataset = _call(source, lambda datasets: _dataset(datasets, source))
     where = f"data.source.dataset: '{source.dataset}' ({source.split})"
     names = dataset.column_names
     if names is not None:
@@ -31,21 +37,92 @@ def documents(source: Hub, root: Path, on_error: OnError) -> Iterator[str]:
     yield from islice(column_texts(read, source.column, where, on_error), source.max_documents)
 
 
+def held_out(source: Hub) -> Hub | None:
+    """The dataset's own validation split as a source, if the configuration names one."""
+    if source.validation_split is None:
+        return None
+    return dataclasses.replace(source, split=source.validation_split, validation_split=None, max_documents=None)
+
+
 def identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`."""
-    settings = {name: getattr(source, name) for name in ("dataset", "config", "split", "column", "revision", "max_documents")}
+    """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`.
+
+    If the hub can't be reached for that hash, it is the one recorded in the latest store of the same options in `root`.
+    """
+    names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
+    options = {name: getattr(source, name) for name in names}
     folder = Path(source.dataset)
     if folder.is_dir():
         paths = sorted(files_in(folder))
-        return settings | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
+        return options | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
-        return settings  # a commit says it all, so that a prepared store opens without a network
-    return settings | {"fingerprint": _call(source, lambda datasets: _builder(datasets, source).hash)}
+        return options  # a commit identifies the content, so that a prepared store opens without a network
+    try:
+        return options | {"fingerprint": _call(source, lambda datasets: _builder(datasets, source).hash)}
+    except Unreachable as error:
+        if (recorded := _recorded(options, root)) is None:
+            raise
+        Progress().say(f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)")
+        return recorded
+
+
+def _recorded(options: dict[str, Plain], root: Path) -> dict[str, Plain] | None:
+    """The identity with these options in the latest manifest that holds one."""
+    found: list[tuple[float, dict[str, Plain]]] = []
+    for path in root.glob("*/manifest.json"):
+        try:
+            identities = json.loads(path.read_bytes())["source"]
+            found += [(path.stat().st_mtime, one) for one in identities if {**options, "fingerprint": one["fingerprint"]} == one]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, or a store of another kind
+    return max(found, key=lambda one: one[0])[1] if found else None
 
 
 def licence(source: Hub) -> str:
-    """As the dataset states it."""
-    return _call(source, lambda datasets: _builder(datasets, source).info.license) or "not stated by the dataset"
+    """As the dataset card or the dataset states it."""
+    try:
+        stated = _call(source, lambda datasets: _card_licence(source) or _info(datasets, source).license)
+    except DataError:
+        return "not known (the dataset card can't be read)"
+    return stated or "not stated by the dataset"
+
+
+def _card_licence(source: Hub) -> str:
+    """The licences in the metadata of the dataset card, README.md."""
+    from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    path = Path(source.dataset, "README.md")
+    if not Path(source.dataset).is_dir():
+        try:
+            path = Path(hf_hub_download(source.dataset, "README.md", repo_type="dataset", revision=source.revision))
+        except EntryNotFoundError:
+            return ""
+    if not path.is_file():
+        return ""
+    stated = DatasetCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license") or []
+    return ", ".join(map(str, stated)) if isinstance(stated, list) else str(stated)
+
+
+def _dataset(datasets, source: Hub) -> "Dataset | IterableDataset":
+    if not _is_saved(source):
+        return datasets.load_dataset(
+            source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+    saved = datasets.load_from_disk(source.dataset)
+    splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {str(saved.split or source.split): saved}
+    if source.split not in splits:
+        raise ValueError(f"it was saved with the splits {', '.join(splits)}")
+    return splits[source.split]
+
+
+def _info(datasets, source: Hub) -> "DatasetInfo":
+    return _dataset(datasets, source).info if _is_saved(source) else _builder(datasets, source).info
+
+
+def _is_saved(source: Hub) -> bool:
+    """True for a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return any(Path(source.dataset, name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _builder(datasets, source: Hub):
@@ -61,6 +138,8 @@ def _call(source: Hub, call: Callable):
     try:
         return call(datasets)
     except Exception as error:  # the library has no common base class
-        offline = "; prepare it once where there is a network" if isinstance(error, ConnectionError) else ""
-        settings = f"config {source.config}, split {source.split}, revision {source.revision}"
-        raise DataError(f"data.source.dataset: '{source.dataset}' ({settings}): {one_line(error)}{offline}") from None
+        text = f"config {source.config}, split {source.split}, revision {source.revision}"
+        text = f"data.source.dataset: '{source.dataset}' ({text}): {one_line(error)}"
+        if isinstance(error, ConnectionError):
+            raise Unreachable(f"{text}; prepare it once where there is a network") from None
+        raise DataError(text) from None

@@ -89,8 +89,8 @@ def summary(store: Store) -> str:
         lost = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
         counts.append(f"{lost} unreadable, the first: {unreadable['first'][0]}")
     left_out = f" ({', '.join(counts)})" if counts else ""
-    asked = manifest["val_fraction"]
-    near = asked / 2 <= val.n_bytes / n_bytes <= 2 * asked
+    asked, own = manifest["val_fraction"], any(source.get("validation_split") for source in manifest["source"])
+    near = own or asked / 2 <= val.n_bytes / n_bytes <= 2 * asked
     far = "" if near else f" (data.val_fraction = {asked:g}: documents are held out whole, and theirs are too large for that)"
     return (
         f"{store.path}: {train.n_documents + val.n_documents:,} documents{left_out}, {n_tokens:,} tokens of a vocabulary of "

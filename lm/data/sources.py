@@ -33,6 +33,8 @@ class SourceReader:
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     licence: Callable[[Source], str]
     description: Callable[[Source], str] = lambda source: ""
+    held_out: Callable[[Source], Source | None] = lambda source: None
+    streamed: Callable[[Source], bool] = lambda source: False
 
 
 def _package_documents(source: Package, root: Path, on_error: OnError) -> Iterator[str]:
@@ -48,7 +50,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.documents, text_files.identity, text_files.licence, text_files.description),
-    Hub: SourceReader(hub.documents, hub.identity, hub.licence),
+    Hub: SourceReader(hub.documents, hub.identity, hub.licence, held_out=hub.held_out, streamed=lambda source: source.streaming),
 }
 
 
@@ -88,6 +90,16 @@ def licence(source: Source) -> str:
 def description(source: Source) -> str:
     """What is read and what is ignored, where that is not plain from the options; else empty."""
     return SOURCE_READERS[type(source)].description(source)
+
+
+def held_out(source: Source) -> Source | None:
+    """The source's own held-out documents, if the configuration names any."""
+    return SOURCE_READERS[type(source)].held_out(source)
+
+
+def streamed(source: Source) -> bool:
+    """True if every pass over the documents downloads them again."""
+    return SOURCE_READERS[type(source)].streamed(source)
 
 
 def label(source: Source) -> str:

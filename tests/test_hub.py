@@ -1,0 +1,244 @@
+"""Datasets of the Hugging Face hub, of folders and as saved: what is read, identified, held out and stated."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from texts import TEXTS, one_line_error, start, stored_texts, write_parquet
+
+from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
+from lm.data import hub as module
+from lm.data.prepare import prepare, summary
+from lm.data.reading import Unreadable
+from lm.data.sources import documents, identity, licence
+from lm.data.store import Store
+from lm.errors import DataError
+
+
+def skipping(source: Hub) -> tuple[list[str], list[Unreadable]]:
+    """The documents that can be read, and the errors of the others."""
+    errors: list[Unreadable] = []
+    return list(documents(source, on_error=errors.append)), errors
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    write_parquet(folder / "train.parquet", {"text": TEXTS, "id": list(range(len(TEXTS)))})
+    return Hub(dataset=str(folder))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_folder_reads_through_load_dataset(hub: Hub, streaming: bool):
+    source = dataclasses.replace(hub, streaming=streaming)
+    assert list(documents(source)) == TEXTS
+    assert list(documents(dataclasses.replace(source, max_documents=7))) == TEXTS[:7]
+
+
+def test_a_compressed_dataset_can_be_streamed(hub: Hub):
+    folder = Path(hub.dataset)
+    (folder / "train.parquet").unlink()
+    with pyarrow.output_stream(str(folder / "train.jsonl.zst"), compression="zstd") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
+    assert list(documents(dataclasses.replace(hub, streaming=True))) == TEXTS
+
+
+def test_streaming_or_not_is_the_same_store_and_a_changed_file_is_not(hub: Hub, tmp_path: Path):
+    data = DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"))
+    first = prepare(data)
+    assert sorted(stored_texts(first)) == sorted(TEXTS)
+    assert prepare(dataclasses.replace(data, source=dataclasses.replace(hub, streaming=True))).path == first.path
+    write_parquet(Path(hub.dataset) / "train.parquet", {"text": TEXTS[1:]})
+    assert prepare(data).path != first.path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_hub_settings_are_one_line(hub: Hub, streaming: bool):
+    source = dataclasses.replace(hub, streaming=streaming)
+    assert "one of: text, id" in one_line_error(dataclasses.replace(source, column="body"))
+    assert "['train']" in one_line_error(dataclasses.replace(source, split="test"))
+    assert "'default'" in one_line_error(dataclasses.replace(source, config="en"))
+    assert "row 1: column 'id' holds int" in one_line_error(dataclasses.replace(source, column="id"))
+    assert "no such folder" in one_line_error(dataclasses.replace(source, dataset="./nowhere"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: Hub, streaming: bool):
+    rows = [b"first", b"caf\xe9", None, *(text.encode() for text in TEXTS)]
+    texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts, "id": list(range(len(rows)))})
+    source = dataclasses.replace(hub, streaming=streaming)
+    kept, errors = skipping(source)
+    assert kept == ["first", "", *TEXTS]
+    assert "row 2: column 'text' is not UTF-8" in str(errors[0])
+    assert [error.n_bytes for error in errors] == [4]
+    assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", "", TEXTS[0]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skipped(hub: Hub, streaming: bool):
+    path = Path(hub.dataset) / "train.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match=r"^data\.source\.dataset: "):
+        skipping(dataclasses.replace(hub, streaming=streaming))
+
+
+def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
+    script = (
+        "for streaming in (False, True):\n"
+        " try: prepare(DataConfig(Hub(dataset='someone/something', streaming=streaming), root=sys.argv[2]))\n"
+        " except DataError as error: print(error)\n"
+    )
+    out, _ = start(script, None, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf")).communicate(timeout=60)
+    assert len(out.splitlines()) == 2
+    assert all("'someone/something'" in line and "network" in line for line in out.splitlines())
+
+
+def test_a_pinned_commit_is_identified_without_a_network():
+    source = Hub(dataset="someone/something", revision="0123456789" * 4)
+    assert identity(source) != identity(dataclasses.replace(source, revision="1123456789" * 4))
+
+
+# ---------------------------------------------------------------- streams
+
+
+def prepared(hub: Hub, tmp_path: Path, **changes) -> Store:
+    return prepare(dataclasses.replace(DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"), prepare_workers=1), **changes))
+
+
+def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened, dataset = [], module._dataset
+    monkeypatch.setattr(module, "_dataset", lambda *given: (opened.append(1), dataset(*given))[1])
+    store = prepared(dataclasses.replace(hub, streaming=True), tmp_path)
+    assert opened == [1]
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+    assert not list(store.path.glob("spool*"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "other text"])
+def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str):
+    from lm.data import build, spool
+
+    def train(*given):
+        (path,) = (tmp_path / "stores").glob(".*.partial/spool-0")
+        if damage == "other text":
+            list(spool.spooled(iter([(TEXTS[1], 0, 0)]), path))
+        else:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
+        return train_tokenizer(*given)
+
+    source, train_tokenizer = dataclasses.replace(hub, streaming=True), build.train_tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "train_tokenizer", train)
+        with pytest.raises(DataError, match="run again"):
+            prepared(source, tmp_path)
+    assert not list((tmp_path / "stores").glob(".*.partial"))
+    assert sorted(stored_texts(prepared(source, tmp_path))) == sorted(TEXTS)
+
+
+# ---------------------------------------------------------------- validation splits
+
+
+@pytest.fixture
+def with_validation(hub: Hub) -> Hub:
+    """The last of its five validation texts is also a training text; two are the same."""
+    validation = ["held out 1", "held out 2", "held out 3", "held out 3", TEXTS[7]]
+    write_parquet(Path(hub.dataset) / "validation.parquet", {"text": validation, "id": list(range(5))})
+    return dataclasses.replace(hub, validation_split="validation")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_validation_split_is_held_out_whole_and_is_no_training_text(with_validation: Hub, tmp_path: Path, streaming: bool):
+    store = prepared(dataclasses.replace(with_validation, streaming=streaming, max_documents=30), tmp_path)
+    texts = stored_texts(store)
+    assert texts[store.train.n_documents :] == ["held out 1", "held out 2", "held out 3", "held out 3", TEXTS[7]]
+    assert texts[: store.train.n_documents] == [text for text in TEXTS[:30] if text != TEXTS[7]]
+    assert "val_fraction" not in summary(store)
+
+
+def test_without_deduplication_a_training_split_stays_whole_beside_a_validation_split(with_validation: Hub, tmp_path: Path):
+    store = prepared(with_validation, tmp_path, deduplicate=False)
+    assert stored_texts(store)[: store.train.n_documents] == TEXTS
+    assert store.val.n_documents == 5
+
+
+def test_a_mixture_holds_out_documents_of_the_sources_without_a_validation_split(with_validation: Hub, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_parquet(other / "train.parquet", {"text": [f"another text {n}" for n in range(40)]})
+    mixture = Mixture([WeightedSource(0.5, with_validation), WeightedSource(0.5, Hub(dataset=str(other)))])
+    store = prepared(mixture, tmp_path)
+    assert store.val.sources[0].n_documents == 5
+    assert 1 <= store.val.sources[1].n_documents < 20
+    assert [source.n_documents for source in store.train.sources] == [len(TEXTS) - 1, 40 - store.val.sources[1].n_documents]
+
+
+def test_the_validation_split_must_be_another_one():
+    assert Hub(dataset="a", validation_split="train").problems()[0].path == "validation_split"
+
+
+# ---------------------------------------------------------------- saved datasets
+
+
+def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
+    import datasets
+
+    saved = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(3))}).save_to_disk(str(tmp_path / "splits"))
+    for folder in ("one", "splits"):
+        assert list(documents(Hub(dataset=str(tmp_path / folder)))) == TEXTS
+        assert licence(Hub(dataset=str(tmp_path / folder))) == "not stated by the dataset"
+    source = Hub(dataset=str(tmp_path / "splits"), split="test")
+    assert list(documents(source)) == TEXTS[:3]
+    assert "it was saved with the splits train, test" in one_line_error(dataclasses.replace(source, split="dev"))
+    assert identity(source) != identity(Hub(dataset=str(tmp_path / "one"), split="test"))
+    assert prepared(Hub(dataset=str(tmp_path / "one")), tmp_path).train.n_documents > 30
+
+
+# ---------------------------------------------------------------- licences, and no network
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [("mit", "mit"), ("[cc-by-4.0, other]", "cc-by-4.0, other"), (None, "not stated by the dataset")],
+)
+def test_the_licence_is_that_of_the_dataset_card(hub: Hub, tmp_path: Path, stated: str | None, expected: str):
+    head = f"---\nlicense: {stated}\n---\n" if stated else ""
+    (Path(hub.dataset) / "README.md").write_text(f"{head}# Texts\n")
+    assert licence(hub) == expected
+    assert prepared(hub, tmp_path).train.sources[0].licence == expected
+
+
+def test_an_unpinned_dataset_opens_without_a_network_by_its_recorded_identity(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    source = Hub(dataset="someone/something", split="train")
+    dataset, online = module._dataset, [True]
+
+    class Builder:
+        hash = "1234"
+
+    def call(datasets, given):
+        if not online[0]:
+            raise ConnectionError("Couldn't reach the hub")
+        return Builder()
+
+    monkeypatch.setattr(module, "_builder", call)
+    monkeypatch.setattr(module, "_dataset", lambda datasets, given: dataset(datasets, hub))
+    monkeypatch.setattr(module, "_card_licence", lambda given: "mit")
+    store = prepared(source, tmp_path)
+    online[0] = False
+    capfd.readouterr()
+    assert prepared(source, tmp_path).path == store.path
+    assert "note: data.source.dataset: 'someone/something'" in capfd.readouterr().err
+    with pytest.raises(DataError, match="prepare it once where there is a network"):
+        prepared(dataclasses.replace(source, split="test"), tmp_path)
