@@ -6,6 +6,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from lm.evaluation.numbers import logged
+from lm.runs.evaluations import Evaluation
+
 ARMS = {  # label, colour, line width, dashes: arms may coincide
     "softmax": ("softmax, no swap", "#000000", 4.0, "-"),
     "match": ("match", "#56B4E9", 2.5, "-"),
@@ -35,7 +38,8 @@ def main() -> None:
         steps, losses = curve(runs / name, "val/loss")
         start = before[-1]
         if name != "softmax":
-            start = json.loads(next((runs / f"swapped-{name}" / "evaluations").glob("swap.*.json")).read_text())["lengths"][0]["loss_after"]
+            kept = json.loads(next((runs / f"swapped-{name}" / "evaluations").glob("swap.*.json")).read_text())
+            start = logged(Evaluation.of(kept))["swap/loss_after"]
         steps = [last, *(last + step for step in steps)]
         left.plot(steps, [start, *losses], **style)
         right.plot(steps, [a - b for a, b in zip([start, *losses], [before[-1], *softmax], strict=True)], **style)

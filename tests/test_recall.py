@@ -428,8 +428,8 @@ def test_tasks_survive_the_configuration_file(tiny):
 def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: match}}]"
     assert train(tiny(*SYMBOLS, phases, "name=a")) == 0
-    lengths = json.loads((tmp_path / "runs" / "a" / "evaluations" / "swap.step-000004.json").read_text())["lengths"]
-    assert [one["length"] for one in lengths] == [32], "longer sequences need text"
+    found = {one.metric: one for one in series(tmp_path / "runs" / "a", "swap", 4)}
+    assert found["change of loss"].axis.values == (32,), "longer sequences need text"
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
-    assert lengths[0]["loss_before"] == pytest.approx(before[0], abs=1e-5)
-    assert lengths[0]["nll_by_position_before"].count(None) == 28
+    assert found["loss before"].whole == pytest.approx(before[0], abs=1e-5)
+    assert found["loss before"].axis is None, "a mean over answers, not over positions"

@@ -1,6 +1,5 @@
 """Swapping the normalizer: in training, on a checkpoint, and starting from swapped weights."""
 
-import json
 import math
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
-from lm.evaluation.continuity import attention_drift, evaluate_swap
+from lm.evaluation.continuity import attention_drift, compared
 from lm.evaluation.held_out import HeldOut
 from lm.evaluation.swap import swap_run
 from lm.model.cross_entropy import token_kl
@@ -27,6 +26,7 @@ from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
+from lm.statistics.intervals import Interval, interval_of
 from lm.training.optimizers import after_swap, load_named_state, make_optimizer, named_state
 from lm.training.train import train
 
@@ -162,23 +162,22 @@ def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatc
     drift = attention_drift(old, new, sequences, HERE)
     assert drift[0] == pytest.approx(expected, abs=1e-5)
     assert 0.01 < drift[0] < 1
-    assert attention_drift(old, old, sequences, HERE) == [0.0, 0.0]
+    assert attention_drift(old, old, sequences, HERE).tolist() == [0.0, 0.0]
 
 
 def test_a_swap_is_measured_on_identical_tokens(tiny):
     old = decoder(tiny)
-    result = evaluate_swap(old, swapped(old, opt.SSMax()), [held_out(32), held_out(64)], HERE)
-    assert [one["length"] for one in result["lengths"]] == [32, 64]
-    for one in result["lengths"]:
-        tokens = torch.from_numpy(held_out(one["length"]).sequences)
+    for length in (32, 64):
+        tokens = torch.from_numpy(held_out(length).sequences)
+        before, after, kl = compared(old, swapped(old, opt.SSMax()), held_out(length), HERE)
         with torch.no_grad():
-            expected = float(old.loss(Batch.of(tokens))) / (3 * one["length"])
-        assert one["loss_before"] == pytest.approx(expected, abs=1e-5)
-        assert one["change"]["mean"] == pytest.approx(one["loss_after"] - one["loss_before"], abs=1e-9)
-        assert one["kl"] == pytest.approx(sum(one["kl_by_position"]) / one["length"], abs=1e-5)
-        assert one["kl"] > 0
-    nothing = evaluate_swap(old, swapped(old, SSMAX_BIAS), [held_out(32)], HERE)["lengths"][0]
-    assert (nothing["change"]["mean"], nothing["kl"], nothing["attention_drift"]) == (0.0, 0.0, [0.0, 0.0])
+            expected = float(old.loss(Batch.of(tokens))) / (3 * length)
+        assert before.mean() == pytest.approx(expected, abs=1e-5)
+        assert after.mean() != pytest.approx(expected, abs=1e-5)
+        assert kl.mean() > 0
+    before, after, kl = compared(old, swapped(old, SSMAX_BIAS), held_out(32), HERE)
+    assert (before == after).all()
+    assert not kl.any()
 
 
 # ---------------------------------------------------------------- lm swap, lm export, lm.load
@@ -192,8 +191,12 @@ def trained(tiny) -> Path:
     return config.run_folder
 
 
-def swap(source: Path, out: Path, to: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last") -> dict:
-    return swap_run(source, checkpoint, to, init, out, list(overrides))["lengths"][0]
+def swap(
+    source: Path, out: Path, to: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
+) -> tuple[Interval, float]:
+    """The change of the loss at the training length, and the KL divergence there."""
+    found = {one.metric: one for one in swap_run(source, checkpoint, to, init, out, list(overrides)).series}
+    return interval_of(found["change of loss"], 0), found["KL divergence"].means[0]
 
 
 def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(trained: Path, tmp_path: Path):
@@ -203,18 +206,26 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert result.returncode == 0, result.stderr
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    kept = json.loads((out / "evaluations" / "swap.step-000040.json").read_text())
-    assert [one["length"] for one in kept["lengths"]] == [32, 64, 128]
-    assert {name for name in kept["parameters"]} == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
+    kept = series(out, "swap", 40)
+    whole = {(one.metric, one.what): one.whole for one in kept}
+    assert {one.what for one in kept if one.metric == "loss before"} == {f"sequences of {length}" for length in (32, 64, 128)}
     loaded = load(out)
     assert (loaded.config.name, loaded.config.model.normalizer, loaded.metadata["step"]) == ("out", opt.SSMax(), 40)
     validation = series(trained, "validation", 40)[0].whole
-    assert kept["lengths"][0]["loss_before"] == pytest.approx(validation, abs=1e-5)
+    assert whole["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
+    (change,) = (one for one in kept if one.metric == "change of loss")
+    assert change.axis.values == (32, 64, 128)
+    for length, mean in zip((32, 64, 128), change.means, strict=True):
+        what = f"sequences of {length}"
+        assert mean == pytest.approx(whole["loss after", what] - whole["loss before", what], abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
     after = series(out, "validation", 40)[0].whole
-    assert after == pytest.approx(kept["lengths"][0]["loss_after"], abs=1e-5)
-    assert command("report", str(trained), str(out)).returncode == 0
+    assert after == pytest.approx(whole["loss after", "sequences of 32"], abs=1e-5)
+    assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
+    assert (
+        "| softmax -> ssmax after training (init match) | 1 |" in (tmp_path / "report/table.md").read_text().partition("Change of loss")[2]
+    )
     refused = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
     assert (refused.returncode, refused.stderr) == (1, f"error: {out}: exists already; choose another\n")
     assert not list(tmp_path.glob(".out*"))
@@ -224,11 +235,11 @@ def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, 
     match = swap(trained, tmp_path / "match", "ssmax", "match")
     fit = swap(trained, tmp_path / "fit", "ssmax", "fit")
     affine = swap(trained, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
-    assert (affine["change"]["mean"], affine["change"]["low"], affine["change"]["high"], affine["kl"]) == (0.0, 0.0, 0.0, 0.0)
-    assert fit["kl"] < match["kl"]
-    assert abs(fit["change"]["mean"]) <= abs(match["change"]["mean"]) + 1e-4
-    values = [json.loads((tmp_path / name / "evaluations/swap.step-000040.json").read_text())["parameters"] for name in ("match", "fit")]
-    assert values[0] != values[1]
+    assert (affine[0].listed(), affine[1]) == ([0.0, 0.0, 0.0], 0.0)
+    assert fit[1] < match[1]
+    assert abs(fit[0].mean) <= abs(match[0].mean) + 1e-4
+    inside = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer(n)} for name in ("match", "fit")]
+    assert not same(*inside)
     outside = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer(n)} for name in ("match", "fit")]
     assert same(*outside)
     assert same(outside[0], weights(trained))
@@ -315,8 +326,8 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer"]
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
-    kept = json.loads((swapped_run / "evaluations" / "swap.step-000004.json").read_text())
-    assert (kept["from"], kept["to"], kept["lengths"][0]["kl"]) == ("softmax", "ssmax (bias=true)", 0.0)
+    kept = {one.metric: one.means for one in series(swapped_run, "swap", 4)}
+    assert kept["KL divergence"].tolist() == [0.0] * 3
 
 
 def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -378,7 +389,7 @@ def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: 
     train(tiny("name=learned", "model.normalizer={name: ssmax, init: unit}"))
     source = tiny("name=learned").run_folder
     one = swap(source, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
-    assert one["kl"] < 1e-6
+    assert one[1] < 1e-6
     assert load(tmp_path / "affine").config.model.normalizer.init == "match"
     with pytest.raises(RunError, match=r"not a run folder, of which a checkpoint \(best\) could be chosen"):
         load(source / "checkpoints" / "last.ckpt", "best")

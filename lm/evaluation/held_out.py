@@ -153,6 +153,11 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
+def bucket_means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Means over the positions of each bucket: (N, length) -> (N, buckets) float64."""
+    return np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
+
+
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave, with edges at seq_len x 2^i."""
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)

@@ -10,24 +10,25 @@ from lm.config.tree import Config
 from lm.data.batches import Batch, train_sequences
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.continuity import evaluate_swap, print_swap, swap_sequences
+from lm.evaluation.continuity import Swap
 from lm.evaluation.evaluate import open_device, open_store
+from lm.evaluation.numbers import Evaluated, print_results
+from lm.evaluation.results import measured, write_evaluation
 from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
-from lm.runs.evaluations import evaluation_path
+from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
-from lm.runs.series import listed
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # of `--init fit`
 
 
-def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> dict[str, Plain]:
+def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> Evaluation:
     """`lm swap`: a copy of a trained model with another normalizer, as a run folder `out` that holds weights alone.
 
     Measures both models on identical held-out tokens; the result is printed, kept in `out`'s evaluations/ and returned.
@@ -55,22 +56,24 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
         store = open_store(config, loaded)
-        sequences = swap_sequences(store, config)
-        where = open_device(config, trained)
+        swap, where = Swap(config, store, old), open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
-        result = {**evaluate_swap(old, new, sequences, where), **loaded.stamp, "precision": where.precision, "swap": facts}
-        write_json(evaluation_path(made, "swap", result["step"]), listed(result))
+        evaluation = measured(swap, new, where, loaded.stamp["step"], loaded.stamp["tokens_seen"])
+        write_evaluation(made, evaluation)
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
-    print_swap(result)
+    print(f"{facts['normalizer']} -> {new.config.normalizer.label()}, step {evaluation.step}")
+    if not evaluation.series:
+        print("nothing measured: eval.swap_lengths names no length that a held-out document has")
+    print_results([Evaluated(out, evaluation, cached=False)])
     if init == "fit":
         print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
-    return result
+    return evaluation
 
 
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:

@@ -5,7 +5,7 @@ import numpy as np
 from lm.config.eval_config import Timing
 from lm.config.task_config import task_names
 from lm.data.store import entropy
-from lm.evaluation.held_out import bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
+from lm.evaluation.held_out import bits_per_byte, bucket_edges, bucket_means, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.measurement import Measurement, Progress
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -111,7 +111,7 @@ class LongContext(Measurement):
         )
         for setting in self.asked.inference:
             nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
-            by_bucket = np.add.reduceat(nll.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
+            by_bucket = bucket_means(nll, edges)
             common = {"kind": self.kind, "better": "lower", "seq_len": decoder.seq_len, "setting": setting.label}
             found.append(
                 Series(

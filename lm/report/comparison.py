@@ -198,14 +198,15 @@ def _checks(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> tuple[Check, .
 
     same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
     seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
+    by_sequences = {section.first.shown.measured_on: section for section in found}
     by_arm = "; ".join(f"{arm.label}: {', '.join(s)}" for arm, s in zip(arms, seeds, strict=True))
     unequal = [f"{printable(run.name)}: {'; '.join(what)}" for arm in arms for run in arm.runs if (what := differing(run.environment))]
     return (
         same("tokens seen", lambda run: run.tokens_seen),
         same("tokens in the weights started from", lambda run: run.tokens_before),
-        *(same(f"tokens seen, {section.first.shown.measured_on}", section.tokens_seen) for section in found[1:]),
+        *(same(f"tokens seen, {name}", section.tokens_seen) for name, section in list(by_sequences.items())[1:]),
         same("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        *(same(f"{section.first.shown.measured_on} (sha256)", section.sha256) for section in found),
+        *(same(f"{name} (sha256)", section.sha256) for name, section in by_sequences.items()),
         same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         same("steps", lambda run: run.flat.get("trainer.max_steps")),
         Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
 from lm.errors import RunError, one_line
 from lm.runs import identity
@@ -128,7 +129,7 @@ def read_run(folder: Path) -> RunRecord:
         missing.append("its validation loss is the last one logged while training, without an interval")
     for one in evaluations[1:]:
         first = evaluations[0]
-        if one.step != first.step:
+        if one.step != first.step and one.kind in EvalConfig().wanted():  # others, such as a swap, have a step of their own
             missing.append(f"the {first.name} is of step {first.step:,}, the {one.name} of step {one.step:,}")
     training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
     name = folder.resolve().name

@@ -4,28 +4,21 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from types import FrameType
 
 import lightning as L
 
 from lm.errors import RunError, one_line
-from lm.evaluation.continuity import evaluate_swap, swap_sequences
+from lm.evaluation.continuity import Swap
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.numbers import logged
 from lm.evaluation.results import keep, measured, write_evaluation
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import write_json
-from lm.runs.series import listed
-from lm.schema import Plain
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
-
-# A result, the numbers among the run's metrics, and a line to show.
-Measured = tuple[Evaluation | dict[str, Plain], dict[str, float], str]
 
 
 class StepCallback(L.Callback):
@@ -143,32 +136,20 @@ class Evaluations(StepCallback):
         self.bf16, self.max_steps = run.machine.bf16, run.config.trainer.max_steps
         self.validation, *self.others = run.measurements
 
-    def take(
-        self,
-        trainer: L.Trainer,
-        module: TrainModule,
-        kind: str,
-        max_seconds: float | None,
-        measure: Callable[[Device], Measured],
-        measurement: Measurement | None = None,
-    ) -> Evaluation | dict[str, Plain] | None:
-        """Measure now; None if that failed. The result of a `measurement` is kept for `lm eval`, too. Collective."""
-        started, step = time.perf_counter(), trainer.global_step
+    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
+        """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
+        started, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
         where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
-            result, scores, text = measure(where)
+            result = measured(measurement, decoder.to(where.device), where, step, tokens)
             if trainer.is_global_zero:
-                if measurement:
-                    path = write_evaluation(self.config.run_folder, result)
-                    keep(self.config.run_folder, measurement, result, where)
-                else:
-                    facts = {"precision": where.precision, "step": step, "tokens_seen": tokens}
-                    content = facts | {"data_fingerprint": module.store.fingerprint} | result
-                    path = write_json(evaluation_path(self.config.run_folder, kind, step), listed(content))
+                path = write_evaluation(self.config.run_folder, result)
+                keep(self.config.run_folder, measurement, result, where)
+                scores = logged(result)
                 self.record.write({"step": step, "tokens": tokens, **scores})
                 self.record.picture(kind, path.with_suffix(".png"), step)
-                self.progress.say(f"step {step}: {text}")
+                self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 if isinstance(error, OutOfTime):
@@ -180,17 +161,6 @@ class Evaluations(StepCallback):
         finally:
             self.clock.paused(started)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one
-
-    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """One measurement of `decoder`, as `take`."""
-
-        def measure(where: Device) -> Measured:
-            step = trainer.global_step
-            result = measured(measurement, decoder.to(where.device), where, step, step * self.config.optim.batch_tokens)
-            scores = logged(result)
-            return result, scores, ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-
-        return self.take(trainer, module, measurement.kind, measurement.asked.max_seconds, measure, measurement)
 
 
 class Validate(Evaluations):
@@ -224,21 +194,10 @@ class Evaluate(Evaluations):
             if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
                 self.run(trainer, module, measurement, before or module.decoder)  # at a phase's start: as the one before ended
         if before and self.config.eval.swap_lengths:
-            self.take(trainer, module, "swap", None, lambda where: self.swap(before.to(where.device), module, where))
+            self.run(trainer, module, Swap(self.config, module.store, before), module.decoder)
         module.start.before = None
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Measure what is due."""
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
-
-    def swap(self, before: Decoder, module: TrainModule, where: Device) -> Measured:
-        """Loss before and after, KL, attention drift."""
-        result = evaluate_swap(before, module.decoder, swap_sequences(module.store, self.config), where)
-        text = f"{result['from']} -> {result['to']}"
-        if not result["lengths"]:
-            return result, {}, f"{text}: no held-out document is long enough to measure it"
-        first = result["lengths"][0]
-        scores = {"swap/loss_before": first["loss_before"], "swap/loss_after": first["loss_after"], "swap/kl": first["kl"]}
-        change = f"{first['loss_before']:.4f} -> {first['loss_after']:.4f} ({first['change']['mean']:+.4f})"
-        return result, scores, f"{text}: loss of sequences of {first['length']:,} tokens {change}"
