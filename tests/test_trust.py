@@ -359,7 +359,14 @@ def test_every_model_fits_its_own_weights(name: str):
         assert weights_mismatch(ModelSpec(model, 300, 32), Decoder(model, 300, 32).state_dict()) == ""
 
 
-@pytest.mark.parametrize("config", ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []"])
+DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["seed: [", "- 1", "seed: x", "seed: !!python/object/apply:os.getcwd []", "x: " + "[" * 1000, DOUBLED],
+    ids=["open", "list", "text", "object", "deep", "doubled"],
+)
 @pytest.mark.parametrize("user", ["resume", "load"])
 def test_a_checkpoints_configuration_that_is_none_is_one_line(run: Path, use, user: str, config: str):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update(config=config))

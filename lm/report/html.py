@@ -7,11 +7,11 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lm.attention import catalogue
+from lm.config.yaml_text import dump_yaml
 from lm.files import replacing
 from lm.report.comparison import Comparison, across, compare, printable, show
 from lm.report.differences import seeds_shown
@@ -67,7 +67,7 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...])
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("lm.report").joinpath("report.html").read_text(encoding="utf-8"))
     runs = [
-        (arm.label, printable(run.name), show(run.measured("command")), yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True))
+        (arm.label, printable(run.name), show(run.measured("command")), dump_yaml(run.config))
         for arm in comparison.arms
         for run in arm.runs
     ]

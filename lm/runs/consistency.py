@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import yaml
-
 from lm.config.canonical import differences
 from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.folder import read_json
 from lm.schema import Plain, to_plain
@@ -16,8 +15,8 @@ from lm.schema import Plain, to_plain
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
     """The configuration that the model at `path` was trained with. Raises RunError if it can't be read."""
     try:
-        return parse(yaml.safe_load(metadata["config"]))
-    except (ConfigError, yaml.YAMLError, ValueError) as error:
+        return parse(parse_yaml(metadata["config"], "it"))
+    except ConfigError as error:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
 

@@ -6,10 +6,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from lm.config.load import parse
 from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
 from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import write_text
@@ -67,13 +66,13 @@ def read_config(folder: Path) -> Config:
     if not path.is_file():
         raise RunError(f"{folder}: not a run folder (no {CONFIG})")
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        plain = parse_yaml(path.read_bytes(), path.name)
         missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {})]
         if missing:  # a run writes all of them, `log` last
             again = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
         return parse(plain)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, TypeError) as error:
+    except (OSError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {one_line(error)}") from None
 
 

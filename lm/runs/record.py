@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import yaml
-
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
-from lm.errors import RunError, one_line
+from lm.config.yaml_text import parse_yaml
+from lm.errors import ConfigError, RunError, one_line
 from lm.runs import identity
 from lm.runs.evaluations import Evaluation, last_evaluations
 from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json
@@ -138,9 +137,9 @@ def read_run(folder: Path) -> RunRecord:
 
 def _read_config(path: Path) -> dict[str, Plain]:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RunError(f"{path}: not readable as YAML: {one_line(error, None)}") from None
+        config = parse_yaml(path.read_bytes(), path.name)
+    except (ConfigError, OSError) as error:
+        raise RunError(f"{path}: not readable: {one_line(error, None)}") from None
     if not isinstance(config, dict):
         raise RunError(f"{path}: holds no configuration")
     if isinstance(config.get("model"), dict) and isinstance(config["model"].get("normalizer"), str):
