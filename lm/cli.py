@@ -289,6 +289,27 @@ def harness(
 
 
 @app.command()
+def compare(
+    experiment: Annotated[
+        Path, typer.Argument(metavar="EXPERIMENT", help="YAML file: base, arms, seeds, tune, primary", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides of the base configuration", show_default=False)
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
+    report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
+) -> None:
+    """Train arms x seeds x learning rates from one file, and judge them.
+
+    Finished runs are kept, interrupted ones resumed: the same command goes on. Writes verdicts and a report (docs/experiments.md).
+    """
+    from lm.experiments.compare import compare
+
+    compare(experiment, overrides or [], plan, jobs, report_only)
+
+
+@app.command()
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 

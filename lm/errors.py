@@ -17,6 +17,20 @@ class RunError(LMError):
     """A run folder, checkpoint or training run that can't go on."""
 
 
+class Diverged(RunError):
+    """A training run that stopped at losses or gradients that are not finite; its exit status tells it from one that was interrupted.
+
+    Attributes:
+        step: the first that could not be made.
+    """
+
+    exit_code = 3
+
+    def __init__(self, text: str, step: int):
+        super().__init__(text)
+        self.step = step
+
+
 def one_line(error: BaseException, longest: int | None = 300) -> str:
     """An exception's text on one line of at most `longest` characters (None: all of it); the name of its class if it has no text."""
     return " ".join(str(error).split())[:longest] or type(error).__name__

@@ -24,6 +24,7 @@ ROOMS = (
     "statistics",
     "evaluation",
     "report",
+    "experiments",
     "training",
     "cli",
 )

@@ -9,6 +9,8 @@ import numpy as np
 from lm.files import write_text
 from lm.schema import Plain
 
+DIVERGED = "diverged"  # in the last line of a run that stopped at values that are not finite: why
+
 
 @dataclass(frozen=True, eq=False)
 class Curve:

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.errors import RunError
+from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.measurement import Measurement, measurements
 from lm.evaluation.numbers import print_results
@@ -26,6 +26,7 @@ from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
 from lm.runs.loading import TOKENIZER_SHA256
+from lm.runs.metric_log import DIVERGED
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
@@ -89,6 +90,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, process: Process)
     try:
         run = RunContext(config, store, planned, machine, recorded["wandb_id"], log, progress)
         return _phases(run, start)
+    except Diverged as error:
+        log.write({"step": error.step, DIVERGED: str(error)})
+        raise
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
             raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None

@@ -118,8 +118,8 @@ class TrainModule(L.LightningModule):
             state.count_step(nll, targets)
             torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
         else:
-            where = f"step {self.global_step + 1}: the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
-            skip_or_stop(self.decoder, state, optim.on_nonfinite, where)
+            found = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
+            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, found)
 
     def _all_reduced(self) -> Tensor:
         """Sums over all ranks, (3,) float64: loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""

@@ -2,27 +2,28 @@
 
 import math
 
-from lm.errors import RunError
+from lm.errors import Diverged
 from lm.model.decoder import Decoder
 from lm.training.state import RunState
 
 MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
-def skip_or_stop(decoder: Decoder, state: RunState, policy: str, where: str) -> None:
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, found: str) -> None:
     """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
-    where: step, loss and gradient norm, in words.
+    step: the one to be made, from 1. found: its loss and gradient norm, in words.
 
     Raises:
-        RunError: the policy is `stop`, or too many consecutive steps were skipped.
+        Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
     state.count_skipped()
+    where = f"step {step}: {found} ({_norms(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
-        raise RunError(f"{where} ({_norms(decoder)}); checkpoints up to the last saved are intact: {advice}")
+        raise Diverged(f"{where}; checkpoints up to the last saved are intact: {advice}", step)
     if state.skipped_in_a_row >= MOST_SKIPPED:
-        raise RunError(f"{where} ({_norms(decoder)}), the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact")
+        raise Diverged(f"{where}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
     for parameter in decoder.parameters():
         parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
 

@@ -1,0 +1,220 @@
+"""What an experiment file says: the base configuration, the arms, their seeds, the grid they are tuned on, and the primary metric."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lm.config.load import interpolated, merge, parse, read_overrides, read_yaml
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem, one_line
+from lm.schema import Plain, build, key, own_problems, section, suggest
+
+_NAME = "letters, digits, '-', '_' and '.'"
+
+
+@dataclass
+class Tune:
+    """The grid every arm is tuned on."""
+
+    grid: list[float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
+    key: str = key("optim.lr", "the configuration key that is tuned")
+
+    def problems(self) -> list[Problem]:
+        """What contradicts itself."""
+        found = []
+        if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
+            found.append(Problem("grid", self.grid, "must be at least 2 different values", "a best value has one below and one above"))
+        if self.grid and len(set(self.seeds)) < 2:
+            found.append(Problem("seeds", self.seeds, "tuning needs at least 2 seeds"))
+        return found
+
+
+@dataclass
+class Primary:
+    """The one metric that decides, settled before any run."""
+
+    metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
+    better: Literal["lower", "higher"] = key("lower", "which direction is better")
+    matters: float = key(0.01, "smallest difference of interest, in the metric's unit", gt=0)
+
+
+@dataclass
+class _File:
+    """The keys of an experiment file but for `base`, `arms` and `sizes`, which hold keys of configurations."""
+
+    seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
+    tune: Tune = section(Tune, "the learning rate of each arm")
+    primary: Primary = section(Primary, "what decides")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: how its configuration differs from the base, and the earlier arm whose trained weights it starts from, if any."""
+
+    name: str
+    changes: dict[str, Plain]
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its file describes it; the first arm is the baseline.
+
+    Attributes:
+        name: the file's name; runs lie in the base configuration's `runs`, in a folder of this name.
+        base: plain configuration that all arms share.
+        sizes: changes by size, such as of model or steps; one without a name if there are none.
+    """
+
+    name: str
+    base: dict[str, Plain]
+    arms: tuple[Arm, ...]
+    sizes: dict[str, dict[str, Plain]]
+    seeds: tuple[int, ...]
+    tune: Tune
+    primary: Primary
+
+    @property
+    def folder(self) -> Path:
+        """Where its runs and its report are kept."""
+        return Path(str(self.base.get("runs", "runs"))) / self.name
+
+    @property
+    def first_config(self) -> Config:
+        """The configuration of the baseline's first run."""
+        return self.config(
+            next(iter(self.sizes)), self.arms[0], self.seeds[0], self.tune.grid[0] if self.tune.grid else None, {"name": "any"}
+        )
+
+    def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
+        """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError naming arm and size."""
+        tuned = {} if rate is None else nested({self.tune.key: rate})
+        plain = self.base
+        for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
+            plain = merge(plain, more)
+        try:
+            return parse(interpolated(plain))
+        except ConfigError as error:
+            where = f"arm {arm.name}" + (f", size {size}" if size else "")
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def read_experiment(path: Path, overrides: list[str]) -> Experiment:
+    """The experiment of a YAML file; `key=value` texts change the base configuration of all arms.
+
+    Raises:
+        ConfigError: everything that is wrong with it, in one message, also with the configuration of any arm.
+    """
+    plain = _read(path)
+    problems: list[Problem] = []
+    arms = _arms(plain.pop("arms", None), problems)
+    sizes = {str(name): nested(changes) for name, changes in _blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
+    base = _base(path, plain.pop("base", None))
+    made = build(_File, plain, "", problems)
+    problems += own_problems(made)
+    if len(set(made.seeds)) < len(made.seeds) or not made.seeds:
+        problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
+    if made.tune.grid and (both := sorted({*made.seeds} & {*made.tune.seeds})):
+        problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
+    if problems:
+        raise ConfigError(problems)
+    base = merge(base, read_overrides(overrides))
+    found = Experiment(path.stem, base, arms, sizes or {"": {}}, tuple(made.seeds), made.tune, made.primary)
+    _check(found)
+    return found
+
+
+def _check(experiment: Experiment) -> None:
+    """Every arm's configuration in every size, and that no two arms are the same and all read the same data."""
+    for size in experiment.sizes:
+        seen: dict[str, str] = {}
+        plans: dict[str, Config] = {}
+        data = None
+        for arm in experiment.arms:
+            rate = experiment.tune.grid[0] if experiment.tune.grid else None
+            config = experiment.config(size, arm, experiment.seeds[0], rate, {"name": "any"})
+            same = repr((arm.start, config))
+            if same in seen:
+                raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it")])
+            seen[same] = arm.name
+            if arm.start and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
+                reason = f"has another normalizer than {arm.start}, whose weights it starts from"
+                raise ConfigError([Problem(f"arms.{arm.name}.from", arm.start, reason, "swap it in during training instead: `phases`")])
+            plans[arm.name] = config
+            text = repr((config.data.source, config.data.tokenizer, config.data.val_fraction))
+            if data is not None and text != data:
+                reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
+                raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, reason, remedy)])
+            data = text
+
+
+def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
+    """{"optim.lr": 1} as {"optim": {"lr": 1}}; what is nested already stays so."""
+    plain: dict[str, Plain] = {}
+    for path, value in changes.items():
+        for name in reversed(str(path).split(".")):
+            value = {name: value}
+        plain = merge(plain, value)
+    return plain
+
+
+def _read(path: Path) -> dict[str, Plain]:
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {one_line(error)}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: must hold the keys base, arms, seeds, tune, primary")
+    return plain
+
+
+def _base(path: Path, given: Plain) -> dict[str, Plain]:
+    """The base configuration: a file or a list of files beside the experiment's, or a block of keys."""
+    if isinstance(given, dict):
+        return nested(given)
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError([Problem("base", given, f"must be a configuration file, a list of them, or a block of keys (in {path})")])
+    merged: dict[str, Plain] = {}
+    for name in names:
+        merged = merge(merged, read_yaml(path.parent / name))
+    return merged
+
+
+def _blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """A map from names to blocks of keys; an empty block may be left out."""
+    if not isinstance(given, dict):
+        problems.append(Problem(where, given, "must be a map from names to what they change"))
+        return {}
+    found = {}
+    for name, changes in given.items():
+        if not all(letter.isalnum() or letter in "-_." for letter in str(name)):
+            problems.append(Problem(f"{where}.{name}", name, f"must be a name of {_NAME}"))
+        elif isinstance(changes, dict | None):
+            found[str(name)] = dict(changes or {})
+        else:
+            problems.append(Problem(f"{where}.{name}", changes, "must be a block of configuration keys"))
+    return found
+
+
+def _arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
+    found: list[Arm] = []
+    for name, changes in _blocks("arms", given, problems).items():
+        start = changes.pop("from", "")
+        earlier = [arm.name for arm in found]
+        if start and start not in earlier:
+            problems.append(Problem(f"arms.{name}.from", start, "is no earlier arm", suggest(str(start), earlier)))
+        for fixed in sorted({"seed", "name", "runs", "resume", "init_from"} & set(changes)):
+            problems.append(Problem(f"arms.{name}.{fixed}", changes[fixed], "is set by the experiment", "drop it"))
+        found.append(Arm(name, nested(changes), str(start or "")))
+    if len(found) < 2 and not problems:
+        problems.append(Problem("arms", [arm.name for arm in found], "needs a baseline and at least one other arm"))
+    return tuple(found)

@@ -1,0 +1,207 @@
+"""The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lm.config.effects import effect_of
+from lm.config.tree import Config
+from lm.errors import RunError
+from lm.experiments.definition import Arm, Experiment
+from lm.experiments.outcomes import SELECTION, Outcome
+from lm.schema import Plain, flatten, to_plain
+from lm.statistics.tuning import Tuned, elsewhere, mean_loss, tuned
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of an experiment. `stage`: it chooses a rate (`tune`), or it is judged (`final`)."""
+
+    size: str
+    arm: str
+    stage: str
+    rate: float | None
+    seed: int
+    config: Config
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of it."""
+        return Outcome(self.config.run_folder, self.config.trainer.max_steps)
+
+    @property
+    def label(self) -> str:
+        """Its size, arm, rate and seed in words."""
+        at = "" if self.rate is None else f"at {self.rate:g}"
+        return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.seed}")))
+
+
+class Procedure:
+    """An experiment and the runs it consists of.
+
+    Args:
+        experiment: as its file describes it.
+        resolved: configuration that is the same for all of its runs: precision, compilation, threads.
+    """
+
+    def __init__(self, experiment: Experiment, resolved: dict[str, Plain]):
+        self.experiment, self.resolved = experiment, resolved
+
+    def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
+        """One run; `rates` are those of the arms before it, of which it may start from one."""
+        changes = dict(self.resolved)
+        if arm.start:
+            source = next(one for one in self.experiment.arms if one.name == arm.start)
+            changes["init_from"] = str(self.run(size, source, stage, rates[source.name], seed, rates).config.run_folder)
+        changes["runs"] = str(self.experiment.folder / size)
+        config = self.experiment.config(size, arm, seed, rate, changes | {"name": "run"})
+        name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", _hash(config)])
+        return Run(size, arm.name, stage, rate, seed, replace(config, name=name))
+
+    def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
+        """The tuning runs of a size by arm and rate, as far as they are known, and what they say. Arms that start from others come after
+        these, as they start from the runs at the rate chosen for them; then `missing` is what the first arms lack."""
+        experiment, runs, rates = self.experiment, {}, {}
+        for depth in sorted(set(map(self._depth, experiment.arms))):
+            layer = [arm for arm in experiment.arms if self._depth(arm) == depth]
+            known = [arm for arm in layer if not arm.start or arm.start in rates]
+            asked: tuple[float, ...] = tuple(experiment.tune.grid)
+            for arm in known:
+                runs[arm.name] = {}
+            while asked and known:
+                for arm in known:
+                    for rate in asked:
+                        runs[arm.name][rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
+                if not all(one.outcome.ended for arm in known for some in runs[arm.name].values() for one in some):
+                    return runs, Tuned(rates, asked)
+                found = tuned(experiment.tune.grid, {arm.name: _losses(runs[arm.name]) for arm in known})
+                asked = found.missing
+            if known:
+                rates |= found.rates
+        return runs, Tuned(rates, (), tuple(arm.name for arm in experiment.arms if arm.name not in rates))
+
+    def _depth(self, arm: Arm) -> int:
+        """How many arms it starts from, one after the other."""
+        return 0 if not arm.start else 1 + self._depth(next(one for one in self.experiment.arms if one.name == arm.start))
+
+    def rates(self, size: str) -> dict[str, float | None] | None:
+        """The rate of each arm that has one; None: not known yet."""
+        if not self.experiment.tune.grid:
+            return dict.fromkeys((arm.name for arm in self.experiment.arms), None)
+        found = self.tuning(size)[1]
+        return None if found.missing else dict(found.rates)
+
+    def final(self, size: str, rates: dict[str, float | None]) -> Iterator[Run]:
+        """The runs that are judged, by seed and arm."""
+        for seed in self.experiment.seeds:
+            for arm in self.experiment.arms:
+                if arm.name in rates:
+                    yield self.run(size, arm, "final", rates[arm.name], seed, rates)
+
+    def known(self) -> list[Run]:
+        """All runs that the experiment needs, as far as is known: those of tuning first, each after the one it starts from."""
+        found: list[Run] = []
+        for size in self.experiment.sizes:
+            if self.experiment.tune.grid:
+                found += [one for by_rate in self.tuning(size)[0].values() for some in by_rate.values() for one in some]
+            rates = self.rates(size)
+            found += [] if rates is None else self.final(size, rates)
+        return list({one.config.run_folder: one for one in found}.values())
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict on each arm but the baseline, of several sizes on `ARM, SIZE`.
+
+        Raises:
+            RunError: the primary metric was not measured, or its direction is another.
+        """
+        comparisons = {}
+        for size in self.experiment.sizes:
+            base, *others = self.experiment.arms
+            for arm in others:
+                comparisons[f"{arm.name}, {size}" if size else arm.name] = self.comparison(size, base, arm)
+        return verdicts(comparisons, self.experiment.primary.matters, self.experiment.primary.better)
+
+    def comparison(self, size: str, base: Arm, arm: Arm) -> Comparison:
+        """What the runs so far show of an arm against the baseline."""
+        rates = self.rates(size)
+        if rates is None:
+            return Comparison(())
+        if not {arm.name, base.name} <= rates.keys():
+            return Comparison((), tuned=False)
+        by_arm = {name: {one.seed: one for one in self.final(size, rates) if one.arm == name} for name in (arm.name, base.name)}
+        pairs = [(by_arm[arm.name][seed], by_arm[base.name][seed]) for seed in self.experiment.seeds]
+        ended = [pair for pair in pairs if all(one.outcome.ended for one in pair)]
+        diverged = sum(one.outcome.state == "diverged" for pair in ended for one in pair)
+        differences = [self._difference(*pair) for pair in ended if not any(one.outcome.state == "diverged" for one in pair)]
+        other = {}
+        if self.experiment.tune.grid:
+            losses = {name: _losses(by_rate) for name, by_rate in self.tuning(size)[0].items()}
+            sign = 1 if self.experiment.primary.better == "lower" else -1  # of the primary metric where the selection loss rises
+            other = {rate: [sign * each for each in some] for rate, some in elsewhere(arm.name, base.name, rates, losses).items()}
+        return Comparison(differences, diverged, other)
+
+    def _difference(self, ours: Run, theirs: Run) -> float:
+        """Arm minus baseline of the primary metric, paired by unit, on the documents that are reported on."""
+        primary = self.experiment.primary
+        values = [one.outcome.values(primary.metric) for one in (ours, theirs)]
+        for one, found in zip((ours, theirs), values, strict=True):
+            if found is None:
+                raise RunError(f"{one.config.run_folder}: primary.metric {primary.metric} was not measured by unit at the last step")
+            if found.better != primary.better:
+                raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
+        mine, other = (found.part(selection=False) for found in values)
+        if mine.identity != other.identity or mine.values.shape != other.values.shape or (mine.weights != other.weights).any():
+            raise RunError(f"{ours.config.run_folder}: not measured on what {theirs.config.run_folder} was measured on")
+        if not len(mine.values):
+            raise RunError(f"{ours.config.run_folder}: no held-out documents are left to report on; add text")
+        return mine.mean - other.mean
+
+
+def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
+    return {rate: [one.outcome.loss(selection=True) for one in runs] for rate, runs in by_rate.items()}
+
+
+def _hash(config: Config) -> str:
+    """Eight letters of all that decides what a run learns and what of it is measured: changed files give other runs."""
+    ours = ("model", "training", "seed", "numerics", "evaluation")
+    kept = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects in ours}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def summary(procedure: Procedure) -> list[dict[str, Plain]]:
+    """One entry for each size and arm: rate, final runs, mean of the primary metric on the reported documents, verdict, interval."""
+    experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
+    for size in experiment.sizes:
+        rates = procedure.rates(size) or {}
+        for number, arm in enumerate(experiment.arms):
+            runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
+            found = [one.outcome.values(experiment.primary.metric) for one in runs if one.outcome.state == "finished"]
+            means = [one.part(selection=False).mean for one in found if one]
+            line: dict[str, Plain] = {
+                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(means), "of": len(experiment.seeds),
+                "mean": float(np.mean(means)) if means else None,
+            }  # fmt: skip
+            if number:
+                verdict = judged[f"{arm.name}, {size}" if size else arm.name]
+                interval = verdict.interval and [value if math.isfinite(value) else None for value in verdict.interval.listed()]
+                line |= {"verdict": verdict.kind, "reason": verdict.reason, "difference": interval, "p": verdict.p}
+                line |= {"p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
+            lines.append(line)
+    return lines
+
+
+def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
+    """Mean selection loss (SELECTION) of every arm at every rate that was tried; null where a run diverged or is not done."""
+    lines = []
+    for size in procedure.experiment.sizes if procedure.experiment.tune.grid else ():
+        runs, _ = procedure.tuning(size)
+        for arm, by_rate in runs.items():
+            for rate, losses in sorted(_losses(by_rate).items()):
+                mean = mean_loss(losses)
+                lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
+    return lines

@@ -1,0 +1,192 @@
+"""Experiments: from one file to verdicts, on run folders alone."""
+
+import json
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, lm
+
+from lm.errors import ConfigError, Diverged, RunError
+from lm.experiments.compare import compare
+from lm.experiments.definition import read_experiment
+from lm.experiments.jobs import Jobs
+from lm.experiments.outcomes import selects
+from lm.experiments.procedure import Procedure, Run, summary
+from lm.training.train import train
+
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+    "seeds": [1, 2],
+    "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]},
+    "primary": {"metric": "val/loss", "better": "lower", "matters": 0.05},
+}
+RESOLVED = {"trainer": {"precision": 32, "compile": False, "threads": 1}}
+
+
+@pytest.fixture
+def overrides(arguments: list[str]) -> list[str]:
+    """Overrides under which a run takes a second and learns something; the experiment's folder is below `runs`."""
+    steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
+    return [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """An experiment file with some keys changed; None takes one out."""
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
+    return path
+
+
+class Inline(Executor):
+    """Runs what it is given at once: training may only be done in a process's main thread."""
+
+    def __init__(self, jobs: int):
+        self.jobs = jobs
+
+    def submit(self, function, /, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture(autouse=True)
+def inline(monkeypatch):
+    monkeypatch.setattr("lm.experiments.jobs.ThreadPoolExecutor", Inline)
+
+
+def here(run: Run) -> int:
+    """Train a run in this process."""
+    try:
+        return train(run.config)
+    except Diverged:
+        return 3
+
+
+def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, capsys):
+    path = written(tmp_path)
+    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    launched = []
+    Jobs(procedure, 1, lambda run: launched.append(run.label) or here(run)).work()
+    known = procedure.known()
+    assert len(launched) == len(set(launched)) == len(known)
+    assert len({one.rate for one in known if one.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
+    assert sum(one.stage == "final" for one in known) == 4
+    losses = {arm: {rate: [one.outcome.loss(selection=True) for one in runs] for rate, runs in by_rate.items()}
+              for arm, by_rate in procedure.tuning("")[0].items()}  # fmt: skip
+    assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
+    soft, scalable = summary(procedure)
+    assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "not resolved")
+    assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
+
+    Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    compare(path, overrides, report_only=True)
+    folder = procedure.experiment.folder
+    assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "not resolved"
+    assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
+    assert "not resolved" in capsys.readouterr().out
+
+
+def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
+    path = written(tmp_path, tune=None)
+    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    with pytest.raises(KeyboardInterrupt):
+        Jobs(procedure, 1, lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
+    assert [one.outcome.state for one in procedure.known()] == ["finished", "not started", "not started", "not started"]
+    launched = []
+    with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*the same command tries them again"):
+        Jobs(procedure, 1, lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
+    assert launched == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
+    assert {one["arm"]: one["runs"] for one in summary(procedure)} == {"softmax": 2, "ssmax": 0}
+
+
+def interrupt() -> int:
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides):
+    path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1}})
+    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    Jobs(procedure, 1, here).work()
+    assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
+    Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    _, wild = summary(procedure)
+    assert (wild["verdict"], wild["reason"]) == ("unstable", "2 of the runs diverged")
+
+
+def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
+    arms = {"softmax": {}, "late": {"from": "softmax", "optim.lr": 1e-3}}
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides), RESOLVED)
+    runs = {(one.arm, one.seed): one.config for one in procedure.known()}
+    for seed in (1, 2):
+        assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
+    order = []
+    Jobs(procedure, 1, lambda run: order.append(run.label) or here(run)).work()
+    assert order.index("softmax seed 2") < order.index("late seed 2")
+    assert [one["runs"] for one in summary(procedure)] == [2, 2]
+
+
+def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
+    def folders(*more: str, **changes: object) -> list[str]:
+        made = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *more])
+        return [one.config.run_folder.name for one in Procedure(made, RESOLVED).known()]
+
+    before = folders()
+    assert folders("log.every=7") == before
+    assert folders(seeds=[1, 2, 3])[:4] == before
+    assert folders(primary={"matters": 0.5}) == before
+    for change in ("trainer.max_steps=41", "model.n_layer=1", "eval.sequences=32", "optim.lr=0.5"):
+        assert not set(folders(change)) & set(before), change
+
+
+def test_about_a_third_of_the_documents_select_and_always_the_same():
+    chosen = [selects("fingerprint", document) for document in range(3000)]
+    assert 0.3 < sum(chosen) / 3000 < 0.37
+    assert chosen == [selects("fingerprint", document) for document in range(3000)]
+    assert chosen != [selects("another", document) for document in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": {"softmax": {}}}, "arms = .*needs a baseline and at least one other arm"),
+        ({"arms": {"a": {}, "b": {}}}, "arms.b = {}: is the same as a"),
+        ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
+        ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
+        ({"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}}, "arms.b.from = 'a': has another normalizer than a"),
+        ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
+        ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
+        ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
+        ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of letters"),
+        ({"arms": ["a", "b"]}, "arms = .*must be a map"),
+        ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
+        ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
+        ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),
+        ({"tune": {"grid": [1e-3, 2e-3], "seeds": [7]}}, "tune.seeds = .*tuning needs at least 2 seeds"),
+        ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
+        ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
+        ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
+        ({"sizes": {"big": {"model.n_embd": 33}}}, "arm softmax, size big: .*n_embd"),
+        ({"base": 3}, "base = 3: must be a configuration file"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
+        ({"colour": "red"}, "colour = 'red': unknown key"),
+    ],
+)
+def test_a_wrong_experiment_is_refused_in_words(tmp_path, overrides, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_experiment(written(tmp_path, **changes), overrides)
+
+
+def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
+    result = lm("compare", str(written(tmp_path)), *overrides, "--plan")
+    assert result.returncode == 0, result.stderr
+    assert "12 runs" in result.stdout
+    assert "done: 0 of the 8 runs known so far" in result.stdout
+    assert "primary metric val/loss" in result.stdout
+    missing = lm("compare", str(tmp_path / "no.yaml"))
+    assert (missing.returncode, missing.stderr) == (2, f"error: {tmp_path / 'no.yaml'}: No such file or directory\n")
+    early = lm("compare", str(written(tmp_path)), *overrides, "--report-only")
+    assert early.returncode == 1
+    assert "no run has ended yet" in early.stderr
