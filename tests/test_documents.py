@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT
 from typer.main import get_command
 
+from lm.attention.catalogue import SINGLE
 from lm.cli import app
 from lm.config.load import load
 from lm.config.tree import Config
@@ -153,6 +154,10 @@ def test_links_lead_to_files_and_headings(path: Path):
 def test_the_readme_leads_to_every_document():
     linked = re.findall(r"\]\((docs/\w[\w.-]*\.md)\)", (ROOT / "README.md").read_text())
     assert {path.name for path in DOCUMENTS[1:]} - {Path(name).name for name in linked} == set()
+
+
+def test_the_readme_counts_the_normalizers():
+    assert f"All {len(SINGLE)}, with formulas" in (ROOT / "README.md").read_text()
 
 
 @documents
