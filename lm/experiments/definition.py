@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from lm.config.load import interpolated, merge, parse, read_overrides, read_yaml
+from lm.config.interpolation import interpolated
+from lm.config.load import merge, parse, read_overrides, read_yaml
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem, one_line
+from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, parse_yaml
+from lm.errors import ConfigError, Problem, abbreviated
 from lm.schema import Plain, build, key, own_problems, section, suggest
 
 _NAME = "letters, digits, '-', '_' and '.'"
@@ -158,7 +156,10 @@ def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
     """{"optim.lr": 1} as {"optim": {"lr": 1}}; what is nested already stays so."""
     plain: dict[str, Plain] = {}
     for path, value in changes.items():
-        for name in reversed(str(path).split(".")):
+        names = str(path).split(".")
+        if len(names) > MAX_DEPTH:
+            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
+        for name in reversed(names):
             value = {name: value}
         plain = merge(plain, value)
     return plain
@@ -166,11 +167,10 @@ def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def _read(path: Path) -> dict[str, Plain]:
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path))
+        with path.open("rb") as file:
+            plain = parse_yaml(file.read(MAX_BYTES + 1), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold the keys base, arms, seeds, tune, primary")
     return plain
