@@ -4,20 +4,27 @@ import contextlib
 import hashlib
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
+from lm.config.load import load
 from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
-from lm.data.tasks.examples import Draw, Example
-from lm.data.tasks.generators import example
+from lm.data.tasks.examples import Draw, Example, TaskError
+from lm.data.tasks.generators import check_task, example
 from lm.data.tasks.in_text import Text
+from lm.errors import ConfigError, DataError, Problem
+from lm.schema import build, own_problems
 
+TINY = str(Path(__file__).parent / "tiny.yaml")
 SYMBOLIC = [
     MQAR(),
     MQAR(varied=True),
@@ -162,6 +169,90 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
     assert sum(map(len, found.values())) == len(set().union(*found.values())) == 2
     with pytest.raises(ValueError, match="too few different contents to have some for test sequences alone"):
         list(Draw(1, "test", 0).tries())
+
+
+@pytest.mark.parametrize(
+    ("task", "length"),
+    [
+        (FlipFlop(), 7),
+        (FlipFlop(symbols=3, ignored=0.2), 8),
+        (FlipFlop(ignored=0.0), 9),
+        (Induction(symbols=2), 6),
+        (Copy(symbols=2, filler=1, span=4), 9),
+    ],
+    ids=lambda value: label(value) if isinstance(value, Task) else str(value),
+)
+def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int):
+    drawn = [example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)]
+    counts = np.array(list(Counter(drawn).values())) / 4000
+    assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(length), rel=0.1)
+
+
+def test_test_sequences_that_can_not_all_differ_are_refused():
+    about = round(FlipFlop().distinct(16, "test"))
+    check_task(FlipFlop(), 1, 16, "test", about)
+    with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {about}"):
+        check_task(FlipFlop(), 1, 16, "test", 5000)
+    symbols = [
+        "data.seq_len=16",
+        "optim.batch_tokens=256",
+        "eval.long_context.length_factor=0",
+        "eval.swap_lengths=[1]",
+        "data.source=package",
+    ]
+    load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={about}"])
+    with pytest.raises(ConfigError, match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {about} test sequences of 16"):
+        load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
+
+
+@pytest.mark.parametrize("task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"])
+def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path, task: str):
+    made = ["data.seq_len=32", f"data.root={tmp_path}", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]", "data.source=package"]
+    data = load([TINY, *made, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
+    with pytest.raises(DataError, match=r"^data\.tasks: (mqar|copy): .*; change data\.seq_len or the task's options$"):
+        prepare(data)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+USUAL = {int: st.integers(1, 20), float: st.floats(0, 0.9), bool: st.booleans()}
+HOSTILE = st.sampled_from(
+    [0, -1, 1, 2**16, 2**16 + 1, 10**30, 0.0, 1.0, 1 - 1e-16, float("nan"), float("inf"), None, "pairs", "corpus", "x"]
+)
+
+
+def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
+    """Options of a task, one of them at its bounds or beyond."""
+    names = [option.name for option in fields(TASKS[name])]
+    usual = st.fixed_dictionaries({}, optional={one.name: USUAL[one.type] for one in fields(TASKS[name]) if one.type in USUAL})
+    hostile = st.dictionaries(st.sampled_from(names), HOSTILE, max_size=1)
+    return st.tuples(usual, hostile).map(lambda chosen: {"name": name, **chosen[0], **chosen[1]})
+
+
+@given(
+    options=st.sampled_from(list(TASKS)).flatmap(options_of),
+    length=st.sampled_from([1, 3, 32, 100, 400, 800]),
+    subset=SUBSETS,
+    index=INDICES,
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(text: Text, options: dict, length: int, subset: str, index: int):
+    problems: list[Problem] = []
+    task = build(TASKS[options["name"]], options, "task", problems)
+    problems += own_problems(task, "task")
+    assert all("\n" not in str(one) for one in problems)
+    if problems:
+        return
+    assert task.distinct(length, subset) > 0
+    begin, made, refusal = time.process_time(), None, ""
+    try:
+        made = example(task, 1, index, length, subset, text)
+    except TaskError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+    assert time.process_time() - begin < 20
+    if made:
+        check(task, made, length)
+        assert 0 <= made.tokens.min() <= made.tokens.max() < (task.vocab_size or text.vocab_size)
 
 
 def test_the_table_names_each_task():

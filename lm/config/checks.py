@@ -122,6 +122,10 @@ def check_tasks(config: Config) -> list[Problem]:
         if data.symbolic and weighted.weight * config.eval.sequences < 1 - 1e-6:
             reason = f"gives less than one of eval.sequences = {config.eval.sequences} validation sequences: its loss would not be measured"
             problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences"))
+        different = weighted.task.distinct(data.seq_len, "test")
+        if data.symbolic and weighted.weight * config.eval.sequences > max(1, different):
+            reason = f"can't all differ: {weighted.task.name} has about {different:,.0f} test sequences of {data.seq_len} tokens"
+            problems.append(Problem("eval.sequences", config.eval.sequences, reason, "lower it, or give the task more symbols or length"))
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
         problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))

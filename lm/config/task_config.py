@@ -4,11 +4,14 @@ The sequences themselves are made in lm/data/tasks.
 """
 
 from dataclasses import dataclass
+from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
 from lm.schema import Plain, key
 
+MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # of one kind; of all kinds, pairs of joined symbols included
+MAX_PAIRS_TIMES_VALUES = 2**22  # that may be checked one by one for a sequence
 HELD_OUT = 8  # one content in so many is in test sequences only
 
 
@@ -46,6 +49,20 @@ class Task:
         """Accuracy of chance in test sequences; None where that is not one number."""
         return None
 
+    def entropy(self, length: int) -> float:
+        """Entropy of sequences of `length` predicted tokens, or a lower bound: nats."""
+        raise NotImplementedError
+
+    def distinct(self, length: int, subset: Literal["train", "test"]) -> float:
+        """About how many different training or test sequences there are: sequences are drawn independently and repeat if more are."""
+        fraction = 1 / HELD_OUT if subset == "test" else 1 - 1 / HELD_OUT
+        return fraction * exp(min(self.entropy(length), 100.0))
+
+
+def _log_arrangements(n: int, k: int) -> float:
+    """ln of the number of ordered lists of `k` different ones of `n`."""
+    return lgamma(n + 1) - lgamma(n - k + 1)
+
 
 @dataclass
 class MQAR(Task):
@@ -61,11 +78,11 @@ class MQAR(Task):
     """
 
     name: ClassVar[str] = "mqar"
-    keys: int = key(64, "different keys", ge=1)
-    values: int = key(64, "different values", ge=1)
-    filler: int = key(32, "different symbols of filler", ge=1)
-    pairs: int = key(8, "pairs in a sequence", ge=1)
-    queries: int = key(8, "keys asked for at the sequence's end", ge=1)
+    keys: int = key(64, "different keys", ge=1, le=MAX_SYMBOLS)
+    values: int = key(64, "different values", ge=1, le=MAX_SYMBOLS)
+    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
+    pairs: int = key(8, "pairs in a sequence", ge=1, le=MAX_SYMBOLS)
+    queries: int = key(8, "keys asked for at the sequence's end", ge=1, le=MAX_SYMBOLS)
     joined: bool = key(False, "a pair is one symbol of key and value: single-hop; else two: the key must be found first")
     held_out: Literal["lists", "pairs"] = key("lists", "what test sequences have to themselves: lists of pairs, or single pairs")
     varied: bool = key(
@@ -80,11 +97,23 @@ class MQAR(Task):
     def chance(self) -> Chance | None:
         return Chance.among(self.pairs, self.queries)
 
+    def entropy(self, length: int) -> float:
+        """Of the pairs and the filler: places and queries not counted."""
+        filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
+        lists = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
+        return lists + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
+
     def problems(self) -> list[Problem]:
         found = [Problem("queries", self.queries, f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
         if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
             reason = f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"
             found.append(Problem("held_out", self.held_out, reason))
+        if self.held_out == "pairs" and self.pairs * self.values > MAX_PAIRS_TIMES_VALUES:
+            reason = f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"
+            found.append(Problem("held_out", self.held_out, reason))
+        if self.vocab_size > MAX_VOCABULARY:
+            reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_VOCABULARY:,}"
+            found.append(Problem("joined", self.joined, reason, "lower keys or values"))
         limits = {"keys": self.keys, "values": self.values}
         return found + [Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs]
 
@@ -99,13 +128,18 @@ class Copy(Task):
     """
 
     name: ClassVar[str] = "copy"
-    symbols: int = key(32, "different symbols in strings", ge=2)
-    filler: int = key(32, "different symbols of filler", ge=1)
-    span: int = key(16, "symbols in a string", ge=4)
+    symbols: int = key(32, "different symbols in strings", ge=2, le=MAX_SYMBOLS)
+    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
+    span: int = key(16, "symbols in a string", ge=4, le=MAX_SYMBOLS)
 
     @property
     def vocab_size(self) -> int:
         return self.symbols + self.filler + 1
+
+    def entropy(self, length: int) -> float:
+        """Of the string, its place and the filler."""
+        room = max(0, length - 2 * self.span)
+        return self.span * log(self.symbols) + log(room + 1) + room * log(self.filler)
 
 
 @dataclass
@@ -119,7 +153,7 @@ class Induction(Task):
     """
 
     name: ClassVar[str] = "induction"
-    symbols: int = key(16, "different symbols", ge=2)
+    symbols: int = key(16, "different symbols", ge=2, le=MAX_SYMBOLS)
 
     @property
     def vocab_size(self) -> int:
@@ -128,6 +162,11 @@ class Induction(Task):
     @property
     def chance(self) -> Chance | None:
         return Chance(1 / self.symbols, 1 / self.symbols)
+
+    def entropy(self, length: int) -> float:
+        """Of the random symbols and the place of the first mark."""
+        free = max(1, length - 2)
+        return free * log(self.symbols) + log(free)
 
 
 @dataclass
@@ -141,10 +180,10 @@ class Maximum(Task):
     """
 
     name: ClassVar[str] = "max"
-    priorities: int = key(64, "different priorities", ge=1)
-    payloads: int = key(32, "different payloads", ge=1)
-    filler: int = key(32, "different symbols of filler", ge=1)
-    items: int = key(8, "items in a sequence", ge=1)
+    priorities: int = key(64, "different priorities", ge=1, le=MAX_SYMBOLS)
+    payloads: int = key(32, "different payloads", ge=1, le=MAX_SYMBOLS)
+    filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
+    items: int = key(8, "items in a sequence", ge=1, le=MAX_SYMBOLS)
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +192,11 @@ class Maximum(Task):
     @property
     def chance(self) -> Chance | None:
         return Chance.among(self.items, 1)
+
+    def entropy(self, length: int) -> float:
+        """Of the items and the filler: places not counted."""
+        lists = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
+        return lists + max(0, length - 1 - 2 * self.items) * log(self.filler)
 
     def problems(self) -> list[Problem]:
         limits = {"priorities": self.priorities, "payloads": self.payloads}
@@ -171,12 +215,18 @@ class FlipFlop(Task):
     """
 
     name: ClassVar[str] = "flip_flop"
-    symbols: int = key(2, "different symbols that are written", ge=2)
+    symbols: int = key(2, "different symbols that are written", ge=2, le=MAX_SYMBOLS)
     ignored: float = key(0.8, "fraction of the instructions that are ignored; half of the others are writes, half reads", ge=0, lt=1)
 
     @property
     def vocab_size(self) -> int:
         return self.symbols + 4
+
+    def entropy(self, length: int) -> float:
+        """Of the instructions, of which the first is a write and the last a read, whose symbol is known."""
+        other = (1 - self.ignored) / 2  # probability of a write, and of a read
+        verb = -sum(p * log(p) for p in (other, other, self.ignored) if p)
+        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb + (1 - other) * log(self.symbols))
 
 
 @dataclass
@@ -194,6 +244,10 @@ class Needle(Task):
     distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
     depth: float | None = key(None, "fraction of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
+
+    def entropy(self, length: int) -> float:
+        """Of the numbers: cities, places and filler not counted."""
+        return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
     def chance(self) -> Chance | None:
@@ -213,6 +267,10 @@ class Passkey(Task):
     filler: Literal["grass", "corpus"] = key("grass", 'around the key: "The grass is green. …" over and over, or the corpus')
     depth: float | None = key(None, "fraction of the filler before the key; null: random", ge=0, le=1)
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
+
+    def entropy(self, length: int) -> float:
+        """Of the key: its place and the filler not counted."""
+        return log(9 * 10**4)
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}

@@ -16,7 +16,7 @@ from lm.config.tree import Config
 from lm.data.sequence_lengths import NoFullStep, lengths_of
 from lm.data.store import Split, Store
 from lm.data.stratified_sampler import StratifiedSampler, members
-from lm.data.tasks.examples import NoRoom, fold
+from lm.data.tasks.examples import TaskError, fold
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
@@ -122,10 +122,10 @@ class TextStream:
 
 
 class TaskStream:
-    """Sequences of a synthetic task, whose answers alone count; no two slots have a sequence in common.
+    """Sequences of a synthetic task, whose answers alone count, drawn independently: they repeat as often as `Task.distinct` lets expect.
 
     Raises:
-        NoRoom: the task doesn't fit into sequences of `shortest` tokens.
+        TaskError: the task doesn't fit into sequences of `shortest` tokens, or has none for training.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
@@ -209,7 +209,7 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
     """The sequences that a configuration trains on; with `batch_slots`, in steps of another size.
 
     Raises:
-        ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task has no room in a sequence.
+        ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task can't make its sequences.
     """
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
@@ -217,9 +217,9 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
         return TrainSequences(store, data, slots, config.seed, config.trainer.max_steps)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths.name, str(error), "lower optim.batch_tokens, or add text")]) from None
-    except NoRoom as error:
+    except TaskError as error:
         names = ", ".join(one.task.name for one in data.tasks)
-        raise ConfigError([Problem("data.tasks", names, str(error), "set data.seq_len and data.lengths to more")]) from None
+        raise ConfigError([Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]) from None
 
 
 class MicroBatches(Dataset[Batch]):

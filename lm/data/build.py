@@ -26,8 +26,9 @@ from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, held_out, label, licence, streamed
 from lm.data.spool import Restart, read_spool, spooled
 from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
-from lm.data.tasks.generators import example
-from lm.data.tasks.symbol_store import SHOWN, answer_entropy, symbol_sequences, symbol_tokenizer
+from lm.data.tasks.examples import SUBSETS, TaskError
+from lm.data.tasks.generators import check_task
+from lm.data.tasks.symbol_store import SHOWN, STORE_SEED, answer_entropy, symbol_sequences, symbol_tokenizer
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest
 from lm.errors import DataError
@@ -158,9 +159,10 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     tasks, terms = [share.task for share in data.tasks], "none needed: made up"
     for task in tasks:
         try:
-            example(task, 0, 0, data.seq_len)
-        except ValueError as error:
-            raise DataError(f"data.tasks: {task.name}: {error}; set data.seq_len to more, or the task's options to less") from None
+            for subset in SUBSETS:
+                check_task(task, STORE_SEED, data.seq_len, subset, 1)
+        except TaskError as error:
+            raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
     tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}

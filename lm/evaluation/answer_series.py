@@ -3,8 +3,8 @@
 import numpy as np
 
 from lm.config.task_config import Task
-from lm.data.tasks.examples import Subset
-from lm.data.tasks.generators import example
+from lm.data.tasks.examples import Subset, TaskError
+from lm.data.tasks.generators import check_task
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
 from lm.evaluation.measurement import Measurement
@@ -64,9 +64,11 @@ def each(sha256: str, values: np.ndarray) -> Sample:
     return Sample(sha256, values.reshape(units, -1), np.ones(units), np.arange(units))
 
 
-def check_room(task: Task, length: int, subset: Subset, text: Text | None, key: str, factors: Plain) -> None:
-    """Raises ConfigError, naming `key` and its value `factors`, if a task has no room in `length` tokens, or too little text."""
+def check_room(task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain) -> None:
+    """Raises ConfigError, naming `key` and its value `factors`, unless a task makes `count` different sequences of `length` tokens."""
     try:
-        example(task, QUESTION_SEED, 0, length, subset, text)
-    except ValueError as error:
-        raise ConfigError([Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", "leave that length out")]) from None
+        check_task(task, QUESTION_SEED, length, subset, count, text)
+    except TaskError as error:
+        raise ConfigError(
+            [Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", "leave that length out, or ask for fewer")]
+        ) from None

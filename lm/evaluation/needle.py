@@ -124,11 +124,11 @@ class NeedleMeasurement(AnswerMeasurement):
         self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
         self.tasks["no needle"] = replace(base, absent=True)
         for length in self.lengths:
-            check_room(base, length, "test", self.haystack, "eval.needle.length_factors", self.asked.length_factors)
+            check_room(base, length, "test", self.asked.trials, self.haystack, "eval.needle.length_factors", self.asked.length_factors)
         if self.asked.heads_at:
-            check_room(base, self._heads_length, "test", self.haystack, "eval.needle.heads_at", self.asked.heads_at)
+            check_room(base, self._heads_length, "test", 1, self.haystack, "eval.needle.heads_at", self.asked.heads_at)
         if self.asked.finetune.steps:
-            check_room(base, config.data.seq_len, "train", self.haystack, "eval.needle.finetune.steps", self.asked.finetune.steps)
+            check_room(base, config.data.seq_len, "train", 1, self.haystack, "eval.needle.finetune.steps", self.asked.finetune.steps)
 
     @property
     def _heads_length(self) -> int:

@@ -32,7 +32,7 @@ class Recall(AnswerMeasurement):
         self.tasks = asked.tasks or [one.task for one in config.data.tasks]
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
         for task, length in product(self.tasks, self.lengths):
-            check_room(task, length, "test", self.haystack, "eval.recall.length_factors", asked.length_factors)
+            check_room(task, length, "test", asked.sequences, self.haystack, "eval.recall.length_factors", asked.length_factors)
 
     @property
     def options(self) -> dict[str, Plain]:

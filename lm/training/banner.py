@@ -52,7 +52,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
-        **({"tasks": ", ".join(f"{weighted.task.name} {weighted.weight:.0%}" for weighted in data.tasks)} if data.tasks else {}),
+        **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
@@ -110,6 +110,19 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
     if len(parts) == 1:
         return f" ({parts[0][1]:.2f} epochs)"
     return f" ({', '.join(f'{label} {epochs:.2f}' for label, epochs in parts)} epochs)"
+
+
+def _tasks(store: Store, config: Config) -> str:
+    """The fraction of sequences of each task, and which of them must repeat."""
+    texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
+    for weighted in config.data.tasks:
+        text = f"{weighted.task.name} {weighted.weight:.0%}"
+        for length, fraction in _length_fractions(store, config).items():
+            made, different = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
+            if weighted.task.vocab_size and made > different:  # sequences in text differ in their filler
+                text += f" ({made:,.0f} sequences of {length} tokens, of about {different:,.0f} different ones)"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def _lengths(store: Store, config: Config) -> str:

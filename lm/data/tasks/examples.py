@@ -70,11 +70,9 @@ class Draw:
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def tries(self) -> Iterator[int]:
-        """Counts the draws of contents until one belongs to this subset. Raises ValueError when there seems to be none."""
+        """Counts the draws of contents until one belongs to this subset. Raises TaskError when there seems to be none."""
         yield from range(MOST_TRIES)
-        raise ValueError(
-            f"too few different contents to have some for {self.subset} sequences alone: allow longer sequences or more symbols"
-        )
+        raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def owns(self, *contents: int) -> bool:
         """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the others for training."""
@@ -86,7 +84,11 @@ def fold(contents: tuple[int, ...] | np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 
 
-class NoRoom(ValueError):
+class TaskError(ValueError):
+    """A task that can't make the sequences that are asked for."""
+
+
+class NoRoom(TaskError):
     """A task that doesn't fit into a sequence."""
 
 

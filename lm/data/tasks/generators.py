@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.tasks import in_text, symbols
-from lm.data.tasks.examples import Draw, Example, NoRoom, Subset
+from lm.data.tasks.examples import Draw, Example, NoRoom, Subset, TaskError
 from lm.data.tasks.in_text import Text
 
 # Makes a sequence of exactly length + 1 tokens of a task's options, or raises NoRoom.
@@ -31,6 +31,7 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
+        TaskError: it has no contents for this subset, or the text too little filler.
     """
     draw = Draw(seed, subset, index)
     for last in reversed(range(MOST_CONTENTS)):
@@ -42,3 +43,11 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
                 raise
     assert len(made.tokens) == length + 1
     return made
+
+
+def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: "Text | None" = None) -> None:
+    """Raises TaskError if `count` sequences can't be made, or can't all differ."""
+    example(task, seed, 0, length, subset, text)
+    if count > (different := task.distinct(length, subset)):
+        kind = "test" if subset == "test" else "training"
+        raise TaskError(f"{count:,} {kind} sequences can't all differ: there are about {different:,.0f}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config.task_config import Needle, Passkey
-from lm.data.tasks.examples import Draw, Example, require, span
+from lm.data.tasks.examples import Draw, Example, TaskError, require, span
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,11 +46,11 @@ class Text:
         """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
 
         Raises:
-            ValueError: the split has not so many tokens.
+            TaskError: the split has not so many tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
-            raise ValueError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
+            raise TaskError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
         for _ in range(MOST_TRIES if split.longest > count else 1):
             start = draw.one(split.n_tokens - count + 1)
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
@@ -130,7 +130,7 @@ def haystack(
     """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and where each sentence begins.
 
     Raises:
-        ValueError: no room for all of it.
+        NoRoom: no room for all of it.
     """
     end = [part for pair in asked for part in pair]
     room = length + 1 - sum(map(len, [*sentences, *end]))
