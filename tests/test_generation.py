@@ -1,5 +1,6 @@
 """Text from a trained model, token by token."""
 
+import pytest
 import torch
 from conftest import lm
 
@@ -45,5 +46,19 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
     assert len(results[0].stdout) > 20
     wrong = lm("generate", folder, "--temperature", "-1", "--top-p", "2")
     assert wrong.returncode == 2
-    assert "--temperature = -1.0: must be 0 or more" in wrong.stderr
+    assert "--temperature = -1.0: must be 0, or from 1e-6 to 1e6" in wrong.stderr
     assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--temperature", value) for value in ("nan", "inf", "1e-300")),
+        *((name, value) for name in ("--max-new-tokens", "--top-k", "--seed") for value in ("-1", "9" * 30)),
+        *(("--top-p", value) for value in ("nan", "0")),
+    ],
+)
+def test_an_option_of_generate_that_no_sampling_has_is_an_error_of_one_line(option: str, value: str):
+    result = lm("generate", "nowhere", f"{option}={value}")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {option} = ")

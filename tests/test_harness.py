@@ -324,8 +324,10 @@ def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
     config = tiny("name=broken", "trainer.max_steps=4")
     train(config)
     folder = config.run_folder
-    with pytest.raises(ConfigError, match=r"--tasks = '': names no task\n  --limit = 0: must be above 0"):
+    with pytest.raises(ConfigError, match=r"--tasks = '': names no task\n  --limit = 0: must be above 0 and"):
         measure(folder, [], include_path=include, limit=0)
+    with pytest.raises(ConfigError, match=r"--num-fewshot = .*\n  --limit = inf: .*\n  --max-length = 1: must be from 2"):
+        measure(folder, ["our_choice"], include_path=include, num_fewshot=10**30, limit=math.inf, max_length=1)
     with pytest.raises(ConfigError, match=r"model\.n_head = '4': can't be changed"):
         measure(folder, ["our_choice"], include_path=include, overrides=["model.n_head=4"])
     with pytest.raises(RunError, match=r"steps saved"):

@@ -56,8 +56,9 @@ def measure(
     limits = [
         ("--tasks", ",".join(tasks), bool(tasks), "names no task"),
         ("--include-path", str(include_path), include_path is None or include_path.is_dir(), "no such folder"),
-        ("--num-fewshot", num_fewshot, num_fewshot is None or num_fewshot >= 0, "must be 0 or more"),
-        ("--limit", limit, limit is None or limit > 0, "must be above 0"),
+        ("--num-fewshot", num_fewshot, num_fewshot is None or 0 <= num_fewshot <= 1000, "must be from 0 to 1000"),
+        ("--limit", limit, limit is None or 0 < limit <= 1e9, "must be above 0 and at most 1e9"),
+        ("--max-length", max_length, max_length is None or 2 <= max_length <= 10**7, "must be from 2 to 10,000,000"),
     ]
     problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
     if problems:

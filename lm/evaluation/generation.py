@@ -66,10 +66,11 @@ def generate_text(
         ConfigError: options out of range, or more tokens than learned positions.
     """
     limits = [
-        ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "must be 1 or more"),
-        ("--temperature", temperature, temperature >= 0, "must be 0 or more"),
-        ("--top-k", top_k, top_k is None or top_k >= 1, "must be 1 or more"),
+        ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
+        ("--temperature", temperature, temperature == 0 or 1e-6 <= temperature <= 1e6, "must be 0, or from 1e-6 to 1e6"),
+        ("--top-k", top_k, top_k is None or 1 <= top_k <= 10**9, "must be from 1 to 1e9"),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
+        ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
     ]
     problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
     if problems:
