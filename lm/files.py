@@ -3,8 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,8 +42,16 @@ def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) completely or not at all. Raises RunError naming the file and the reason."""
-    with replacing(path) as file:
-        file.write(text.encode())
+    write_together({path: text.encode()})
+
+
+def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> None:
+    """Write files that belong together; none is replaced before all are on the disk. Raises RunError as `replacing`."""
+    with ExitStack() as stack:
+        for path, content in contents.items():
+            file = stack.enter_context(replacing(path, what))
+            file.write(content)
+            file.flush()  # a full disk shows here, while every file is still as it was
 
 
 @contextmanager

@@ -1,25 +1,35 @@
 """Reports read run folders only: reading them, grouping into arms, fairness, and every output format."""
 
+import contextlib
+import copy
 import csv
+import errno
 import io
 import json
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from functools import reduce
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from reported import SEQ_LEN, build_run, compared, edit, first_sample, plain, write_evaluation
 from rich.console import Console
 
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
+from lm.evaluation.line_styles import colour_and_marker, dashes_and_width
 from lm.report.comparison import compare
 from lm.report.differences import Difference
 from lm.report.html import write_report
 from lm.report.plots import overview
 from lm.report.tables import print_table
+from lm.runs.evaluations import Evaluation
 from lm.runs.record import read_run
 
 
@@ -424,3 +434,53 @@ def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
 def test_reports_import_neither_torch_nor_lightning():
     code = "import lm.report.html, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    out = write_report(pair, tmp_path / "out").html.parent
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    (pair[0] / "metrics.jsonl").unlink()  # another report
+    mkstemp = tempfile.mkstemp
+
+    def full(prefix: str = "", **given: object) -> tuple[int, str]:
+        if prefix.startswith(".report.html"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return mkstemp(prefix=prefix, **given)
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
+        write_report(pair, out)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_no_two_of_forty_lines_of_a_picture_look_alike():
+    lines = [colour_and_marker(number) for number in range(40)]
+    assert all(a != b for a, b in combinations(lines, 2))
+    arms_and_settings = [colour_and_marker(arm) | dashes_and_width(setting) for arm in range(8) for setting in range(5)]
+    assert all(a != b for a, b in combinations(arms_and_settings, 2))
+    assert all(dashes_and_width(number)["linestyle"] != ":" for number in range(14)), "dotted lines are reference levels"
+    axes = Figure().subplots()
+    for number in range(40):
+        axes.plot([0, 1], [0, 1], **colour_and_marker(number) | dashes_and_width(number % 14))
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "word", -1.5, True])
+def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value: object):
+    path = next(pair[0].glob("evaluations/validation.*"))
+    whole = json.loads(path.read_text())
+
+    def places(node: object, where: tuple = ()) -> Iterator[tuple]:
+        for name, item in node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ():
+            yield (*where, name)
+            yield from places(item, (*where, name))
+
+    for *inner, last in places(whole):
+        changed = copy.deepcopy(whole)
+        node = reduce(lambda found, name: found[name], inner, changed)
+        node[last] = value
+        with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
+            Evaluation.of(changed)
+        if isinstance(node, dict) and last not in ("options", "references", "unigram entropy"):
+            del node[last]
+            with pytest.raises((KeyError, ValueError)):
+                Evaluation.of(changed)

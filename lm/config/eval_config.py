@@ -14,6 +14,9 @@ from lm.schema import Plain, key, section, sections, variants
 
 Suite = Literal["quick", "full"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
+MOST_LENGTHS = 65536  # training lengths in a sequence
+MOST_SEQUENCES = 10**6
+MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
 SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk", "yarn"]
 
 
@@ -64,11 +67,18 @@ def beyond_positions(model: ModelConfig, path: str, value: Plain, longest: float
     return [Problem(path, value, reason, remedy)] if model.position.ends and longest > 1 else []
 
 
+def too_large(path: str, value: Plain, factor: float, sequences: int, data: DataConfig) -> list[Problem]:
+    """A problem at `path` if `sequences` of `factor` training lengths are more than can be measured at once."""
+    tokens = sequences * factor * data.seq_len
+    reason = f"makes {sequences:,} sequences of {factor * data.seq_len:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
+    return [Problem(path, value, reason, "measure fewer or shorter sequences")] if tokens > MOST_TOKENS else []
+
+
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.text_loss:LongContext"
-    length_factor: float = key(8.0, "sequence length, in training lengths; 0: off", ge=0)
-    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1)
+    length_factor: float = key(8.0, "sequence length, in training lengths; 0: off", ge=0, le=MOST_LENGTHS)
+    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
@@ -92,6 +102,7 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
+        problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
         return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -104,8 +115,8 @@ class LongContextConfig(EvaluationConfig):
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.recall:Recall"
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
-    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0)
-    sequences: int = key(128, "sequences of each task and length", ge=1)
+    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MOST_LENGTHS)
+    sequences: int = key(128, "sequences of each task and length", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def wanted(self, data: DataConfig) -> bool:
@@ -125,6 +136,7 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (known := max(one.task.vocab_size for one in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {known}"
                 problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
+        problems += too_large("length_factors", self.length_factors, max(self.length_factors), self.sequences, data)
         return problems + beyond_positions(model, "length_factors", self.length_factors, max(self.length_factors))
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -136,20 +148,20 @@ class FinetuneConfig:
     """Supervised fine-tuning before a needle evaluation; of a copy, never of the run."""
 
     steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
-    batch_sequences: int = key(16, "sequences in a step", ge=1)
+    batch_sequences: int = key(16, "sequences in a step", ge=1, le=MOST_SEQUENCES)
     lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
 
 
 @dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
-    length_factors: list[float] = key([], "lengths of the context, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0)
+    length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
-    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1)
+    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MOST_SEQUENCES)
     needles: int = key(1, "needles in a sequence, each asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     heads_at: float | None = key(
-        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0
+        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0, le=MOST_LENGTHS
     )
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
@@ -167,7 +179,9 @@ class NeedleConfig(EvaluationConfig):
         problems = check_inference(self.inference, model.position)
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
-        return problems + beyond_positions(model, "length_factors", self.length_factors, max(*self.length_factors, self.heads_at or 0))
+        longest = max(*self.length_factors, self.heads_at or 0)
+        problems += too_large("length_factors", self.length_factors, longest, self.trials, data)
+        return problems + beyond_positions(model, "length_factors", self.length_factors, longest)
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if name == "quick":
@@ -181,9 +195,11 @@ class EvalConfig:
     """What is measured: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
-    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1)
+    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
-    swap_lengths: list[float] = key([1.0, 2.0, 4.0], "training lengths at which a swap of the normalizer is measured; []: off", ge=1)
+    swap_lengths: list[float] = key(
+        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", ge=1, le=MOST_LENGTHS
+    )
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")

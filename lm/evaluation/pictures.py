@@ -1,11 +1,13 @@
 """Pictures of evaluations, beside their files in evaluations/: fractions by length, depth or whatever they are measured over."""
 
+import io
+import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.evaluation.line_styles import colour_and_marker
 from lm.runs.series import Series, number, series_names
 from lm.statistics.intervals import interval_of
 
@@ -16,8 +18,8 @@ MOST_LINES = 3  # of one setting; more are drawn as a map
 COLUMNS = 3  # of panels
 
 
-def draw(series: Sequence[Series], path: Path) -> bool:
-    """Draw those series that are fractions at points to a PNG file, if there are any; True if there are.
+def draw(series: Sequence[Series]) -> bytes | None:
+    """Those series that are fractions at points as a PNG file; None if there are none.
 
     A panel a metric, of lines with their intervals; where a setting has more than `MOST_LINES` of them a map for each setting.
     """
@@ -31,7 +33,7 @@ def draw(series: Sequence[Series], path: Path) -> bool:
             del panels[key]
             panels |= {(*key, setting): [one for one in lines if one.setting == setting] for setting in dict.fromkeys(settings)}
     if not panels:
-        return False
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,20 +47,21 @@ def draw(series: Sequence[Series], path: Path) -> bool:
     for axes, (key, lines) in zip(grid.flat, panels.items(), strict=False):
         (_map if len(key) > 2 else _lines)(axes, lines)
         x = lines[0].axis
-        axes.set(title=", ".join(key[::2]), xlabel=x.name + (f", {x.unit}" if x.unit else ""))
-    figure.savefig(path, dpi=110)
+        axes.set(title="\n".join(textwrap.wrap(", ".join(key[::2]), 56)), xlabel=x.name + (f", {x.unit}" if x.unit else ""))
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
     plt.close(figure)
-    return True
+    return png.getvalue()
 
 
 def _lines(axes: "Axes", lines: list[Series]) -> None:
-    for one, name in series_names(lines).items():
+    for index, (one, name) in enumerate(series_names(lines).items()):
         x, label = one.axis.values, ", ".join(filter(None, (name, one.setting)))
         intervals = [interval_of(one, column) for column in range(len(x))]
         reach = np.zeros((2, len(x)))
         if all(intervals):
             reach = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in intervals]).T
-        axes.errorbar(x, one.means, yerr=np.clip(reach, 0, None), marker="o", capsize=3, label=label)
+        axes.errorbar(x, one.means, yerr=np.clip(reach, 0, None), capsize=3, label=label, **colour_and_marker(index))
     if lines[0].axis.log:
         axes.set_xscale("log", base=2)
     ticks = sorted({value for one in lines for value in one.axis.values})

@@ -7,10 +7,11 @@ from pathlib import Path
 from lm.errors import RunError
 from lm.evaluation.measurement import Measurement, Progress, weights_sha256
 from lm.evaluation.pictures import draw
+from lm.files import write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import EVALUATIONS, read_sealed, write_json, write_sealed
+from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, write_sealed
 
 
 def measured(
@@ -27,9 +28,9 @@ def measured(
 
 def write_evaluation(run: Path, evaluation: Evaluation) -> Path:
     """Write a result to its file, and draw its picture if it has one; returns the file's path."""
-    path = evaluation_path(run, evaluation.kind, evaluation.step)
-    write_json(path, evaluation.plain())
-    draw(evaluation.series, path.with_suffix(".png"))
+    path, picture = evaluation_path(run, evaluation.kind, evaluation.step), draw(evaluation.series)
+    pictures = {} if picture is None else {path.with_suffix(".png"): picture}
+    write_together({path: json_bytes(evaluation.plain()), **pictures}, "the evaluation")
     return path
 
 
@@ -45,10 +46,9 @@ def kept(folder: Path, measurement: Measurement, weights: str, where: Device, st
         return None
     try:
         return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen)
-    except RunError as error:
-        print(f"note: {error}: measured again", file=sys.stderr)
-    except (KeyError, TypeError, ValueError):
-        print(f"note: {path}: is of another version: measured again", file=sys.stderr)
+    except (RunError, KeyError, ValueError) as error:
+        reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
+        print(f"note: {reason}: measured again", file=sys.stderr)
     return None
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from lm.attention import catalogue
 from lm.config.yaml_text import dump_yaml
-from lm.files import replacing
+from lm.files import write_together
 from lm.report.comparison import Comparison, across, compare, printable, show
 from lm.report.differences import seeds_shown
 from lm.report.plots import Overview, overview
@@ -56,9 +56,7 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
         paths.latex: to_latex(tables).encode(),
         paths.html: render(comparison, picture, tables).encode(),
     }
-    for path, content in contents.items():
-        with replacing(path, "the report") as file:
-            file.write(content)
+    write_together(contents, "the report")
     return paths
 
 

@@ -14,15 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Transform
 
+from lm.evaluation.line_styles import colour_and_marker, dashes_and_width
 from lm.report.comparison import Comparison
 from lm.report.sections import Arm, Line, Section
 from lm.runs.metric_log import Curve
 from lm.runs.series import number
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
-_MARKERS = "osD^vP*"
-_STYLES = ("-", "--", ":", "-.")
 _GREY = "#555555"
 _FIRST_POSITION = 16  # where a picture by position begins
 _SETTINGS = {
@@ -69,7 +67,7 @@ def overview(comparison: Comparison) -> Overview:
             [f"{side}: {text}" for side, text in zip(sides, texts, strict=True) if text] for texts in zip(*drawn, strict=True)
         )
         legend = tuple(f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms)
-        handles = [Line2D([], [], color=_COLOURS[i % 7], marker=_marker(i), linewidth=2.4, label=label) for i, label in enumerate(legend)]
+        handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(i), label=label) for i, label in enumerate(legend)]
         footer = textwrap.wrap(" ".join(cuts), 82 * len(panels))
         columns = min(len(handles), 4 if max(map(len, legend)) < 34 else 2)
         rows = -(-len(handles) // columns)
@@ -106,9 +104,10 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
     lows, highs, bands, swaps = [], [], [], ""
     for index, arm in enumerate(comparison.arms):
-        colour = _COLOURS[index % 7]
+        style_of_arm = colour_and_marker(index)
+        colour = style_of_arm["color"]
         thin = {"linewidth": 1.1, "alpha": 0.55}
-        marked = {"marker": _marker(index), "markersize": 4, "linewidth": 1.5, "zorder": 3}
+        marked = {"marker": style_of_arm["marker"], "markersize": 4, "linewidth": 1.5, "zorder": 3}
         for curves, points, style in (
             ([run.training for run in arm.runs], window, thin),
             ([run.validations for run in arm.runs], 1, marked),
@@ -194,11 +193,10 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
     first, words, cut = section.first, section.first.shown.caption, ""
     lines = [one for index, arm in enumerate(comparison.arms) for line in section.lines if (one := _line(index, arm, section, line))]
     for one in lines:
-        style = {"color": _COLOURS[one.arm % 7], "linestyle": _STYLES[section.of.index(", ".join(one.line.of)) % 4]}
+        style = colour_and_marker(one.arm) | dashes_and_width(section.of.index(", ".join(one.line.of)))
         if one.band:
             axes.fill_between(one.x, one.low, one.high, color=style["color"], alpha=0.13, linewidth=0)
-        marker = {} if first.bins else {"marker": _marker(one.arm), "markersize": 4}
-        axes.plot(one.x, one.mean, linewidth=1.8, **style, **marker)
+        axes.plot(one.x, one.mean, markersize=4, markevery=max(1, len(one.x) // 8), **style)
     axes.set_title(section.title)
     axes.set_xlabel(f"{first.axis.name} ({first.axis.unit})" if first.axis.unit else first.axis.name)
     axes.set_ylabel(f"{', '.join(section.metrics)} ({first.unit})")
@@ -215,7 +213,7 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
         text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
         _note(axes, text, (0, level), (4, 3), axes.get_yaxis_transform())
     if len(section.of) > 1 or {line.setting for line in section.lines} - {"", "as trained"}:
-        handles = [Line2D([], [], color=_GREY, linestyle=_STYLES[i % 4], linewidth=1.8, label=of) for i, of in enumerate(section.of)]
+        handles = [Line2D([], [], color=_GREY, label=of, **dashes_and_width(i)) for i, of in enumerate(section.of)]
         axes.legend(handles=handles, loc="best", fontsize=10)
     bands = _bands([one.band for one in lines])
     words += f" ({'; '.join(section.of)})" if any(line.what for line in section.lines) else ""
@@ -282,11 +280,6 @@ def _y_range(axes: Axes, comparison: Comparison, section: Section, lines: list[_
 
 
 # ---------------------------------------------------------------- all
-
-
-def _marker(arm: int) -> str:
-    """Of an arm; arms of one colour differ in it."""
-    return _MARKERS[(arm + arm // 7) % 7]
 
 
 def _finite(arrays: list[np.ndarray], pick: Callable[[np.ndarray], float]) -> float | None:

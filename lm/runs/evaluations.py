@@ -1,14 +1,14 @@
 """Evaluations of a run folder: one JSON file for each kind and step, and the series in it."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
 from lm.runs.folder import EVALUATIONS, read_json
-from lm.runs.series import Series
+from lm.runs.series import Series, typed
 from lm.schema import Plain, build
 
 
@@ -36,9 +36,12 @@ class Evaluation:
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Evaluation":
-        """What `plain` gave. Raises ValueError, TypeError or KeyError where it isn't that."""
-        series = tuple(Series.of(one) for one in content["series"])
-        return cls(**{spec.name: content[spec.name] for spec in fields(cls)} | {"series": series})
+        """What `plain` gave. Raises KeyError where it lacks something, ValueError where it isn't that."""
+        try:
+            series = tuple(Series.of(one) for one in content["series"])
+            return cls(**typed(cls, content) | {"series": series})
+        except (TypeError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
@@ -72,7 +75,7 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
         except KeyError as error:
             again = "if it was measured by an older version, measure it again with `lm eval`"
             missing.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
-        except (TypeError, ValueError, AttributeError) as error:
+        except ValueError as error:
             raise RunError(f"{last[kind]}: {one_line(error, None)}") from None
     return found, missing
 

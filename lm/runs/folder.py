@@ -11,7 +11,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line
-from lm.files import write_text
+from lm.files import write_together
 from lm.schema import Plain
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
@@ -21,8 +21,13 @@ LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt
 
 def write_json(path: Path, content: Plain) -> Path:
     """`content` as indented JSON, whole or not at all; returns the file's path."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_together({path: json_bytes(content)})
     return path
+
+
+def json_bytes(content: Plain) -> bytes:
+    """`content` as the text of an indented JSON file."""
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> dict[str, Plain]:

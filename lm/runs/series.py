@@ -1,5 +1,6 @@
 """Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone."""
 
+import typing
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -172,17 +173,16 @@ class Series:
         """What `plain` gave. Raises ValueError, TypeError or KeyError where it isn't that."""
         known = {spec.name for spec in fields(cls)}
         _require(not set(content) - known, f"a series has no {', '.join(sorted(set(content) - known))}")
-        made = {name: content[name] for name in known}
-        for name in ("kind", "metric", "unit", "what", "setting", "data_fingerprint"):
-            _require(isinstance(made[name], str), f"{name} must be a text")
+        made = typed(cls, content)
         if made["axis"]:
-            made["axis"] = Axis(**made["axis"] | {"values": tuple(made["axis"]["values"])})
+            made["axis"] = Axis(**typed(Axis, made["axis"]) | {"values": tuple(made["axis"]["values"])})
+            numbers(made["axis"].values)
         samples = (
             Sample(one["sha256"], *(numbers(one[name]) for name in ("values", "weights")), np.array(one["groups"]))
             for one in made["samples"]
         )
         made |= {
-            "shown": made["shown"] and Shown(**made["shown"]),
+            "shown": made["shown"] and Shown(**typed(Shown, made["shown"])),
             "samples": tuple(samples),
             "means": numbers(made["means"]),
             "curve": None if made["curve"] is None else numbers(made["curve"]),
@@ -203,6 +203,19 @@ def series_names(series: Iterable[Series]) -> dict[Series, str]:
     different = {str(what): what for what in every.values()}
     names = dict(zip(different, task_names(list(different.values())), strict=True))
     return {one: names[str(what)] for one, what in every.items()}
+
+
+_PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
+
+
+def typed(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
+    """The fields of a dataclass in `content`. Raises KeyError where one is missing, ValueError where a text or an integer is none."""
+    found = {spec.name: content[spec.name] for spec in fields(schema)}
+    for spec in fields(schema):
+        plain = typing.get_origin(spec.type) or spec.type
+        if plain in _PLAIN:
+            _require(isinstance(found[spec.name], plain), f"{spec.name} must be {_PLAIN[plain]}")
+    return found
 
 
 def numbers(values: Plain) -> np.ndarray:
