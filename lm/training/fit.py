@@ -25,7 +25,7 @@ from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
-from lm.runs.loading import TOKENIZER_SHA256
+from lm.runs.loading import TOKENIZER_SHA256, Loaded
 from lm.runs.metric_log import DIVERGED
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
@@ -36,7 +36,7 @@ from lm.training.launcher import Process
 from lm.training.metrics import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.run_context import Machine, RunContext
-from lm.training.starting import PhaseStart, check_resume, check_trainable, start_from_checkpoint, start_new_run, truncate_after
+from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
 
 # Of processes, by who started them: Lightning would guess.
 LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
@@ -46,8 +46,10 @@ LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
 }
 
 
-def fit(config: Config, store: Store, checkpoint: Path | None, process: Process) -> int:
+def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
     """Train from the start, or from a checkpoint of the run; the process's exit status.
+
+    source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.preflight`).
 
     Raises:
         LMError: whatever keeps the run from going on, most of it before anything is written.
@@ -70,8 +72,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, process: Process)
             return _complete(config, planned, checkpoint, saved["lm"]["step"], main)
         start, origin = start_from_checkpoint(config, saved), before.get("started_from")
     else:
-        start, origin, notes = start_new_run(config, store)
-    check_trainable(config, start.decoder)
+        start, origin, notes = start_new_run(config, store, source)
     precision = resolve_precision(config, accelerator, before)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)

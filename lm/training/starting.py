@@ -6,10 +6,6 @@ from pathlib import Path
 
 import torch
 
-from lm.attention.normalizer import make_normalizer
-from lm.config.canonical import differences
-from lm.config.effects import effect_of
-from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
@@ -18,14 +14,14 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_metadata
-from lm.runs.consistency import config_problems, trained_config
+from lm.runs.consistency import trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import BEST, CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER, step_of, steps_saved
 from lm.runs.identity import arm, seeds
-from lm.runs.loading import Loaded, load, weights_mismatch
+from lm.runs.loading import Loaded, weights_mismatch
 from lm.runs.metric_log import truncate_metrics
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import GROUPS, State, after_swap, freeze, group_of, optimizer_mismatch
+from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 from lm.training.state import RunState
 
 
@@ -51,36 +47,26 @@ class PhaseStart:
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
 
 
-def start_new_run(config: Config, store: Store) -> tuple[PhaseStart, dict[str, Plain] | None, list[str]]:
-    """The start of a new run, the origin of its weights (None: random; see `initialize_from`), and notes."""
+def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain] | None, list[str]]:
+    """The start of a new run, the origin of its weights (None: random; see `initialize_from`), and notes.
+
+    source: the weights that `init_from` names.
+    """
     decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len, config.seed)
-    origin, notes = initialize_from(config, store, decoder) if config.init_from else (None, [])
+    origin, notes = initialize_from(config, store, decoder, source) if source else (None, [])
     freeze(decoder, config.train_only)
     return PhaseStart(0, 0, decoder), origin, notes
 
 
-def initialize_from(config: Config, store: Store, decoder: Decoder) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights that `init_from` names; returns their origin, and notes on it.
+def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Loaded) -> tuple[dict[str, Plain], list[str]]:
+    """Give `decoder` the weights that `init_from` names (`loaded`); returns their origin, and notes on it.
 
     The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/identity.py).
 
     Raises:
-        RunError: nothing to load there.
-        ConfigError: another model, normalizer or tokenizer, with both sides and what to do.
+        ConfigError: another tokenizer, with both sides and what to do.
     """
-    loaded = load(config.init_from)
-    models = ({"model": to_plain(model)} for model in (decoder.config, loaded.decoder.config))
-    problems = [
-        Problem(key, ours, f"{loaded.path} has {theirs!r}", "set it to that")
-        for key, (ours, theirs) in differences(*models).items()
-        if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
-    ]
-    problems += _normalizer_problems(config, decoder, loaded)
-    problems += _tokenizer_problems(config, store, loaded)
-    if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:
-        reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
-        problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
-    if problems:
+    if problems := _tokenizer_problems(config, store, loaded):
         raise ConfigError(problems)
     decoder.load_state_dict(loaded.decoder.state_dict())
     start = {
@@ -99,29 +85,6 @@ def initialize_from(config: Config, store: Store, decoder: Decoder) -> tuple[dic
     return {**start, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
 
-def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
-    """A normalizer other than that of the weights, initial values aside, or one whose constants differ at this training length."""
-    models = decoder, loaded.decoder
-    labels = [model.config.normalizer.label() for model in models]
-    where = "phases[0].normalizer" if config.phases else "model.normalizer"
-    for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
-        settled = {"init", *ours.constants()}  # initial values are replaced; constants are compared by their values below
-        plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
-        if plain[0] != plain[1]:
-            to = config.plan[0].normalizer.swap_arguments()
-            remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
-            return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
-        before = theirs.constants()
-        moved = [
-            Problem(f"{where}.{key}", value, f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
-            for key, value in ours.constants().items()
-            if value != before[key]
-        ]
-        if moved:
-            return moved
-    return []
-
-
 def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Problem]:
     """A tokenizer other than that of the weights."""
     if store.vocab_size != loaded.decoder.vocab_size:
@@ -133,24 +96,6 @@ def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Pr
     file = loaded.folder / TOKENIZER
     remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
-
-
-def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if a phase has nothing to train, or a group with its own learning rate or decay has no trained parameter."""
-    shape = decoder.normalizers()[0].layer
-    groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
-    for index, phase in enumerate(config.plan):
-        made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
-        if any(True for normalizer in made for _ in normalizer.parameters()):
-            groups.add("normalizer")
-        elif config.train_only:
-            where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
-            reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
-            raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
-    own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
-    idle, reason = to_plain(Group()), "no trained parameter is in this group"
-    if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:
-        raise ConfigError(problems)
 
 
 # ---------------------------------------------------------------- a resumed run, or the next phase of one
@@ -171,10 +116,10 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that `config` may resume from a checkpoint; returns notes on what has changed.
+    """Check that a checkpoint, of the same configuration (`lm.training.preflight`), can be resumed; returns notes on what has changed.
 
     Raises:
-        ConfigError: every difference that would make it another run.
+        ConfigError: other data, or other code of a normalizer from outside.
         RunError: the checkpoint holds weights alone, or tensors that don't fit its configuration.
     """
     saved = checkpoint["lm"]
@@ -182,12 +127,9 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         folder = config.run_folder
         raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
     trained = trained_config(saved, path)
-    problems = config_problems(config, trained, saved, path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
-        problems.append(Problem("data", store.fingerprint[:16], reason))
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Problem("data", store.fingerprint[:16], reason)])
     spec = ModelSpec.from_training(trained, saved)
     for name, before, now in spec.changed_plugins():
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."

@@ -30,11 +30,14 @@ def train(config: Config) -> int:
         create_run_folder(folder, resume=bool(config.resume))
     try:
         with lock_run_folder(folder) if main else contextlib.nullcontext():
+            from lm.training.preflight import check_before_data  # torch takes seconds to import; errors above don't need it
+
+            source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
-            from lm.training.fit import fit  # torch and Lightning take seconds to import; errors above need neither
+            from lm.training.fit import fit  # so does Lightning
 
-            return fit(config, store, checkpoint, process)
+            return fit(config, store, checkpoint, source, process)
     except BaseException:
         if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,117 @@
+"""What is checked before data are prepared: all that a configuration, its model and the weights it goes on from say without them."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lm.attention.normalizer import make_normalizer
+from lm.config.canonical import differences
+from lm.config.effects import effect_of
+from lm.config.training_config import Group
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem
+from lm.model.decoder import Decoder
+from lm.model.device import resolve_device
+from lm.runs.checkpoints import load_metadata
+from lm.runs.consistency import config_problems, trained_config
+from lm.runs.loading import Loaded, load
+from lm.schema import to_plain
+from lm.training.optimizers import GROUPS, freeze, group_of
+
+
+def check_before_data(config: Config, checkpoint: Path | None) -> Loaded | None:
+    """Check what needs no data, before their preparation takes minutes; the weights that `init_from` names, for a new run.
+
+    checkpoint: where the run goes on from; None: a new run.
+
+    Raises:
+        ConfigError: a device that is not there, nothing to train, a model too large for the machine, or not that of the weights.
+        RunError: nothing to load there.
+    """
+    accelerator, _ = resolve_device(config)
+    if checkpoint:
+        metadata = load_metadata(checkpoint)
+        if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint):
+            raise ConfigError(problems)
+    with torch.device("meta"):  # shapes without numbers; the vocabulary is not known yet
+        decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
+    freeze(decoder, config.train_only)
+    check_trainable(config, decoder)
+    _check_memory(decoder, accelerator)
+    if checkpoint or not config.init_from:
+        return None
+    loaded = load(config.init_from)
+    if problems := _source_problems(config, decoder, loaded):
+        raise ConfigError(problems)
+    return loaded
+
+
+def _check_memory(decoder: Decoder, accelerator: str) -> None:
+    """Raises ConfigError if weights, gradients and Adam's two moments, in fp32 and without embedding and head, exceed all memory."""
+    parameters = [(p.numel(), p.requires_grad) for p in decoder.parameters()]
+    needed = sum(4 * (4 if trained else 1) * size for size, trained in parameters)
+    if accelerator == "gpu":
+        where, there = "the GPU", torch.cuda.get_device_properties(0).total_memory
+    else:
+        where, there = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        size = f"{sum(size for size, _ in parameters):,} parameters"
+        reason = f"need {needed / 2**30:,.0f} GiB for weights, gradients and optimizer state, {where} has {there / 2**30:,.0f} GiB"
+        raise ConfigError([Problem("model", size, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
+
+
+def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
+    """Another model or normalizer than that of the weights that `init_from` names, with both sides and what to do."""
+    models = ({"model": to_plain(model)} for model in (decoder.config, loaded.decoder.config))
+    problems = [
+        Problem(key, ours, f"{loaded.path} has {theirs!r}", "set it to that")
+        for key, (ours, theirs) in differences(*models).items()
+        if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
+    ]
+    problems += _normalizer_problems(config, decoder, loaded)
+    if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:
+        reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
+        problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
+    return problems
+
+
+def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[Problem]:
+    """A normalizer other than that of the weights, initial values aside, or one whose constants differ at this training length."""
+    models = decoder, loaded.decoder
+    labels = [model.config.normalizer.label() for model in models]
+    where = "phases[0].normalizer" if config.phases else "model.normalizer"
+    for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
+        settled = {"init", *ours.constants()}  # initial values are replaced; constants are compared by their values below
+        plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
+        if plain[0] != plain[1]:
+            to = config.plan[0].normalizer.swap_arguments()
+            remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
+            return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
+        before = theirs.constants()
+        moved = [
+            Problem(f"{where}.{key}", value, f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
+            for key, value in ours.constants().items()
+            if value != before[key]
+        ]
+        if moved:
+            return moved
+    return []
+
+
+def check_trainable(config: Config, decoder: Decoder) -> None:
+    """Raises ConfigError if a phase has nothing to train, or a group with its own learning rate or decay has no trained parameter."""
+    shape = decoder.normalizers()[0].layer
+    groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
+    for index, phase in enumerate(config.plan):
+        made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
+        if any(True for normalizer in made for _ in normalizer.parameters()):
+            groups.add("normalizer")
+        elif config.train_only:
+            where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
+            reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
+            raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
+    own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
+    idle, reason = to_plain(Group()), "no trained parameter is in this group"
+    if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:
+        raise ConfigError(problems)
