@@ -68,7 +68,8 @@ def build_run(
         "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}, "device": "cpu",
         "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml", "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + own, "non_embedding": 8_000_000, "normalizer": own},
-        "tokens_total": steps * 8192, "unigram_entropy": {"train": 6.3, "val": 6.31}, "data": {"train_tokens": 1_900_000, "documents": 200},
+        "tokens_total": steps * 8192, "unigram_cross_entropy": {"train": 6.3, "val": 6.31},
+        "data": {"train_tokens": 1_900_000, "documents": 200},
         "starts": [{"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu"}],
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(environment))

@@ -171,7 +171,7 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
         assert "validation" in result.stdout
     lines = list(csv.DictReader((tmp_path / "all.csv").open()))
     again = json.loads((tmp_path / "all.json").read_text())
-    metrics = ("val loss", "val loss: unigram entropy", "bits per byte")
+    metrics = ("val loss", "val loss: unigram cross-entropy", "bits per byte")
     assert [(line["run"], line["metric"]) for line in lines] == [(folder, metric) for folder in folders for metric in metrics]
     assert [float(line["value"]) for line in lines] == [line["value"] for line in again]
     assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr

@@ -163,7 +163,7 @@ def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):
         assert all(len(shard) == 100 for shard in split.shards[:-1])
         np.testing.assert_array_equal(split.tokens, one.tokens)
         np.testing.assert_array_equal(split.offsets, one.offsets)
-        assert split.unigram_entropy == one.unigram_entropy
+        assert split.unigram_cross_entropy == one.unigram_cross_entropy
         with pytest.raises(ValueError, match="read-only"):
             split.tokens[0] = 1
     assert store.fingerprint != whole.fingerprint

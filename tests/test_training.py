@@ -32,7 +32,16 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     folder = config.run_folder
     assert parse(yaml.safe_load((folder / "config.yaml").read_text())) == config
     facts = json.loads((folder / "environment.json").read_text())
-    assert {"git_commit", "versions", "device", "precision", "command", "data_fingerprint", "parameters", "unigram_entropy"} <= facts.keys()
+    assert {
+        "git_commit",
+        "versions",
+        "device",
+        "precision",
+        "command",
+        "data_fingerprint",
+        "parameters",
+        "unigram_cross_entropy",
+    } <= facts.keys()
     assert (folder / "tokenizer.json").exists()
     lines = metrics(folder)
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 41))
@@ -43,7 +52,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     loss, bits = series(folder, "validation", 40)
     assert bits.metric == "bits per byte"
     assert loss.whole == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
-    assert loss.whole < loss.references["unigram entropy"] + 0.5
+    assert loss.whole < loss.references["unigram cross-entropy"] + 0.5
     long = [one for one in series(folder, "long_context", 40) if one.bins]
     assert [one.setting for one in long] == ["as trained", "theta x 50"]
     assert all(len(one.curve) == 4 * 32 for one in long)

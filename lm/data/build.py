@@ -25,10 +25,10 @@ from lm.data.journal import Journal
 from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, held_out, label, licence, streamed
 from lm.data.spool import Restart, read_spool, spooled
-from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype
+from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype, unigram_cross_entropy
 from lm.data.tasks.examples import SUBSETS, TaskError
 from lm.data.tasks.generators import check_task
-from lm.data.tasks.symbol_store import SHOWN, STORE_SEED, answer_entropy, symbol_sequences, symbol_tokenizer
+from lm.data.tasks.symbol_store import SHOWN, STORE_SEED, answer_counts, symbol_sequences, symbol_tokenizer
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.data.writing import SplitWriter, npy, write_file, write_manifest
 from lm.errors import DataError
@@ -133,6 +133,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         for name, kept_as, writer in (("train", TRAIN, train), ("val", VAL, val)):
             n_bytes = int(scan.n_bytes[scan.assignment == kept_as].sum())
             splits[name], written = writer.finish(n_bytes, _source_counts(labels(data), licences, scan, kept_as))
+            splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(writer.counts, train.counts)
             files |= written
         counts = train.counts + val.counts
     bytes_per_token = token_bytes(tokenizer)
@@ -155,7 +156,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
 
 
 def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
-    """The same for a store of tasks over symbols, whose unigram entropy is that of the answers."""
+    """The same for a store of tasks over symbols, whose unigram cross-entropy is that of the answers."""
     tasks, terms = [share.task for share in data.tasks], "none needed: made up"
     for task in tasks:
         try:
@@ -166,15 +167,16 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
-    for name, part in (("train", "train"), ("val", "test")):
-        sequences = symbol_sequences(tasks, part, data.seq_len)
+    shown = {name: symbol_sequences(tasks, subset, data.seq_len) for name, subset in (("train", "train"), ("val", "test"))}
+    counts = {name: answer_counts(sequences, size) for name, sequences in shown.items()}
+    for name, sequences in shown.items():
         n_bytes = SHOWN * (data.seq_len + 1)  # bytes of each task, one per symbol
         with closing(SplitWriter(partial, name, size, size - 1)) as writer:
             for sequence in sequences:
                 writer.add(np.array([size - 1, *sequence.tokens], writer.dtype))
             sources = [SourceCounts(task.name, terms, 0, SHOWN, n_bytes) for task in tasks]
             splits[name], written = writer.finish(n_bytes * len(tasks), sources)
-        splits[name]["unigram_entropy"] = answer_entropy(sequences)
+        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
         files |= written
     return {
         "licence": terms,

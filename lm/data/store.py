@@ -57,7 +57,7 @@ class Split:
     n_tokens: int
     n_documents: int
     n_bytes: int  # UTF-8 bytes of the documents
-    unigram_entropy: float  # entropy of the split's own token counts, nats per token
+    unigram_cross_entropy: float  # loss by token frequencies of the training split (see the function), nats per token
     longest: int  # tokens of the longest document, its end-of-text token included
     sources: tuple[SourceCounts, ...]  # one for each source, in order
     shard_tokens: int  # tokens in each shard but the last
@@ -190,10 +190,15 @@ def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def entropy(counts: np.ndarray) -> float:
-    """Entropy of the empirical distribution of token counts, nats: the loss of the best unigram model."""
-    probability = counts[counts > 0] / counts.sum()
-    return float(-(probability * np.log(probability)).sum())
+def unigram_cross_entropy(counts: np.ndarray, training: np.ndarray) -> float:
+    """Loss of a model that knows nothing but token frequencies in training text, nats per token.
+
+    Args:
+        counts: how often each token occurs in the text that is predicted, (V,).
+        training: the same of training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
+    """
+    log_p = np.log(training + 1) - np.log(training.sum() + len(training))
+    return float(-(counts * log_p).sum() / counts.sum())
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lm.data.store import MANIFEST, SourceCounts, content_sha256, entropy, shard_path, token_dtype
+from lm.data.store import MANIFEST, SourceCounts, content_sha256, shard_path, token_dtype
 from lm.schema import Plain
 
 SHARD_TOKENS = 2**28  # 512 MiB of uint16
@@ -82,7 +82,6 @@ class SplitWriter:
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
             "n_bytes": n_bytes,
-            "unigram_entropy": entropy(self.counts),
             "longest": int(np.diff(offsets).max()),
             "sources": [vars(one) | {"n_tokens": int(n_tokens)} for one, n_tokens in zip(sources, np.diff(ends), strict=True)],
         }

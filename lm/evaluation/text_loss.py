@@ -4,7 +4,6 @@ import numpy as np
 
 from lm.config.eval_config import Timing
 from lm.config.task_config import task_names
-from lm.data.store import entropy
 from lm.evaluation.held_out import bits_per_byte, bucket_edges, bucket_means, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.measurement import Measurement, Progress
 from lm.model.decoder import Decoder
@@ -42,7 +41,7 @@ class Validation(Measurement):
         nll = nll_by_token(decoder, held_out, where, progress=progress)
         bits = None if self.config.data.symbolic else bits_per_byte(nll, held_out)
         loss, per_sequence = self._loss(nll, np.ones(len(nll), bool))
-        whole = validation_series(loss, bits, self._unigram_entropy(), held_out.length, per_sequence, self.store.fingerprint)
+        whole = validation_series(loss, bits, self.store.val.unigram_cross_entropy, held_out.length, per_sequence, self.store.fingerprint)
         return whole + [self._of_source(nll, label, held_out.sources == number) for number, label in self._sources()]
 
     def _loss(self, nll: np.ndarray, mine: np.ndarray) -> tuple[float, Sample]:
@@ -52,12 +51,6 @@ class Validation(Measurement):
         per_sequence = loss.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(held_out.sha256, per_sequence, counts.sum(1), held_out.document_labels[mine])
         return float(loss.mean(dtype=np.float64, where=counts)), sample
-
-    def _unigram_entropy(self) -> float:
-        """Unigram entropy of the tokens to predict, nats per token: of all held-out text, or of the answers in these sequences."""
-        if not self.config.data.symbolic:
-            return self.store.val.unigram_entropy
-        return entropy(np.bincount(self.held_out.sequences[:, 1:][self.held_out.counts]))
 
     def _sources(self) -> list[tuple[int, str]]:
         """Number and label of each source of a mixture, or of each task over symbols; none of one alone."""

@@ -121,8 +121,8 @@ def read_run(folder: Path) -> RunRecord:
     missing += not_measured
     logged = [line for line in lines if "val/loss" in line]
     if logged and not any(one.kind == KIND for one in evaluations):
-        last, entropy = logged[-1], flatten(environment).get("unigram_entropy.val")
-        numbers = (last["val/loss"], last.get("val/bits_per_byte"), entropy, flatten(config)["data.seq_len"])
+        last, unigram = logged[-1], flatten(environment).get("unigram_cross_entropy.val")
+        numbers = (last["val/loss"], last.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
         not_logged = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
         evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **not_logged, series=tuple(validation_series(*numbers))))
         missing.append("its validation loss is the last one logged while training, without an interval")

@@ -10,7 +10,7 @@ KIND, LOSS = "validation", "val loss"
 def validation_series(
     loss: float,
     bits_per_byte: float | None,
-    unigram_entropy: float | None,
+    unigram_cross_entropy: float | None,
     seq_len: int,
     sample: Sample | None = None,
     data_fingerprint: str = "",
@@ -19,7 +19,7 @@ def validation_series(
 
     Args:
         bits_per_byte: None: symbols, which are no bytes.
-        unigram_entropy: nats per token; None: not known.
+        unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
         sample: loss by sequence, (sequences, 1); None: means alone are known.
     """
     token = "token" if bits_per_byte is not None else "token of the answers"
@@ -31,7 +31,7 @@ def validation_series(
     found = [
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
-            references={} if unigram_entropy is None else {"unigram entropy": unigram_entropy},
+            references={} if unigram_cross_entropy is None else {"unigram cross-entropy": unigram_cross_entropy},
             samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
             data_fingerprint=data_fingerprint, **common,
         )

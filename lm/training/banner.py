@@ -179,7 +179,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
             "train_documents": store.train.n_documents,
             "val_documents": store.val.n_documents,
         },
-        "unigram_entropy": {"train": store.train.unigram_entropy, "val": store.val.unigram_entropy},
+        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": store.val.unigram_cross_entropy},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.shorter else {}),

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.config.task_config import Task
-from lm.data.store import entropy
 from lm.data.tasks.examples import Example, Subset
 from lm.data.tasks.generators import example
 from lm.schema import Plain, to_plain
@@ -33,9 +32,9 @@ def symbol_sequences(tasks: list[Task], subset: Subset, seq_len: int) -> list[Ex
     return [example(task, STORE_SEED, index, seq_len, subset) for task in tasks for index in range(SHOWN)]
 
 
-def answer_entropy(sequences: list[Example]) -> float:
-    """Entropy of the answers' tokens, nats per token."""
-    return entropy(np.bincount(np.concatenate([one.tokens[1:][one.answers] for one in sequences])))
+def answer_counts(sequences: list[Example], vocab_size: int) -> np.ndarray:
+    """How often each token is part of an answer: (V,) int64."""
+    return np.bincount(np.concatenate([one.tokens[1:][one.answers] for one in sequences]), minlength=vocab_size)
 
 
 def symbol_spec(tasks: list[Task], seq_len: int) -> dict[str, Plain]:
