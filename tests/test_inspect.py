@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, lm
+from texts import TEXTS, files_config, write_texts
 
 from lm.config.data_config import DataConfig
 from lm.data.inspect import describe, draw_lengths, length_histogram, sample_documents
+from lm.data.overlap import N_GRAM, n_gram_hashes, overlap
 from lm.data.prepare import prepare
+from lm.data.store import Split, Store
 from lm.errors import DataError
 
 
@@ -45,6 +48,36 @@ def test_an_altered_byte_is_found_whatever_the_size(data: DataConfig, monkeypatc
     (path / "train-00000.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"train-00000\.bin: was altered"):
         inspect([str(path)], None, 1)
+
+
+def n_grams(store: Store, split: Split) -> list[tuple[int, ...]]:
+    documents = [split.document(index)[1:].tolist() for index in range(split.n_documents)]
+    return [tuple(tokens[n : n + N_GRAM]) for tokens in documents for n in range(len(tokens) - N_GRAM + 1)]
+
+
+@pytest.mark.parametrize("shard_tokens", [2**28, 500])
+def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+):
+    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr("lm.data.overlap._BLOCK", 300)
+    quoted = "a sentence that every second document quotes, word by word and to its very end"
+    texts = [f"{text} {quoted if n % 2 else ''} {n}" for n, text in enumerate(TEXTS)] + ["short", "also"]
+    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path))
+    ((label, count, fraction),) = overlap(store)
+    held_out, training = n_grams(store, store.val), set(n_grams(store, store.train))
+    assert (label, count) == ("texts", len(held_out))
+    assert fraction == pytest.approx(np.mean([one in training for one in held_out]))
+    assert 0 < fraction < 1
+    assert f"{fraction:.1%} of {count:,} looked up" in "\n".join(describe(store, 0))
+
+
+def test_n_grams_are_told_apart_by_order_and_length():
+    tokens = np.random.default_rng(0).integers(0, 5, 3000)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, N_GRAM)
+    hashes = n_gram_hashes(tokens)
+    assert hashes.shape == (len(windows),)
+    assert len(np.unique(hashes)) == len(np.unique(windows, axis=0))
 
 
 def test_the_histogram_counts_every_document_and_token_once():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.load import load
+from lm.data.overlap import N_GRAM, overlap
 from lm.data.prepare import open_prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.errors import DataError
@@ -51,6 +52,8 @@ def describe(store: Store, samples: int) -> Iterator[str]:
                 f"{name:<6} {source.label[:24]:<24} {source.n_documents:>12,} {source.n_tokens:>16,} {source.n_bytes:>18,} {rate:>12.2f}"
                 f"  {source.licence}"
             )
+    yield ""
+    yield from overlaps(store)
     for name in SPLITS:
         yield ""
         yield from histogram(name, getattr(store, name))
@@ -60,6 +63,18 @@ def describe(store: Store, samples: int) -> Iterator[str]:
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"
+
+
+def overlaps(store: Store) -> Iterator[str]:
+    """Lines: the fraction of held-out n-grams that occur in the training text, by source, and what it means."""
+    yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
+    found = overlap(store)
+    for label, count, fraction in found:
+        yield f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up"
+    if found:
+        yield "  such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
+    else:
+        yield f"  none: no held-out document has {N_GRAM} tokens"
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
