@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_house import ROOMS
 from typer.main import get_command
 
 from lm.attention.catalogue import SINGLE
@@ -158,6 +159,12 @@ def test_the_readme_leads_to_every_document():
 
 def test_the_readme_counts_the_normalizers():
     assert f"All {len(SINGLE)}, with formulas" in (ROOT / "README.md").read_text()
+
+
+def test_the_layout_of_the_code_is_in_the_order_of_imports():
+    _, _, table = (ROOT / "docs" / "extending.md").read_text().partition("## How the code is laid out")
+    named = [name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])]
+    assert [name.removesuffix(".py") for name in named] == list(ROOMS)
 
 
 @documents
