@@ -50,6 +50,14 @@ def test_the_fraction_of_tokens_in_sequences_of_each_length_is_named(printed, le
     assert words in printed(f"data.lengths={lengths}")["lengths"]
 
 
+def test_a_task_whose_training_sequences_must_repeat_is_named(printed):
+    task = ["data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"]
+    assert printed(*task)["tasks"] == "flip_flop 100%"
+    assert printed(*task, "data.lengths={name: fixed, length: 8}")["tasks"] == (
+        "flip_flop 100% (256 sequences of 8 tokens, of about 22 different ones)"
+    )
+
+
 def test_phases_name_the_current_one_in_brackets(printed):
     shown = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
     assert shown.startswith("[softmax to step ")

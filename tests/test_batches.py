@@ -265,6 +265,9 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
     sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.5: 64})), 4, 1, max_steps=40)
     assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
     assert sequences.length.fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
+    assert sequences.length.fractions(15) == {16: 2 / 3, 32: 1 / 3}
+    again = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40)
+    assert again.length.fractions(40) == {16: 0.5, 32: 0.5}
 
 
 def test_a_fixed_length_cuts_all_slots(store):

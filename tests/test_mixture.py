@@ -277,10 +277,10 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda rows: None)
+    loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None)
     found = {one.what: (len(one.samples[0].values), one.whole) for one in sources}
     assert set(found) == {"letters", "texts"}
-    rows = loss.samples[0].values[:, 0]
+    losses = loss.samples[0].values[:, 0]
     first = found["letters"][0]
-    assert found["letters"][1] == pytest.approx(np.mean(rows[:first]), abs=1e-5)
-    assert found["texts"] == (len(rows) - first, pytest.approx(np.mean(rows[first:]), abs=1e-5))
+    assert found["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
+    assert found["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))

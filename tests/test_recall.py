@@ -260,32 +260,32 @@ def test_what_recall_can_not_measure_is_refused(tiny):
 # ---------------------------------------------------------------- training
 
 
-def test_rows_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
+def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tiny):
     config = tiny(*SYMBOLS, "data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}")
     store = prepare(config.data)
-    rows = train_sequences(store, config)
-    assert [rows.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
+    sequences = train_sequences(store, config)
+    assert [sequences.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
     seen = set()
     for step in range(8):
-        whole = rows.batch(step)
-        length = rows.length(step)
+        whole = sequences.batch(step)
+        length = sequences.length(step)
         assert whole.tokens.shape == (256 // length, length)
         assert ((whole.targets != IGNORED).sum(1) == 4).all()
         parts = [MicroBatches(train_sequences(store, config), rank, 2, 2) for rank in range(2)]
         taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
         assert torch.equal(torch.cat([one.tokens for one in taken]), whole.tokens)
         assert torch.equal(torch.cat([one.targets for one in taken]), whole.targets)
-        seen |= {row.numpy().tobytes() for row in whole.tokens}
+        seen |= {sequence.numpy().tobytes() for sequence in whole.tokens}
     assert len(seen) == 4 * 16 + 4 * 8
 
 
 def test_needles_are_dealt_among_text_by_weight(tiny):
     config = tiny(NEEDLE, "data.seq_len=256", "optim.batch_tokens=2560", "eval.long_context.length_factor=0")
     store = prepare(config.data)
-    rows, text = train_sequences(store, config), Text(store)
+    sequences, text = train_sequences(store, config), Text(store)
     answered = 0
     for step in range(100):
-        batch = rows.batch(step)
+        batch = sequences.batch(step)
         ignored = batch.targets == IGNORED
         needles = ignored.any(1)
         answered += int(needles.sum())
@@ -300,9 +300,9 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     config = tiny(*SYMBOLS, "name=a", "trainer.max_steps=3", "optim.warmup_steps=1")
     assert train(config) == 0
     store = prepare(config.data)
-    rows = train_sequences(store, config)
+    sequences = train_sequences(store, config)
     decoder = Decoder(config.model, store.vocab_size, 32, config.seed)
-    batch = rows.batch(0)
+    batch = sequences.batch(0)
     expected = F.cross_entropy(decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
     first = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["train/loss"] == pytest.approx(expected.item(), abs=1e-5)
@@ -372,8 +372,8 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
     config = tiny("data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.25, task: max}]", SYMBOLS[1], "name=both")
-    rows = train_sequences(prepare(config.data), config)
-    targets = (rows.batch(0).targets != IGNORED).sum(1)
+    sequences = train_sequences(prepare(config.data), config)
+    targets = (sequences.batch(0).targets != IGNORED).sum(1)
     assert set(targets.tolist()) == {1, 4}
     assert train(config) == 0
     assert np.isfinite(curve(config.run_folder, "val/loss")[-1][1])

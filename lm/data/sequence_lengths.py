@@ -35,7 +35,7 @@ class Lengths:
 
     def fractions(self, steps: int) -> dict[int, float]:
         """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
-        return _fractions(Counter(map(self, range(steps))))
+        raise NotImplementedError
 
     def note(self) -> str:
         """Which tokens an epoch does not read, in words; empty if it reads all but fewer than a sequence."""
@@ -71,6 +71,13 @@ class StepwiseLengths(Lengths):
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
 
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`."""
+        counts: Counter[int] = Counter()
+        for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
+            counts[length] += max(0, min(end, steps) - begin)
+        return _fractions(counts)
+
 
 class DrawnLengths(Lengths):
     """Lengths drawn for each step by weight: each length's weight is its fraction of the steps, and so of the tokens."""
@@ -83,6 +90,10 @@ class DrawnLengths(Lengths):
     def __call__(self, step: int) -> int:
         block, place = divmod(step, BLOCK)
         return self.lengths[self.sampler.block(block)[0][place]]
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`."""
+        return _fractions(Counter(map(self, range(steps))))
 
 
 class DocumentPieces(Lengths):

@@ -114,10 +114,10 @@ def _epochs(store: Store, config: Config, tokens: int) -> str:
 
 def _tasks(store: Store, config: Config) -> str:
     """The fraction of sequences of each task, and which of them must repeat."""
-    texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
+    texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
-        for length, fraction in _length_fractions(store, config).items():
+        for length, fraction in fractions.items():
             made, different = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
             if weighted.task.vocab_size and made > different:  # sequences in text differ in their filler
                 text += f" ({made:,.0f} sequences of {length} tokens, of about {different:,.0f} different ones)"
