@@ -13,10 +13,11 @@ from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.errors import ConfigError
+from lm.experiments.definition import read_experiment
 from lm.schema import reference, to_plain
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def problems(*arguments: str) -> dict[str, str]:
@@ -27,6 +28,9 @@ def problems(*arguments: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_every_shipped_configuration_is_valid(path: Path):
+    if "experiments" in path.parts:
+        assert read_experiment(path, []).name == path.stem
+        return
     arguments = [str(path)]
     if "models" in path.parts:
         arguments.append("data.seq_len=1024")
@@ -168,7 +172,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
             b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(60)),
             "more than 10,000 keys",
         ),
-        (b"#" * (2**20 + 1), "larger than 1,048,576 bytes"),
+        (b"#" * (2**19 + 1), "larger than 524,288 bytes"),
         (b"base: file.yaml\n", "inherits from itself"),
         (b"base: nowhere.yaml\n", "nowhere.yaml: no such configuration file (a base of file.yaml)"),
         (b"base: {a: b}\n", "base = {'a': 'b'}: must be a file or a list of files"),
@@ -190,7 +194,6 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         "twise.yaml": "did you mean 'twice.yaml'",
         "loop.yaml": "loop",
         "": "Is a directory",
-        "a\0b.yaml": "null byte",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             load([str(tmp_path / name)])
@@ -215,6 +218,8 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("name=${runs}${nothing.here}", "${runs}${nothing.here}: refers to nothing.here, which is no key"),
         ("name=${name}", "${name}: refers to itself"),
         ("name=${runs", "has a `${` without its `}`"),
+        ("name=${phases.3}", "refers to phases.3, which is no key"),
+        ("name=${optim.lr.x}", "refers to optim.lr.x, which is no key"),
         ("name=a${optim}", "puts a block or list into a text"),
         ("name=" + "${" * 1000 + "}" * 1000, "has interpolations nested more than 50 deep"),
         ("name=${oc.env:LM_TEST_NOT_SET}", "needs the environment variable LM_TEST_NOT_SET"),
@@ -223,7 +228,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
 )
 def test_an_override_that_means_nothing_is_an_error_that_names_it(override: str, reason: str):
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
-        load(["name=x", "runs=r", "optim.lr=0.1", override])
+        load(["name=x", "runs=r", "optim.lr=0.1", "phases=[{until: 1}]", override])
     assert all(len(line) < 600 for line in str(caught.value).splitlines())
 
 
@@ -247,7 +252,7 @@ def test_bases_that_are_inherited_twice_are_read_once_and_long_chains_are_refuse
 
 @pytest.mark.parametrize(
     ("doubled", "reason"),
-    [("${{a.x{0}}}${{a.x{0}}}", "larger than 1,048,576 characters"), ("['${{a.x{0}}}', '${{a.x{0}}}']", "10,000 keys")],
+    [("${{a.x{0}}}${{a.x{0}}}", "larger than 524,288 characters"), ("['${{a.x{0}}}', '${{a.x{0}}}']", "10,000 keys")],
 )
 def test_interpolations_that_double_again_and_again_are_refused(doubled: str, reason: str, tmp_path: Path):
     doublings = "".join(f"  x{number}: {doubled.format(number + 1)}\n" for number in range(40))

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import MISSING
 
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES, dump_yaml, parse_yaml
 from lm.errors import ConfigError, abbreviated
@@ -89,17 +90,23 @@ class _Interpolation:
             return found
         value: Plain = self.plain
         for part in name.split("."):
-            value = self.value(value) if isinstance(value, str) else value
-            inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
-            matching = [key for key in inner if str(key) == part]
-            _require(bool(matching), text, f"refers to {name}, which is no key")
-            value = inner[matching[0]]
+            value = _item(self.value(value) if isinstance(value, str) else value, part)
+            _require(value is not MISSING, text, f"refers to {name}, which is no key")
         return self.value(value)
 
 
 def _require(true: bool, raw: Plain, otherwise: str) -> None:
     if not true:
         raise ConfigError(f"{abbreviated(str(raw), 80)}: {otherwise}")
+
+
+def _item(value: Plain, name: str) -> Plain:
+    """The item of a block or list that a part of a path names; MISSING if there is none."""
+    if isinstance(value, list) and re.fullmatch("[0-9]{1,9}", name):
+        return value[int(name)] if int(name) < len(value) else MISSING
+    if not isinstance(value, dict):
+        return MISSING
+    return value[name] if name in value else next((item for key, item in value.items() if str(key) == name), MISSING)
 
 
 def _size(value: Plain, known: dict[int, int]) -> int:

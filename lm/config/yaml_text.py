@@ -11,7 +11,7 @@ import yaml
 from lm.errors import ConfigError, one_line
 from lm.schema import Plain
 
-MAX_BYTES = 2**20  # size of a text
+MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
 MAX_DEPTH = 50  # nesting of blocks and lists
 _TAG = "tag:yaml.org,2002:"
