@@ -1,5 +1,6 @@
 """Atomic writes: files and folders are written completely or not at all, and synced to disk."""
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -77,6 +78,36 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise RunError(f"{path}: can't be written: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
+    """Lock `folder` against other processes that lock it; a process that ends, however that happens, gives its lock up.
+
+    On a file system without locks nothing is locked.
+
+    Raises:
+        RunError: another process has it: the folder and `refusal`.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    held = [descriptor]
+
+    def release() -> None:
+        while held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        release()
+        raise RunError(f"{folder}: {refusal}") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        release()
 
 
 def sync_folder(folder: Path) -> None:

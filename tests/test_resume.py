@@ -25,12 +25,13 @@ from lm.config.data_config import DataConfig
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
+from lm.files import locked_folder
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import steps_saved
+from lm.runs.folder import TRAINING, steps_saved
 from lm.runs.loading import load
 from lm.training.callbacks import StopOnSignal
 from lm.training.checkpointing import Checkpoints
-from lm.training.train import lock_run_folder, train
+from lm.training.train import train
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
 
@@ -478,18 +479,21 @@ def test_every_start_of_a_run_is_recorded_and_time_goes_on(tiny):
 def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
-    with lock_run_folder(config.run_folder), pytest.raises(RunError, match="another process is training"):
+    with locked_folder(config.run_folder, TRAINING), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
-    with lock_run_folder(tmp_path):
+    started, begins = os.pipe()
+    with locked_folder(tmp_path, TRAINING):
         worker = os.fork()
         if not worker:
+            os.write(begins, b".")
             time.sleep(60)
             os._exit(0)
+        os.read(started, 1)
     try:
-        with lock_run_folder(tmp_path):
+        with locked_folder(tmp_path, TRAINING):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)

@@ -69,6 +69,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
     assert found.seeds_needed == seeds_needed(0.03, MATTERS) == 20
     assert "takes 20 seeds" in found.reason
+    assert "equivalence takes 5 or more" in verdicts({"a": Comparison(spread(0.001, 0.003, 4))}, MATTERS, "lower")["a"].reason
     assert found.interval.over == "5 seeds"
 
 

@@ -14,10 +14,10 @@ from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.experiments.definition import Experiment, read_experiment
-from lm.experiments.jobs import Jobs, locked
+from lm.experiments.jobs import Jobs
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, summary, tuning_table
-from lm.files import write_text
+from lm.files import locked_folder, write_text
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
@@ -27,6 +27,7 @@ from lm.schema import Plain
 from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
 
 RESOLVED, VERDICTS, TUNING, REPORT = "resolved.json", "verdicts", "tuning", "report"
+WORKING = "another process is working on this experiment; wait for it or stop it"
 
 
 def compare(path: Path, overrides: list[str], plan: bool = False, jobs: int = 1, report_only: bool = False) -> None:
@@ -44,7 +45,8 @@ def compare(path: Path, overrides: list[str], plan: bool = False, jobs: int = 1,
     if plan:
         return
     if not report_only:
-        with locked(experiment.folder):
+        experiment.folder.mkdir(parents=True, exist_ok=True)
+        with locked_folder(experiment.folder, WORKING):
             write_json(experiment.folder / RESOLVED, resolved)
             Jobs(procedure, jobs).work()
     _conclude(procedure)

@@ -1,37 +1,40 @@
 """Training the runs of an experiment: several at a time, each in a process of its own, resumed where an earlier start was stopped."""
 
-import fcntl
-import os
+import ctypes
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.procedure import Procedure, Run
-from lm.files import write_text
+from lm.files import locked_folder, write_text
+from lm.runs.folder import TRAINING
 
 LOGS = "logs"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from working on the experiment in `folder` meanwhile. Raises RunError if one does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise RunError(f"{folder}: another process is working on this experiment; wait for it or stop it") from None
-    finally:
-        os.close(descriptor)
+def wait_for_others(folder: Path) -> None:
+    """Wait until no process trains in a run folder: one that an earlier start of the experiment left behind may do so for a while."""
+    while folder.is_dir():
+        try:
+            with locked_folder(folder, TRAINING):
+                return
+        except RunError:
+            time.sleep(1)
+
+
+def _end_with_parent() -> None:
+    """Ask to be stopped as by SIGTERM when the process that started this one ends, however that happens; on Linux alone."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Jobs:
@@ -91,10 +94,18 @@ class Jobs:
         folder, logs = run.config.run_folder, self.procedure.experiment.folder / LOGS
         config = logs / f"{folder.name}.yaml"
         write_text(config, to_yaml(run.config))
+        wait_for_others(folder)
         command = [sys.executable, "-m", "lm", "train", str(config), "resume=auto", "log.progress=none"]
         with (logs / f"{folder.name}.log").open("ab") as log:
             # a session of its own: Ctrl-C reaches it through `_stop` alone, once
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
             self._running[folder] = process
             if self._stopping.is_set():
                 process.send_signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ from lm.schema import Plain
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
+TRAINING = "another process is training in this run folder; wait for it or stop it"  # why a folder that is locked is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt
 
 

@@ -115,9 +115,13 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
         return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
     if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
         return verdict("equivalent", f"within {matters:g} of the baseline (p = {q:.2g} over {seeds} seeds)")
+    if needed is not None and needed <= seeds:
+        return verdict(
+            "not resolved", f"{seeds} seeds would mostly show a difference of {matters:g}; equivalence takes {FEWEST_EQUIVALENT} or more"
+        )
     how_many = f"more than {MOST_SEEDS}" if needed is None else f"{needed}"
     return verdict(
-        "not resolved", f"a difference of {matters:g} takes {how_many} seeds to be found 4 times in 5, by the spread of these {seeds}"
+        "not resolved", f"finding a difference of {matters:g} 4 times in 5 takes {how_many} seeds, by the spread of these {seeds}"
     )
 
 

@@ -1,16 +1,14 @@
 """`lm train`: create or reopen the run folder, lock it, prepare the data, then fit the run."""
 
 import contextlib
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, steps_saved
+from lm.files import locked_folder
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, TRAINING, steps_saved
 from lm.training.launcher import end_with_parent, this_process
 
 
@@ -29,7 +27,7 @@ def train(config: Config) -> int:
     if main and not checkpoint:
         create_run_folder(folder, resume=bool(config.resume))
     try:
-        with lock_run_folder(folder) if main else contextlib.nullcontext():
+        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext():
             from lm.training.preflight import check_before_data  # torch takes seconds to import; errors above don't need it
 
             source = check_before_data(config, checkpoint)
@@ -73,26 +71,3 @@ def create_run_folder(folder: Path, resume: bool) -> None:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
         raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
-
-
-@contextlib.contextmanager
-def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other training processes. Raises RunError if one has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    held = [descriptor]
-
-    def release() -> None:
-        while held:
-            os.close(held.pop())
-
-    os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(f"{folder}: another process is training in this run folder; wait for it or stop it") from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        release()
