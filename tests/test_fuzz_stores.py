@@ -1,0 +1,171 @@
+"""Stores and unfinished stores damaged in any way: an error of one line, or the identical tokens."""
+
+import dataclasses
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from texts import files_config, write_texts
+
+import lm.data.build
+from lm.config.data_config import DataConfig, TrainedTokenizer
+from lm.data.prepare import prepare
+from lm.data.store import MANIFEST, Store, content_sha256
+from lm.errors import DataError
+
+KINDS = ("flip", "truncate", "extend", "delete", "empty", "swap", "extra", "garbage")
+VALUES = [None, True, -1, 0, 1, 2**70, 0.5, float("nan"), "", "text", [], [None], {}, {"a": 1}, "<u4", "../../etc"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
+    """A store of a few shards."""
+    folder, drawn = tmp_path_factory.mktemp("fuzz"), random.Random(0)
+    words = ["".join(drawn.choices("abcdefgh", k=4)) for _ in range(60)]
+    texts = [" ".join(drawn.choices(words, k=40)) for _ in range(40)]
+    data = files_config(write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.data.writing.SHARD_TOKENS", 2000)
+        return data, prepare(data)
+
+
+@pytest.fixture(scope="module")
+def unfinished(whole: tuple[DataConfig, Store], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a preparation that was interrupted after its last entry in the journal."""
+    root, advance = tmp_path_factory.mktemp("unfinished"), lm.data.build.Journal.advance
+    entries = []
+
+    def interrupted(*given) -> None:
+        advance(*given)
+        entries.append(1)
+        if len(entries) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        small_steps(patch)
+        patch.setattr(lm.data.build.Journal, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(dataclasses.replace(whole[0], root=str(root)))
+    return root
+
+
+def small_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("lm.data.writing.SHARD_TOKENS", 2000)
+    patch.setattr("lm.data.build.JOURNAL_BYTES", 1000)
+    patch.setattr("lm.data.encoding.BATCH_BYTES", 1000)
+
+
+def damage(folder: Path, kind: str, drawn: random.Random) -> None:
+    """Change one file of `folder`, or two."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    path, other = drawn.choice(paths), drawn.choice(paths)
+    content = bytearray(path.read_bytes())
+    if kind == "flip" and content:
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+    elif kind == "truncate":
+        path.write_bytes(content[: drawn.randrange(len(content) + 1)])
+    elif kind == "extend":
+        path.write_bytes(content + drawn.randbytes(drawn.randint(1, 9)))
+    elif kind == "delete":
+        path.unlink()
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "swap":
+        first, second = path.read_bytes(), other.read_bytes()
+        path.write_bytes(second)
+        other.write_bytes(first)
+    elif kind == "extra":
+        (folder / drawn.choice(["train-00009.bin", "val-00001.bin", "notes.txt", "x.npy"])).write_bytes(drawn.randbytes(50))
+    else:
+        path.write_bytes(drawn.choice([b"{", b"[]", b"null", b"\xff\xfe", drawn.randbytes(100)]))
+
+
+def mistype(folder: Path, drawn: random.Random) -> None:
+    """Change, remove or add a field somewhere in the manifest, which then has the right hash of itself."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    here = manifest
+    while True:
+        key = drawn.choice(list(here)) if isinstance(here, dict) else drawn.randrange(len(here))
+        if isinstance(here[key], dict | list) and here[key] and drawn.random() < 0.7:
+            here = here[key]
+            continue
+        if drawn.random() < 0.3:
+            del here[key]
+        else:
+            here[key] = drawn.choice(VALUES)
+        break
+    manifest["sha256"] = content_sha256(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def same_tokens(one: Store, other: Store) -> bool:
+    return all(
+        split.tokens.tolist() == true.tokens.tolist() and split.offsets.tolist() == true.offsets.tolist()
+        for split, true in ((one.train, other.train), (one.val, other.val))
+    )
+
+
+def outcome_is_an_error_or_the_same(open_store, true: Store) -> None:
+    try:
+        store, message = open_store(), ""
+    except DataError as error:
+        store, message = None, str(error)
+    assert "\n" not in message
+    assert len(message) < 2000
+    if store:
+        assert same_tokens(store, true)
+        assert store.token_bytes.tolist() == true.token_bytes.tolist()
+
+
+def fuzz(examples: int):
+    settled = settings(max_examples=examples, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    return lambda test: settled(given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test))
+
+
+def prepared_stores(whole: tuple[DataConfig, Store], kind: str, seed: int) -> None:
+    data, true = whole
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(true.path, Path(folder, true.path.name)))
+        if kind == "manifest":
+            mistype(copy, random.Random(seed))
+        else:
+            damage(copy, kind, random.Random(seed))
+        outcome_is_an_error_or_the_same(lambda: prepare(dataclasses.replace(data, root=folder)), true)
+
+
+def unfinished_stores(whole: tuple[DataConfig, Store], unfinished: Path, kind: str, seed: int) -> None:
+    data, true = whole
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        small_steps(patch)
+        root = Path(shutil.copytree(unfinished, Path(folder, "root")))
+        (partial,) = root.glob(".*.partial")
+        damage(partial, kind if kind != "manifest" else "flip", random.Random(seed))
+        outcome_is_an_error_or_the_same(lambda: prepare(dataclasses.replace(data, root=str(root))), true)
+
+
+@fuzz(40)
+def test_a_damaged_store_is_an_error_or_the_same(whole, kind: str, seed: int):
+    prepared_stores(whole, kind, seed)
+
+
+@fuzz(10)
+def test_a_damaged_unfinished_store_is_an_error_or_becomes_the_same(whole, unfinished, kind: str, seed: int):
+    unfinished_stores(whole, unfinished, kind, seed)
+
+
+@pytest.mark.slow
+@fuzz(2000)
+def test_stores_damaged_in_many_ways(whole, kind: str, seed: int):
+    prepared_stores(whole, kind, seed)
+
+
+@pytest.mark.slow
+@fuzz(300)
+def test_unfinished_stores_damaged_in_many_ways(whole, unfinished, kind: str, seed: int):
+    unfinished_stores(whole, unfinished, kind, seed)
