@@ -249,7 +249,7 @@ def type_name(hint: type) -> str:
         return f"a list ({type_name(args[0])} each)"
     if origin is dict:
         return f"a map ({type_name(args[0])}: {type_name(args[1])})"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}[hint]
+    return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map", types.NoneType: "null"}[hint]
 
 
 def _type_remedy(hint: type, value: Plain) -> str:

@@ -9,11 +9,19 @@ import torch
 
 from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
-from lm.runs.folder import BEST, step_path, steps_saved
+from lm.runs.folder import BEST, check_fields, step_path, steps_saved
 
 FORMAT = 4  # of checkpoints; raised when older files can no longer be read
-# Metadata that every checkpoint has; a checkpoint that can be resumed has more.
-REQUIRED_METADATA = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str}
+# Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
+METADATA = {
+    "step": int,
+    "tokens": int,
+    "phase": int,
+    "vocab_size": int,
+    "data_fingerprint": str,
+    "config": str,
+    "plugins": dict[str, str],
+}
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
@@ -85,14 +93,6 @@ def load_metadata(path: Path) -> dict[str, object]:
     return _read(path)["lm"]
 
 
-def check_metadata(metadata: dict[str, object], path: Path) -> None:
-    """Raises RunError if an entry of `REQUIRED_METADATA` is missing or has another type."""
-    for name, kind in REQUIRED_METADATA.items():
-        value = metadata.get(name)
-        if type(value) is not kind or (kind is int and value < 0):
-            raise RunError(f"{path}: its `{name}` must be {'text' if kind is str else 'a whole number'}, not {str(value)[:40]!r}")
-
-
 def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
     try:
         with archive.open(member) as file:
@@ -131,7 +131,7 @@ def _read(path: Path) -> dict[str, object]:
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     if checkpoint["lm"].get("format") != FORMAT:
         raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
-    check_metadata(checkpoint["lm"], path)
+    check_fields(checkpoint["lm"], METADATA, path)
     return checkpoint
 
 

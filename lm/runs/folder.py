@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from lm.config.load import parse
@@ -12,7 +13,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import write_together
-from lm.schema import Plain
+from lm.schema import Plain, convert, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
@@ -42,6 +43,21 @@ def read_json(path: Path) -> dict[str, Plain]:
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
     return content
+
+
+def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, within: str = "") -> None:
+    """Check what was read from `path`: `fields` maps the names of its entries to their types.
+
+    within: the entry that holds them, in the message.
+
+    Raises:
+        RunError: an entry is missing, of another type, or a negative number.
+    """
+    for name, kind in fields.items():
+        value = convert(kind, content.get(name, MISSING))
+        if value is MISSING or (isinstance(value, int | float) and value < 0):
+            found = str(content[name])[:40] if name in content else "missing"
+            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {found!r}")
 
 
 def command_line() -> str:

@@ -24,14 +24,27 @@ from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import check_metadata, load_checkpoint
+from lm.runs.checkpoints import METADATA, load_checkpoint
 from lm.runs.consistency import check_environment, trained_config
-from lm.runs.folder import BEST, CHECKPOINTS, ENVIRONMENT, LAST, TOKENIZER, read_sealed, step_of, step_path, steps_saved, write_sealed
+from lm.runs.folder import (
+    BEST,
+    CHECKPOINTS,
+    ENVIRONMENT,
+    LAST,
+    TOKENIZER,
+    check_fields,
+    read_sealed,
+    step_of,
+    step_path,
+    steps_saved,
+    write_sealed,
+)
 from lm.schema import Plain, to_plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder
 MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
+FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # of the description
 
 
 @dataclass(frozen=True)
@@ -104,10 +117,11 @@ def _load_model(path: Path) -> Loaded:
     if description.get("format") != MODEL_FORMAT:
         found = description.get("format")
         raise RunError(f"{path / DESCRIPTION}: format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
+    check_fields(description, FIELDS, path / DESCRIPTION)
+    expected, training = description[TENSOR_SHA256], description["training"]
     try:
-        expected, tokenizer_sha256, training = (description[name] for name in (TENSOR_SHA256, TOKENIZER_SHA256, "training"))
         spec = ModelSpec.read(description["spec"])
-    except (ConfigError, LookupError) as error:
+    except ConfigError as error:
         raise RunError(f"{path / DESCRIPTION}: not the description of a model: {one_line(error)}") from None
     try:
         weights = safetensors.torch.load_file(path / WEIGHTS)
@@ -117,10 +131,10 @@ def _load_model(path: Path) -> Loaded:
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
     _warn_of_changed_code(spec, path)
-    decoder, tokenizer = _build_decoder(spec, weights, path, tokenizer_sha256)
+    decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
         return Loaded(decoder, spec, tokenizer, path)
-    check_metadata(training, path / DESCRIPTION)
+    check_fields(training, METADATA, path / DESCRIPTION, "training.")
     config, metadata = _split_config(training, path)
     if function_of(config.model_in(metadata["phase"])) != function_of(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")

@@ -19,6 +19,7 @@ from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
+from lm.training.state import Best
 
 
 class StepCallback(L.Callback):
@@ -174,9 +175,9 @@ class Validate(Evaluations):
         if result is None:
             return
         state, loss, sha256 = module.start.state, result.series[0].whole, result.series[0].samples[0].sha256
-        other_sequences = not state.best or state.best["sequences_sha256"] != sha256  # losses that can't be compared
-        if math.isfinite(loss) and (other_sequences or loss < state.best["loss"]):
-            state.best = {"step": step, "loss": loss, "sequences_sha256": sha256}
+        other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
+        if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
+            state.best = Best(step, loss, sha256)
 
 
 class Evaluate(Evaluations):

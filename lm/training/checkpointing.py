@@ -70,7 +70,7 @@ class Checkpoints(StepCallback):
             "phase": start.phase,
             "plugins": PLUGINS.versions(self.config.normalizer_names),
             "wandb_id": self.wandb_id,
-            **vars(start.state),
+            **start.state.plain(),
         }
         optimizer = named_state(module.optimizers(use_pl_optimizer=False))
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
@@ -87,4 +87,4 @@ class Checkpoints(StepCallback):
 def is_best(module: TrainModule, step: int) -> bool:
     """True if the validation at `step` is the best so far."""
     best = module.start.state.best
-    return best is not None and best["step"] == step
+    return best is not None and best.step == step

@@ -114,8 +114,8 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
     for note in truncate_after(folder, start.step):
         print(note, flush=True)
     best = start.state.best
-    if best and step_path(folder / CHECKPOINTS, best["step"]).exists():
-        link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best["step"]))
+    if best and step_path(folder / CHECKPOINTS, best.step).exists():
+        link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best.step))
 
 
 def _phases(run: RunContext, start: PhaseStart) -> int:

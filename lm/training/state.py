@@ -1,13 +1,21 @@
 """The state of a run beside its weights and optimizer."""
 
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lm.errors import RunError
 from lm.runs.checkpoints import is_saved
-from lm.runs.folder import step_path
-from lm.schema import Plain, convert, type_name
+from lm.runs.folder import check_fields, step_path
+from lm.schema import Plain
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest validation loss (nats per target) so far, the step, and the sequences that it was measured on."""
+
+    step: int
+    loss: float
+    sequences_sha256: str
 
 
 @dataclass
@@ -15,14 +23,14 @@ class RunState:
     """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks except for the time.
 
     Attributes:
-        best: `step`, `loss` and `sequences_sha256` of the lowest validation so far.
+        best: the lowest validation so far.
         skipped: steps whose update was skipped.
         skipped_in_a_row: number of consecutive ones up to the last step.
         nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
         elapsed_s: seconds of training.
     """
 
-    best: dict[str, int | float | str] | None = None
+    best: Best | None = None
     skipped: int = 0
     skipped_in_a_row: int = 0
     nll_since_line: float = 0.0
@@ -36,15 +44,19 @@ class RunState:
         Raises:
             RunError: something is missing, or of another type.
         """
-        values = {one.name: convert(one.type, metadata.get(one.name, MISSING)) for one in fields(cls)}
-        for one in fields(cls):
-            if values[one.name] is MISSING:
-                found = str(metadata.get(one.name))[:40]
-                raise RunError(f"{step_path(folder, metadata['step'])}: its `{one.name}` must be {type_name(one.type)}, not {found!r}")
-        state = cls(**values)
-        if state.best and not is_saved(folder, state.best["step"]):  # its weights may have been deleted when a run went back
-            state.best = None
-        return state
+        path, types = step_path(folder, metadata["step"]), {one.name: one.type for one in fields(cls)}
+        check_fields(metadata, types | {"best": dict | None}, path)
+        if best := metadata["best"]:
+            types_of_best = {one.name: one.type for one in fields(Best)}
+            check_fields(best, types_of_best, path, "best.")
+            best = Best(**{name: best[name] for name in types_of_best})
+            if not is_saved(folder, best.step):  # its weights may have been deleted when a run went back
+                best = None
+        return cls(**{name: metadata[name] for name in types} | {"best": best or None})
+
+    def plain(self) -> dict[str, Plain]:
+        """As a checkpoint's metadata hold it."""
+        return asdict(self)
 
     def count_step(self, nll: float, targets: int) -> None:
         """Count a step with the summed loss `nll` (nats) over `targets` targets."""
