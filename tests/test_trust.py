@@ -29,7 +29,7 @@ from lm.evaluation.swap import swap_run
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import FORMAT, load_checkpoint, load_metadata, save_checkpoint, verify
-from lm.runs.folder import read_config, read_json, read_sealed, write_sealed
+from lm.runs.folder import read_config, read_json, read_sealed, write_json, write_sealed
 from lm.runs.loading import export, weights_mismatch
 from lm.schema import to_plain
 from lm.training.checkpointing import Checkpoints
@@ -213,7 +213,7 @@ def test_weights_are_read_in_one_place_each():
     assert {name: found for name, found in reads.items() if found} == {"checkpoints.py": ["torch.load("], "loading.py": ["load_file("]}
 
 
-@pytest.mark.parametrize("name", ["step", "tokens", "phase", "vocab_size", "data_fingerprint", "config"])
+@pytest.mark.parametrize("name", ["step", "tokens", "phase", "vocab_size", "data_fingerprint", "config", "plugins"])
 @pytest.mark.parametrize("value", [None, -1, "4", 4.0, [4]])
 def test_what_a_model_says_of_itself_has_its_type(run: Path, name: str, value: object):
     if name in ("data_fingerprint", "config") and isinstance(value, str):
@@ -257,10 +257,27 @@ def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, mismat
     refuses(use, "resume", run, rf"last\.ckpt: the optimizer's state and configuration don't fit: .*{words}")
 
 
-@pytest.mark.parametrize(("name", "value"), [("skipped", None), ("skipped_in_a_row", 0.5), ("elapsed_s", "1"), ("best", 3), ("best", [1])])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("skipped", None), ("skipped_in_a_row", 0.5), ("elapsed_s", "1"), ("best", 3), ("best", [1]), ("nll_since_line", float("nan"))],
+)
 def test_what_a_run_remembers_has_its_type(run: Path, use, name: str, value: object):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
     refuses(use, "resume", run, rf"step-000004\.ckpt: its `{name}` must be .*, not '{re.escape(str(value))}'")
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", "4"), ("loss", None), ("sequences_sha256", 1), ("step", -1)])
+def test_the_best_validation_of_a_run_has_its_fields(run: Path, use, name: str, value: object):
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"]["best"].update({name: value}))
+    refuses(use, "resume", run, rf"step-000004\.ckpt: its `best\.{name}` must be .*, not '{value}'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("precision", "16"), ("precision", None), ("compile", 1), ("starts", None), ("starts", [1]), ("started_from", "x")]
+)
+def test_what_a_resumed_run_goes_by_in_its_environment_has_its_type(run: Path, use, name: str, value: object):
+    write_json(run / "environment.json", read_json(run / "environment.json") | {name: value})
+    refuses(use, "resume", run, rf"environment\.json: its `{name}` must be .*, not '{re.escape(str(value))}'")
 
 
 # ---------------------------------------------------------------- configurations are data

@@ -1,6 +1,7 @@
 """Whether the files of a run folder belong together: a checkpoint records its configuration and data, and the other files must agree."""
 
 from pathlib import Path
+from typing import Literal
 
 from lm.config.canonical import differences
 from lm.config.effects import effect_of
@@ -8,8 +9,19 @@ from lm.config.load import parse
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.runs.folder import read_json
+from lm.runs.folder import check_fields, read_json
 from lm.schema import Plain, to_plain
+
+# Entries of environment.json that a resumed run goes by; a model without a training run of its own lacks some.
+ENVIRONMENT_FIELDS = {
+    "wandb_id": str,
+    "data_fingerprint": str,
+    "precision": Literal["32", "bf16-mixed"],
+    "compile": bool,
+    "starts": list[dict],
+    "started_from": dict | None,
+    "tokenizer_sha256": str,
+}
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
@@ -42,6 +54,7 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
         RunError: it is missing, damaged, or of another run.
     """
     environment = read_json(file)
+    check_fields(environment, {name: kind for name, kind in ENVIRONMENT_FIELDS.items() if name in environment}, file)
     for name, what in {"wandb_id": "is a checkpoint of the run", "data_fingerprint": "was trained on tokens"}.items():
         ours, theirs = str(environment.get(name) or "")[:16], str(metadata.get(name) or "")[:16]
         if ours and theirs and ours != theirs:

@@ -11,26 +11,27 @@ _DIFFERS_ALWAYS = ("step", "time", "command")
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """What each start of a run used, as dotted keys: those whose steps the weights have in them.
+    """What each start of a run used, as dotted keys: those whose steps the weights have in them. [] of a model without a training run.
 
-    A start at step s leaves none of the steps after s that earlier ones made. What the last one used stands beside the list, too.
+    A start at step s leaves none of the steps after s that earlier ones made.
 
     Raises:
         ValueError: `starts` is no list of objects with a step.
     """
-    found = environment.get("starts", [{"step": 0}])
+    if "starts" not in environment:
+        return []
+    found = environment["starts"]
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) and isinstance(one.get("step"), int) for one in found):
         raise ValueError("starts is no list of objects with a step")
-    names = ("lm", "git_commit", "git_dirty", "device", "versions", "threads", "world_size", *map(_last_part, recorded_per_start()))
-    last = {name: environment[name] for name in names if name in environment} | found[-1]
     kept: list[dict[str, Plain]] = []
-    for start in (*found[:-1], last):
+    for start in found:
         kept = [earlier for earlier in kept if earlier["step"] < start["step"]] + [flatten(start)]
     return kept
 
 
 def used(environment: dict[str, Plain], name: str) -> Plain:
-    """What the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if none says."""
+    """What the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if no start
+    recorded it."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):

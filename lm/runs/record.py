@@ -156,9 +156,9 @@ def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain]
         found, differing = identity.starts(environment), identity.differing(environment)
         identity.arm_definition(config, environment), identity.seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RunError(f"{path}: {one_line(error, None)}; if an older version wrote it, train the run again") from None
+        raise RunError(f"{path}: {one_line(error, None)}") from None
     missing = [f"its starts differ: {'; '.join(differing)}"] if differing else []
-    silent = "environment.json (of an older version, or of an export) does not say"
-    missing += [f"{silent} what each start used: they may differ"] if any("precision" not in one for one in found) else []
+    silent = "environment.json (of a model without its training run) does not say"
+    missing += [f"{silent} what each start used: they may differ"] if not found or any("precision" not in one for one in found) else []
     unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
     return missing + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])

@@ -1,0 +1,193 @@
+"""Damaged checkpoints, exports and run folders: an error of one line or the same result, soon, and never a traceback.
+
+Checkpoints and exports carry digests: what is read of them is what was written, or refused. The other files of a run folder carry none:
+of them only the form of the outcome is checked.
+
+python -m pytest tests/test_fuzz_checkpoints.py -m "slow or not slow"       damages 300 files more
+"""
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from folders import same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lm
+from lm.config.load import load as configured
+from lm.config.tree import Config
+from lm.data.prepare import prepare
+from lm.data.store import Store
+from lm.errors import LMError
+from lm.runs.checkpoints import load_checkpoint
+from lm.runs.folder import read_config, read_sealed, write_json, write_sealed
+from lm.runs.loading import export
+from lm.runs.record import read_run
+from lm.training.starting import check_resume, start_from_checkpoint
+from lm.training.train import train
+
+SECONDS = 5.0  # of processor time that a damaged file may take
+SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
+PROBLEMS = ("2 problems", "3 problems", "4 problems")  # of a configuration, one a line
+MISSING = object()
+VALUES = [MISSING, None, [], [1], "x", 10**30, -1, 0.5, {}, {"a": [1]}, True]
+
+
+class Finished:
+    """A finished run `a` and its export, what reads them, and what that gave before anything was damaged."""
+
+    def __init__(self, folder: Path, config: Config, store: Store):
+        self.run, self.exported, self.config, self.store = folder / "a", folder / "exported", config, store
+        self.checkpoint = self.run / "checkpoints" / "last.ckpt"
+        readable = (".json", ".jsonl", ".yaml")
+        self.files = sorted(path for path in folder.rglob("*") if path.suffix in readable and path.parent.name != "cache")
+        self.before = {path: path.read_bytes() for path in (*self.files, self.checkpoint, self.exported / "model.safetensors")}
+        self.intact = self.models()
+
+    def models(self) -> list[object]:
+        """What checkpoint and export hold: weights, and what is known of them."""
+        return [self.resumed(), *(self.loaded(path) for path in (self.run, self.exported))]
+
+    def loaded(self, path: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
+        """A model read back."""
+        model = lm.load(path)
+        return model.decoder.state_dict(), [model.config, model.spec, model.metadata]
+
+    def resumed(self) -> tuple[dict[str, torch.Tensor], list[object]]:
+        """What training would go on from."""
+        checkpoint = load_checkpoint(self.checkpoint)
+        check_resume(self.config, self.store, checkpoint, self.checkpoint)
+        start = start_from_checkpoint(self.config, checkpoint)
+        moments = {f"{name}.{key}": value for name, state in start.optimizer.items() for key, value in state.items()}
+        return start.decoder.state_dict() | moments, [start.step, start.phase, start.state]
+
+    def reported(self) -> None:
+        """What a report reads."""
+        read_run(self.run)
+        read_config(self.run)
+
+    def check(self, damaged: Path, content: bytes | Callable[[], object]) -> None:
+        """Put `content` in place of a file, or let it be written, use it in every way, and put the file back."""
+        verified = damaged == self.checkpoint or damaged.parent == self.exported
+        uses = {
+            self.checkpoint: [(self.resumed, self.intact[0]), (lambda: self.loaded(self.run), self.intact[1])],
+            self.exported: [(lambda: self.loaded(self.exported), self.intact[2])],
+            self.run: [(lambda: self.loaded(self.run), self.intact[1]), (self.reported, None)],
+        }
+        key = next(key for key in uses if key in (damaged, *damaged.parents))
+        try:
+            damaged.unlink()
+            damaged.write_bytes(content) if isinstance(content, bytes) else content()
+            for use, intact in uses[key]:
+                started = time.process_time()
+                error, found = outcome(use)
+                assert "\n" not in error or error.startswith(PROBLEMS)
+                assert error or not (verified and isinstance(content, bytes)) or equal(found, intact)
+                assert time.process_time() - started < SECONDS
+        finally:
+            damaged.unlink(missing_ok=True)
+            damaged.write_bytes(self.before[damaged])
+
+
+def outcome(use: Callable[[], object]) -> tuple[str, object]:
+    """An error's text, or what was found."""
+    try:
+        return "", use()
+    except LMError as error:
+        return str(error), None
+
+
+def equal(one: tuple[dict[str, torch.Tensor], list[object]], other: tuple[dict[str, torch.Tensor], list[object]]) -> bool:
+    return same(one[0], other[0]) and one[1] == other[1]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    options = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder}", "name=a", *SHORT]
+    config = configured([str(ROOT / "tests" / "tiny.yaml"), *options])
+    train(config)
+    export(config.run_folder, "last", folder / "exported")
+    return Finished(folder, config, prepare(config.data, progress=False))
+
+
+def places(content: object, at: tuple = ()) -> Iterator[tuple]:
+    """The places of all entries of nested maps, and of the first entry of each list."""
+    entries = content.items() if isinstance(content, dict) else list(enumerate(content))[:1] if isinstance(content, list) else ()
+    for name, value in entries:
+        yield (*at, name)
+        yield from places(value, (*at, name))
+
+
+def changed(content: object, place: tuple, value: object) -> object:
+    """A copy with the entry at a place set, or without it."""
+    content = copy.deepcopy(content)
+    block = content
+    for name in place[:-1]:
+        block = block[name]
+    if value is MISSING:
+        del block[place[-1]]
+    else:
+        block[place[-1]] = value
+    return content
+
+
+def damage_bytes(finished: Finished, file: float, place: float, mask: int) -> None:
+    """One file: a byte flipped by `mask`, or with 0 the rest cut off."""
+    path = list(finished.before)[int(file * len(finished.before))]
+    content = finished.before[path]
+    index = min(int(place * len(content)), len(content) - 1)
+    flipped = bytes([content[index] ^ mask]) + content[index + 1 :] if mask else b""
+    finished.check(path, content[:index] + flipped)
+
+
+def damage_field(finished: Finished, file: float, place: float, value: object) -> None:
+    """One file, written again with its digests: an entry set to something else, or missing."""
+    candidates = [path for path in finished.before if path.suffix not in (".safetensors", ".jsonl")]
+    path = candidates[int(file * len(candidates))]
+    sealed = path.name == "lm.json"
+    if path == finished.checkpoint:
+        content = torch.load(path, weights_only=True)
+    elif path.suffix == ".yaml":
+        content = yaml.safe_load(path.read_text())
+    else:
+        content = read_sealed(path) if sealed else json.loads(path.read_text())
+    found = list(places(content))
+    content = changed(content, found[int(place * len(found))], value)
+    if path == finished.checkpoint:
+        finished.check(path, lambda: torch.save(content, path))
+    elif path.suffix == ".yaml":
+        finished.check(path, yaml.safe_dump(content).encode())
+    else:
+        finished.check(path, lambda: (write_sealed if sealed else write_json)(path, content))
+
+
+FRACTION = st.floats(0, 1, exclude_max=True)
+FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+
+
+@settings(FUZZ, max_examples=20)
+@given(FRACTION, FRACTION, st.integers(0, 255))
+def test_a_damaged_byte_is_one_line_or_no_difference(finished: Finished, file: float, place: float, mask: int):
+    damage_bytes(finished, file, place, mask)
+
+
+@settings(FUZZ, max_examples=30)
+@given(FRACTION, FRACTION, st.sampled_from(VALUES))
+def test_a_field_that_is_missing_or_mistyped_is_one_line(finished: Finished, file: float, place: float, value: object):
+    damage_field(finished, file, place, value)
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=150)
+@given(FRACTION, FRACTION, st.integers(0, 255), st.sampled_from(VALUES))
+def test_many_damaged_files_are_one_line_each(finished: Finished, file: float, place: float, mask: int, value: object):
+    damage_bytes(finished, file, place, mask)
+    damage_field(finished, place, file, value)
