@@ -111,7 +111,7 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
 # ---------------------------------------------------------------- where weights come from
 
 
-def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, capsys):
+def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
     runs, once = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):
         assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2")) == 0
@@ -128,7 +128,6 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, capsys)
     assert started[0]["arm"] == identity.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
     swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", once)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
-    assert "1 checkpoint]" in " ".join(capsys.readouterr().out.split()), "what the intervals of a swap cover"
 
 
 def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
