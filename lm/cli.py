@@ -300,9 +300,10 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
 ) -> None:
-    """Train arms x seeds x learning rates from one file, and judge them.
+    """Train and compare the arms of an experiment.
 
-    Finished runs are kept, interrupted ones resumed: the same command goes on. Writes verdicts and a report (docs/experiments.md).
+    One file names arms, seeds and learning rates. Finished runs are kept and interrupted ones resumed: the same command
+    continues. Writes verdicts and a report (docs/experiments.md).
     """
     from lm.experiments.compare import compare
 

@@ -253,4 +253,4 @@ class DataConfig:
     @property
     def symbolic(self) -> bool:
         """True if there is no text: all sequences are of tasks over symbols."""
-        return bool(self.tasks) and all(share.task.vocab_size for share in self.tasks)
+        return bool(self.tasks) and all(weighted.task.vocab_size for weighted in self.tasks)
