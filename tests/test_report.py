@@ -411,7 +411,7 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
         files = write_report(folders, tmp_path / "out")
         assert ("1000" if value == 1e3 else "not finite") in files.markdown.read_text()
         assert b"nan" not in files.csv.read_bytes()
-        assert "leaving the picture" in files.html.read_text() or value != 1e3 or len(folders) == 1
+        assert "Leaving the picture" in files.html.read_text() or value != 1e3 or len(folders) == 1
 
 
 def test_one_run_has_a_report_without_differences(pair, tmp_path):

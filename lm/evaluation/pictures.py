@@ -74,7 +74,8 @@ def _lines(axes: "Axes", lines: list[Series]) -> None:
     over = dict.fromkeys(interval.over for one in lines if (interval := interval_of(one, 0)))
     axes.set(ylabel="fraction" + "".join(f" [95% over {what}]" for what in over), ylim=(-0.02, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    many = len(lines) > MOST_LINES  # then they would cover each other
+    axes.legend(frameon=False, fontsize=8, **({"loc": "upper left", "bbox_to_anchor": (0, -0.18)} if many else {}))
 
 
 def _map(axes: "Axes", lines: list[Series]) -> None:

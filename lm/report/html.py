@@ -86,17 +86,17 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...])
 
 
 def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
-    """(what, value) lines; a value that differs is given by arm."""
+    """(what, value) lines beside those of the checks of fairness; a value that differs is given by arm."""
 
     def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
         return what, across(comparison.arms, value)[1]
 
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     on = {section.first.shown.measured_on: section for section in comparison.sections}
-    return [
+    lines = [
         *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
         line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name}, sha256", one.sha256))),
+        *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name} (sha256)", one.sha256))),
         ("inference settings", ", ".join(settings) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
         line("data", _data),
@@ -109,9 +109,11 @@ def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         line("precision", lambda run: run.used("precision")),
         line("torch.compile", lambda run: run.used("compile")),
         line("device", lambda run: run.used("device")),
-        line("commit", lambda run: run.commits),
+        line("code", lambda run: run.commits),
         line("versions", lambda run: _pairs(run.environment.get("versions"))),
     ]
+    checked = {check.what for check in comparison.checks}
+    return [one for one in lines if one[0] not in checked]
 
 
 def _tasks(run: RunRecord) -> str | None:

@@ -149,7 +149,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     key.append(Line2D([], [], color=_GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
     axes.legend(handles=key, loc="best", fontsize=10)
     top = _finite(lows, max)
-    cut = f"losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
+    cut = f"Losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
     return f"loss against tokens seen.{ends}", f"{_bands(bands)} {cut}".strip()
 
 
@@ -208,17 +208,18 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
     for length in section.seq_lens:
         axes.axvline(length, color=_GREY, linewidth=1)
         _note(axes, f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
-    for level, name in sorted({(level, name) for one in section.series.values() for name, level in one.references.items()}):
-        axes.axhline(level, color=_GREY, linestyle=":", linewidth=1)
-        text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
-        _note(axes, text, (0, level), (4, 3), axes.get_yaxis_transform())
+    handles = []
     if len(section.of) > 1 or {line.setting for line in section.lines} - {"", "as trained"}:
         handles = [Line2D([], [], color=_GREY, label=of, **dashes_and_width(i)) for i, of in enumerate(section.of)]
+    for level, name in sorted({(level, name) for one in section.series.values() for name, level in one.references.items()}):
+        text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
+        handles.append(axes.axhline(level, color=_GREY, linestyle=":", linewidth=1, label=text))
+    if handles:
         axes.legend(handles=handles, loc="best", fontsize=10)
     bands = _bands([one.band for one in lines])
     words += f" ({'; '.join(section.of)})" if any(line.what for line in section.lines) else ""
     words += f", from position {_FIRST_POSITION}" if first.bins else ""
-    how = f"They are {section.how}." if section.how else ""
+    how = f"Intervals are {section.how}." if section.how else ""
     lost = [f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)}" for one in lines if not np.isfinite(one.mean).all()]
     ends = [f"Not finite at some places: {'; '.join(lost)}."] if lost else []
     ends += [f"Dotted, if any: {first.shown.levels}."] if first.shown.levels else []
@@ -276,7 +277,7 @@ def _y_range(axes: Axes, comparison: Comparison, section: Section, lines: list[_
     above = [
         f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)} (highest: {top:.4g})" for one, top in highest.items() if top > shown
     ]
-    return f"leaving the picture: {'; '.join(above)}." if above else ""
+    return f"Leaving the picture: {'; '.join(above)}." if above else ""
 
 
 # ---------------------------------------------------------------- all
