@@ -12,8 +12,9 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import compare
 from lm.experiments.definition import read_experiment
 from lm.experiments.jobs import Jobs
-from lm.experiments.outcomes import selects
+from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.procedure import Procedure, Run, summary
+from lm.runs.validation import UNIGRAM
 from lm.training.train import train
 
 FILE = {
@@ -114,6 +115,17 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary(procedure)
     assert (wild["verdict"], wild["reason"]) == ("unstable", "2 of the runs diverged")
+
+
+def test_a_final_loss_above_the_unigram_cross_entropy_is_divergence(tmp_path, overrides):
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides), RESOLVED)
+    Jobs(procedure, 1, here).work()
+    outcome = next(iter(procedure.known())).outcome
+    (path,) = [path for path in (outcome.folder / "evaluations").glob("validation.*") if f"{outcome.last_step}.json" in path.name]
+    level = outcome.series(SELECTION).references[UNIGRAM]
+    assert outcome.state == "finished"
+    path.write_text(path.read_text().replace(json.dumps(level), "0.5"))
+    assert Outcome(outcome.folder, outcome.last_step).state == "diverged"
 
 
 def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):

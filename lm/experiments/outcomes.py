@@ -14,6 +14,7 @@ from lm.runs.evaluations import Evaluation, evaluation_files
 from lm.runs.folder import CHECKPOINTS, METRICS, read_json
 from lm.runs.metric_log import DIVERGED, read_metrics
 from lm.runs.series import Series
+from lm.runs.validation import UNIGRAM
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 
@@ -62,7 +63,7 @@ class Outcome:
 
     @cached_property
     def state(self) -> State:
-        """How far the run came. A final loss above the entropy of single tokens is divergence, too."""
+        """How far the run came. A final loss above the unigram cross-entropy is divergence, too."""
         if not self.folder.is_dir():
             return "not started"
         if any(DIVERGED in line for line in read_metrics(self.folder / METRICS)[0]):
@@ -70,7 +71,7 @@ class Outcome:
         found = self.series(SELECTION)
         if found is None:
             return "interrupted" if any((self.folder / CHECKPOINTS).glob("*.ckpt")) else "not started"
-        level = found.references.get("unigram entropy", math.inf)
+        level = found.references.get(UNIGRAM, math.inf)
         return "finished" if found.means[0] <= level else "diverged"
 
     @property

@@ -5,6 +5,7 @@ import numpy as np
 from lm.runs.series import Sample, Series, Shown
 
 KIND, LOSS = "validation", "val loss"
+UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
 
 
 def validation_series(
@@ -31,7 +32,7 @@ def validation_series(
     found = [
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
-            references={} if unigram_cross_entropy is None else {"unigram cross-entropy": unigram_cross_entropy},
+            references={} if unigram_cross_entropy is None else {UNIGRAM: unigram_cross_entropy},
             samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
             data_fingerprint=data_fingerprint, **common,
         )
