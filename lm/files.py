@@ -1,15 +1,18 @@
 """Atomic writes: files and folders are written completely or not at all, and synced to disk."""
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from lm.errors import RunError, one_line
+
+UNFINISHED = "unfinished"  # in the names of folders that are being filled
 
 
 @contextmanager
@@ -57,7 +60,8 @@ def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> No
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; if anything fails, nothing is left behind.
+    """A folder to fill, which becomes `path` at the end; if anything fails, nothing is left behind. What a killed process left of
+    an earlier attempt is deleted.
 
     Raises:
         RunError: `path` exists and holds something, or can't be made.
@@ -66,11 +70,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(f"{path}: exists already; choose another")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+        _delete_abandoned(path)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-{UNFINISHED}-"))
     except OSError as error:
         raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
     try:
-        yield temporary
+        with locked_folder(temporary, "another process fills it"):
+            yield temporary
         os.chmod(temporary, 0o755)
         os.replace(temporary, path)
         sync_folder(path.parent)
@@ -78,6 +84,18 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise RunError(f"{path}: can't be written: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _delete_abandoned(path: Path) -> None:
+    """Delete unfinished folders for `path` that no process has locked: those who made them have ended."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}-{UNFINISHED}-*"):
+        with suppress(OSError):  # in use, deleted meanwhile, or on a file system without locks
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager

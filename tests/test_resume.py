@@ -25,7 +25,7 @@ from lm.config.data_config import DataConfig
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.files import locked_folder
+from lm.files import locked_folder, new_folder
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import TRAINING, steps_saved
 from lm.runs.loading import load
@@ -481,6 +481,16 @@ def test_a_run_folder_in_use_is_refused(tiny):
     train(config)
     with locked_folder(config.run_folder, TRAINING), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
+
+
+def test_what_a_killed_export_left_is_deleted_and_what_another_one_fills_is_not(tmp_path: Path):
+    abandoned, filled, foreign = (tmp_path / name for name in (".out-unfinished-a", ".out-unfinished-b", ".out-notes"))
+    for folder in (abandoned, filled, foreign):
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    with locked_folder(filled, "in use"), new_folder(tmp_path / "out") as made:
+        (made / "file").write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", filled.name, foreign.name}
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):

@@ -17,7 +17,7 @@ from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
-from lm.training.metrics import wandb_mode
+from lm.training.metrics import MetricLog, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.starting import truncate_after
 from lm.training.train import train
@@ -60,6 +60,12 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     out = capsys.readouterr().out
     for word in ("parameters", "normalizer", "kernel", "fingerprint", "FLOP", "precision", "seed"):
         assert word in out
+
+
+def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"):
+        MetricLog(tmp_path / "metrics.jsonl", None, True).write({"step": 3, "train/loss": 1.0})
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):

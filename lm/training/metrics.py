@@ -25,12 +25,15 @@ class MetricLog:
         self.path, self.mirror, self.main = path, mirror, main
 
     def write(self, metrics: dict[str, Plain]) -> None:
-        """`metrics` holds `step`; numbers that are not finite become null."""
+        """`metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
         if not self.main:
             return
         finite = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
         if self.mirror:
             self.mirror.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
 
