@@ -29,7 +29,9 @@ class Limits:
 
     def __str__(self) -> str:
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-        bounds = [f"{signs[name]} {limit:g}" for name, limit in vars(self).items() if limit is not None]
+        bounds = [
+            f"{signs[name]} {limit if isinstance(limit, int) else f'{limit:g}'}" for name, limit in vars(self).items() if limit is not None
+        ]
         return " and ".join(bounds)
 
     def allow(self, value: float) -> bool:
