@@ -1,6 +1,7 @@
 """The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts are false.
 
 python scripts/simulate_verdicts.py [--trials 10000] [--jobs 2]
+python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
 where the best is at an edge, then trained with further seeds and judged by `verdicts`. A final loss is: the arm's curve over log2(rate),
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lm.statistics.intervals import over_seeds, over_seeds_and_documents
+from lm.statistics.intervals import mean_ends, over_seeds, over_seeds_and_documents
 from lm.statistics.tuning import Tuned, elsewhere, tuned
 from lm.statistics.verdicts import Comparison, seeds_needed, verdicts
 
@@ -148,9 +149,30 @@ def all_worlds() -> list[World]:
     return [*worlds, planned, replace(planned, name=f"{planned.name}, best rate on the grid", optima=(0.4, 0.4))]
 
 
+def report_intervals(trials: int) -> None:
+    """Print how often intervals over documents hold the truth: `mean_ends`, and the percentile bootstrap with 1,000 resamples."""
+    random = np.random.default_rng(0)
+    print("| documents | their lengths | coverage, % | percentile bootstrap, % |\n|---:|---|---:|---:|")
+    for documents, spread in ((4, 0.0), (4, 0.6), (8, 0.0), (8, 0.6), (20, 0.0), (20, 0.6)):
+        covered = np.zeros(2)
+        for _ in range(trials):
+            weights = random.lognormal(0, spread, documents)
+            values = 0.1 + 0.1 * random.standard_normal(documents) + 0.05 * random.standard_normal(documents) / np.sqrt(weights)
+            low, high = mean_ends(values[:, None], weights)
+            drawn = random.integers(0, documents, (1000, documents))
+            means = (weights[drawn] * values[drawn]).sum(1) / weights[drawn].sum(1)
+            covered += low[0] <= 0.1 <= high[0], np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
+        lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
+        print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in covered / trials) + " |", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--intervals", action="store_true")
     arguments = parser.parse_args()
-    report(all_worlds(), arguments.trials, arguments.jobs)
+    if arguments.intervals:
+        report_intervals(arguments.trials)
+    else:
+        report(all_worlds(), arguments.trials, arguments.jobs)
