@@ -329,7 +329,16 @@ def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: 
     config["optim"]["batch_tokens"] = seq_len
     config["model"] |= changes
     config["eval"]["long_context"] = {"length_factor": 0}
-    own = {"format": FORMAT, "config": yaml.safe_dump(config), "phase": 0, "step": 1, "tokens": 32, "data_fingerprint": "", "best": None}
+    own = {
+        "format": FORMAT,
+        "config": yaml.safe_dump(config),
+        "phase": 0,
+        "step": 1,
+        "tokens": 32,
+        "data_fingerprint": "",
+        "best": None,
+        "plugins": {},
+    }
     save_checkpoint({"state_dict": weights, "lm": {**own, "vocab_size": vocab_size}}, tmp_path / "claimed.ckpt")
     return tmp_path / "claimed.ckpt"
 
