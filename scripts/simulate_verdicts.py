@@ -48,7 +48,7 @@ class World:
 def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, bool, bool]]]:
     """One experiment: each arm's verdict, and whether its intervals hold the truth: over seeds; over seeds and documents (or none is made);
     and whether the two have chosen different rates."""
-    random = np.random.default_rng((hash_of(world.name), trial))
+    random = np.random.default_rng((*world.name.encode(), world.seeds, trial))
 
     def draw(scale: float, *shape: int) -> np.ndarray:
         return scale * (random.standard_t(4, shape) / math.sqrt(2) if world.heavy else random.standard_normal(shape))
@@ -96,11 +96,6 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
         differ = choice.rates[arm] != choice.rates["base"]
         covered.append((one.low <= text <= one.high, both.low <= population <= both.high, differ))
     return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
-
-
-def hash_of(name: str) -> int:
-    """A number for a name that is the same in every process."""
-    return int.from_bytes(name.encode(), "big") % 2**61
 
 
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:

@@ -70,7 +70,10 @@ def build_run(
         "parameters": {"total": 10_823_424 + own, "non_embedding": 8_000_000, "normalizer": own},
         "tokens_total": steps * 8192, "unigram_cross_entropy": {"train": 6.3, "val": 6.31},
         "data": {"train_tokens": 1_900_000, "documents": 200},
-        "starts": [{"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu"}],
+        "starts": [
+            {"step": 0, "time": "2026-01-01T00:00:00Z", "precision": "32", "compile": False, "device": "cpu",
+             "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}},
+        ],
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(environment))
     final = 3.8 - better

@@ -1,7 +1,9 @@
 """Experiments: from one file to verdicts, on run folders alone."""
 
 import json
+import os
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ import yaml
 from conftest import ROOT, lm
 
 from lm.errors import ConfigError, Diverged, RunError
-from lm.experiments.compare import compare
+from lm.experiments.compare import compare, open_experiment
 from lm.experiments.definition import read_experiment
 from lm.experiments.jobs import Jobs
 from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.procedure import Procedure, Run, summary
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import read_json
+from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 from lm.training.train import train
 
@@ -24,7 +29,6 @@ FILE = {
     "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]},
     "primary": {"metric": "val/loss", "better": "lower", "matters": 0.05},
 }
-RESOLVED = {"trainer": {"precision": 32, "compile": False, "threads": 1}}
 
 
 @pytest.fixture
@@ -68,14 +72,14 @@ def here(run: Run) -> int:
 
 def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, capsys):
     path = written(tmp_path)
-    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    procedure = Procedure(read_experiment(path, overrides))
     launched = []
     Jobs(procedure, 1, lambda run: launched.append(run.label) or here(run)).work()
     known = procedure.known()
     assert len(launched) == len(set(launched)) == len(known)
     assert len({one.rate for one in known if one.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
     assert sum(one.stage == "final" for one in known) == 4
-    losses = {arm: {rate: [one.outcome.loss(selection=True) for one in runs] for rate, runs in by_rate.items()}
+    losses = {arm: {rate: [one.outcome.loss(SELECTION) for one in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.tuning("")[0].items()}  # fmt: skip
     assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
     soft, scalable = summary(procedure)
@@ -92,10 +96,10 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = written(tmp_path, tune=None)
-    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(KeyboardInterrupt):
         Jobs(procedure, 1, lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
-    assert [one.outcome.state for one in procedure.known()] == ["finished", "not started", "not started", "not started"]
+    assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
     launched = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*the same command tries them again"):
         Jobs(procedure, 1, lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
@@ -109,28 +113,74 @@ def interrupt() -> int:
 
 def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides):
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1}})
-    procedure = Procedure(read_experiment(path, overrides), RESOLVED)
+    procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, 1, here).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary(procedure)
-    assert (wild["verdict"], wild["reason"]) == ("unstable", "2 of the runs diverged")
+    assert (wild["verdict"], wild["reason"]) == ("unstable", "2 final runs diverged")
 
 
 def test_a_final_loss_above_the_unigram_cross_entropy_is_divergence(tmp_path, overrides):
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides), RESOLVED)
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
     Jobs(procedure, 1, here).work()
     outcome = next(iter(procedure.known())).outcome
     (path,) = [path for path in (outcome.folder / "evaluations").glob("validation.*") if f"{outcome.last_step}.json" in path.name]
     level = outcome.series(SELECTION).references[UNIGRAM]
     assert outcome.state == "finished"
     path.write_text(path.read_text().replace(json.dumps(level), "0.5"))
-    assert Outcome(outcome.folder, outcome.last_step).state == "diverged"
+    assert replace(outcome).state == "diverged"
+    assert replace(outcome, symbolic=True).state == "finished", "a model that has learned no task answers like single tokens"
+
+
+def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
+    made = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
+    procedure = Procedure(made)
+    Jobs(procedure, 1, here).work()
+    outcome = next(iter(procedure.known())).outcome
+    assert outcome.state == "finished"
+    for one in (found for kind in ("validation", "long_context") for found in evaluations(outcome, kind)):
+        for name, score in one.scores.items():
+            values = outcome.values(name)
+            assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
+    assert replace(outcome, metric="needle/exact").state == "unfinished"
+    (outcome.folder / "checkpoints" / f"step-{outcome.last_step:06d}.ckpt").unlink()
+    assert replace(outcome).state == "unfinished"
+
+
+def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
+    """The series of one kind of evaluation at the last step."""
+    return Evaluation.of(read_json(evaluation_path(outcome.folder, kind, outcome.last_step))).series
+
+
+def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
+    path = written(tmp_path, tune=None, primary={"metric": "long/lost"})
+    with pytest.raises(RunError, match=r"primary\.metric long/lost was not measured"):
+        Jobs(Procedure(read_experiment(path, overrides)), 1, here).work()
+
+
+def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
+    path = written(tmp_path, tune=None, seeds=[1])
+    procedure = Procedure(read_experiment(path, overrides))
+    Jobs(procedure, 1, here).work()
+    folder = procedure.known()[0].config.run_folder
+    assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
+    with pytest.raises(RunError, match="was measured on other sequences than in"):
+        summary(Procedure(read_experiment(path, overrides)))
+
+
+def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):
+    path = written(tmp_path, tune=None)
+    free = [one for one in overrides if not one.startswith("trainer.")]
+    settled = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
+    trainer = settled.first_config.trainer
+    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, os.cpu_count())
+    assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 
 def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
     arms = {"softmax": {}, "late": {"from": "softmax", "optim.lr": 1e-3}}
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides), RESOLVED)
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides))
     runs = {(one.arm, one.seed): one.config for one in procedure.known()}
     for seed in (1, 2):
         assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
@@ -143,7 +193,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
     def folders(*more: str, **changes: object) -> list[str]:
         made = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *more])
-        return [one.config.run_folder.name for one in Procedure(made, RESOLVED).known()]
+        return [one.config.run_folder.name for one in Procedure(made).known()]
 
     before = folders()
     assert folders("log.every=7") == before
@@ -180,6 +230,9 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
         ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
         ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
+        ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
+        ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
+        ({"arms": {"a": {}, "b": {"eval.sequences": 8}}}, "arms.b = .*is measured on other sequences than the baseline"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "arm softmax, size big: .*n_embd"),
         ({"base": 3}, "base = 3: must be a configuration file"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),

@@ -275,7 +275,7 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
     whole = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
     killed_at_work(large, tmp_path / "killed", 1)
     flipped = {"a bit of the shard": "train-00000.bin", "a bit of the tokenizer": "tokenizer.json", "a bit of the scan": "scan.npz"}
-    for damage in ("no shard", "short shard", "odd journal", *flipped):
+    for damage in ("no shard", "short shard", "odd journal", "another count", *flipped):
         root = shutil.copytree(tmp_path / "killed", tmp_path / damage)
         (partial,) = root.glob(".*.partial")
         shard = partial / "train-00000.bin"
@@ -288,6 +288,10 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
+        elif damage == "another count":
+            journal = json.loads((partial / "journal.json").read_text())
+            journal["entry"]["documents"] -= 1
+            (partial / "journal.json").write_text(json.dumps(journal))
         else:
             (partial / "journal.json").write_text('{"documents": "two", "train": [1]}')
         assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(whole)

@@ -32,6 +32,7 @@ def kind(*comparisons: Comparison, better: str = "lower") -> str:
     ("one", "expected"),
     [
         (Comparison(spread(-0.03, 0.005, 3)), "better"),
+        (Comparison(spread(-0.03, 0.005, 3), planned=5), "not resolved"),  # a look before the end decides nothing
         (Comparison(spread(0.03, 0.005, 3)), "worse"),
         (Comparison(spread(-0.03, 0.005, 2)), "not resolved"),
         (Comparison([-0.03]), "not resolved"),
@@ -69,7 +70,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
     assert found.seeds_needed == seeds_needed(0.03, MATTERS) == 20
     assert "takes 20 seeds" in found.reason
-    assert "equivalence takes 5 or more" in verdicts({"a": Comparison(spread(0.001, 0.003, 4))}, MATTERS, "lower")["a"].reason
+    assert "equivalence takes 5 seeds or more" in verdicts({"a": Comparison(spread(0.001, 0.003, 4))}, MATTERS, "lower")["a"].reason
     assert found.interval.over == "5 seeds"
 
 

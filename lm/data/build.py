@@ -89,9 +89,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         os.rename(partial, target)
         sync_folder(target.parent)
     except (DataError, OSError) as error:
-        if (
-            isinstance(error, Restart) or not Journal(partial).n_documents
-        ):  # with a journal, the next call continues (the cause may be a network or a full disk)
+        # With documents on disk the next call continues: the cause may be a network or a full disk.
+        if isinstance(error, Restart) or not Journal(partial).n_documents:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from lm.data.hashes import file_sha256
+from lm.data.hashes import file_sha256, plain_sha256
 from lm.data.writing import SplitWriter, write_whole
 from lm.schema import Plain
 
@@ -15,11 +15,13 @@ class Journal:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.entry: dict[str, Plain] = {}
         try:
-            entry = json.loads((folder / JOURNAL).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            entry = {}
-        self.entry: dict[str, Plain] = entry if isinstance(entry, dict) else {}
+            found = json.loads((folder / JOURNAL).read_bytes())
+            if isinstance(found["entry"], dict) and plain_sha256(found["entry"]) == found["sha256"]:
+                self.entry = found["entry"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            pass
 
     @property
     def n_documents(self) -> int:
@@ -63,4 +65,4 @@ class Journal:
 
     def _write(self, changes: dict[str, Plain]) -> None:
         self.entry |= changes
-        write_whole(self.folder / JOURNAL, json.dumps(self.entry).encode())
+        write_whole(self.folder / JOURNAL, json.dumps({"entry": self.entry, "sha256": plain_sha256(self.entry)}).encode())

@@ -4,12 +4,14 @@ import csv
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lm.config.load import merge
 from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import RunError
@@ -36,38 +38,50 @@ def compare(path: Path, overrides: list[str], plan: bool = False, jobs: int = 1,
     Raises:
         LMError: the experiment's file is wrong, another process works on it, or runs failed.
     """
-    experiment = read_experiment(path, overrides)
-    first = experiment.first_config
-    vocab_size = prepare(first.data, progress=True).vocab_size
-    resolved = _resolved(experiment, first, vocab_size, jobs)
-    procedure = Procedure(experiment, {"trainer": resolved})
-    print("\n".join(_plan(procedure, vocab_size)), flush=True)
+    procedure = open_experiment(path, overrides, jobs)
+    experiment = procedure.experiment
+    print("\n".join(_plan(procedure)), flush=True)
     if plan:
         return
     if not report_only:
         experiment.folder.mkdir(parents=True, exist_ok=True)
         with locked_folder(experiment.folder, WORKING):
-            write_json(experiment.folder / RESOLVED, resolved)
+            write_json(experiment.folder / RESOLVED, _shared(experiment))
             Jobs(procedure, jobs).work()
     _conclude(procedure)
 
 
-def _resolved(experiment: Experiment, first: Config, vocab_size: int, jobs: int) -> dict[str, Plain]:
-    """`trainer` keys that all runs share, so that none of them depends on the machine that goes on with the experiment: kept from its first
-    start, else settled now."""
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+    """An experiment with its data prepared, and precision, compilation and threads settled for all of its runs where the file leaves them
+    open: as its first start has settled them, else for this machine and so many runs at a time.
+
+    Raises:
+        LMError: the file is wrong, or the data can't be prepared.
+    """
+    experiment = read_experiment(path, overrides)
+    config = experiment.first_config
     kept = experiment.folder / RESOLVED
-    if kept.exists():
-        return read_json(kept)
-    accelerator, _ = resolve_device(first)
-    flops = _flops(first, vocab_size) * first.optim.batch_tokens * first.trainer.max_steps
-    precision, compiled = resolve_precision(first, accelerator, {}), resolve_compile(first, flops, accelerator, {})
-    threads = first.trainer.threads or max(1, (os.cpu_count() or 1) // jobs)
+    settled = read_json(kept) if kept.exists() else _settled(config, prepare(config.data, progress=True).vocab_size, jobs)
+    asked = vars(config.trainer)
+    left_open = {name: value for name, value in settled.items() if asked[name] in ("auto", None)}
+    return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open})))
+
+
+def _settled(config: Config, vocab_size: int, jobs: int) -> dict[str, Plain]:
+    accelerator, _ = resolve_device(config)
+    flops = _flops(config, vocab_size) * config.optim.batch_tokens * config.trainer.max_steps
+    precision, compiled = resolve_precision(config, accelerator, {}), resolve_compile(config, flops, accelerator, {})
     return {
-        "accelerator": "cpu" if accelerator == "cpu" else first.trainer.accelerator,
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": compiled.value == "true",
-        "threads": threads,
+        "threads": config.trainer.threads or max(1, (os.cpu_count() or 1) // jobs),
     }
+
+
+def _shared(experiment: Experiment) -> dict[str, Plain]:
+    """The settled keys of all runs."""
+    trainer = experiment.first_config.trainer
+    return {name: getattr(trainer, name) for name in ("precision", "compile", "threads")}
 
 
 def _flops(config: Config, vocab_size: int) -> int:
@@ -80,9 +94,10 @@ def _on_meta(config: Config, vocab_size: int) -> Decoder:
         return Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
 
 
-def _plan(procedure: Procedure, vocab_size: int) -> Iterator[str]:
+def _plan(procedure: Procedure) -> Iterator[str]:
     """Lines: runs, tokens, FLOPs, and how many seeds a difference of interest takes."""
     experiment = procedure.experiment
+    vocab_size = prepare(experiment.first_config.data).vocab_size
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     stages = len(tune.grid) * len(tune.seeds), len(experiment.seeds)
@@ -107,7 +122,7 @@ def _plan(procedure: Procedure, vocab_size: int) -> Iterator[str]:
         f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} is found with probability "
         f"{POWER:g} by this many seeds, if the standard deviation of single differences is so many times that: {', '.join(needed)}"
     )
-    yield "shared by all runs: " + ", ".join(f"{name} {value}" for name, value in procedure.resolved["trainer"].items())
+    yield "shared by all runs: " + ", ".join(f"{name} {value}" for name, value in _shared(experiment).items())
 
 
 def _conclude(procedure: Procedure) -> None:

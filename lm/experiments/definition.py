@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lm.attention.plugins import PLUGINS
 from lm.config.interpolation import interpolated
 from lm.config.load import merge, parse, read_overrides, read_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
-from lm.schema import Plain, build, key, own_problems, section, suggest
+from lm.schema import Plain, build, flatten, key, own_problems, section, suggest
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
 _NAME = "letters, digits, '-', '_' and '.'"
 
@@ -27,9 +29,9 @@ class Tune:
         """What contradicts itself."""
         found = []
         if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
-            found.append(Problem("grid", self.grid, "must be at least 2 different values", "a best value has one below and one above"))
-        if self.grid and len(set(self.seeds)) < 2:
-            found.append(Problem("seeds", self.seeds, "tuning needs at least 2 seeds"))
+            found.append(Problem("grid", self.grid, "must be at least 2 different values"))
+        if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
+            found.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
         return found
 
 
@@ -81,7 +83,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """Where its runs and its report are kept."""
-        return Path(str(self.base.get("runs", "runs"))) / self.name
+        return Path(self.first_config.runs) / self.name
 
     @property
     def first_config(self) -> Config:
@@ -97,7 +99,8 @@ class Experiment:
         for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
             plain = merge(plain, more)
         try:
-            return parse(interpolated(plain))
+            with PLUGINS.trusted():  # the user's own file names them
+                return parse(interpolated(plain))
         except ConfigError as error:
             where = f"arm {arm.name}" + (f", size {size}" if size else "")
             raise ConfigError(f"{where}: {error}") from None
@@ -112,7 +115,7 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     plain = _read(path)
     problems: list[Problem] = []
     arms = _arms(plain.pop("arms", None), problems)
-    sizes = {str(name): nested(changes) for name, changes in _blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
+    sizes = {name: nested(changes) for name, changes in _blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
     base = _base(path, plain.pop("base", None))
     made = build(_File, plain, "", problems)
     problems += own_problems(made)
@@ -120,6 +123,11 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
     if made.tune.grid and (both := sorted({*made.seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
+    fixed = {"seed", "name", "runs", "resume", "init_from", *([made.tune.key] if made.tune.grid else [])}
+    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
+    for where, changes in blocks.items():
+        for path in sorted(fixed & set(flatten(changes))):
+            problems.append(Problem(f"{where}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
     if problems:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
@@ -133,7 +141,7 @@ def _check(experiment: Experiment) -> None:
     for size in experiment.sizes:
         seen: dict[str, str] = {}
         plans: dict[str, Config] = {}
-        data = None
+        data, first = None, None
         for arm in experiment.arms:
             rate = experiment.tune.grid[0] if experiment.tune.grid else None
             config = experiment.config(size, arm, experiment.seeds[0], rate, {"name": "any"})
@@ -146,6 +154,10 @@ def _check(experiment: Experiment) -> None:
                 raise ConfigError([Problem(f"arms.{arm.name}.from", arm.start, reason, "swap it in during training instead: `phases`")])
             plans[arm.name] = config
             text = repr((config.data.source, config.data.tokenizer, config.data.val_fraction))
+            if first is not None and (first.data.seq_len, first.eval) != (config.data.seq_len, config.eval):
+                reason, remedy = "is measured on other sequences than the baseline", "give all arms one data.seq_len and one eval block"
+                raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, reason, remedy)])
+            first = first or config
             if data is not None and text != data:
                 reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
                 raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, reason, remedy)])
@@ -212,8 +224,6 @@ def _arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
         earlier = [arm.name for arm in found]
         if start and start not in earlier:
             problems.append(Problem(f"arms.{name}.from", start, "is no earlier arm", suggest(str(start), earlier)))
-        for fixed in sorted({"seed", "name", "runs", "resume", "init_from"} & set(changes)):
-            problems.append(Problem(f"arms.{name}.{fixed}", changes[fixed], "is set by the experiment", "drop it"))
         found.append(Arm(name, nested(changes), str(start or "")))
     if len(found) < 2 and not problems:
         problems.append(Problem("arms", [arm.name for arm in found], "needs a baseline and at least one other arm"))

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
+from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.files import locked_folder, write_text
 from lm.runs.folder import TRAINING
@@ -19,16 +21,6 @@ from lm.runs.folder import TRAINING
 LOGS = "logs"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def wait_for_others(folder: Path) -> None:
-    """Wait until no process trains in a run folder: one that an earlier start of the experiment left behind may do so for a while."""
-    while folder.is_dir():
-        try:
-            with locked_folder(folder, TRAINING):
-                return
-        except RunError:
-            time.sleep(1)
 
 
 def _end_with_parent() -> None:
@@ -76,7 +68,7 @@ class Jobs:
     def _startable(self, running: set[Path]) -> list[Run]:
         """Runs that are not done, whose starting weights are."""
         known = self.procedure.known()
-        done = {str(one.config.run_folder) for one in known if one.outcome.state == "finished"}
+        done = {str(one.config.run_folder) for one in known if one.outcome.state == "finished" and one.config.run_folder not in running}
         return [
             one
             for one in known
@@ -94,7 +86,8 @@ class Jobs:
         folder, logs = run.config.run_folder, self.procedure.experiment.folder / LOGS
         config = logs / f"{folder.name}.yaml"
         write_text(config, to_yaml(run.config))
-        wait_for_others(folder)
+        if not self._free(folder):
+            return 128 + signal.SIGTERM
         command = [sys.executable, "-m", "lm", "train", str(config), "resume=auto", "log.progress=none"]
         with (logs / f"{folder.name}.log").open("ab") as log:
             # a session of its own: Ctrl-C reaches it through `_stop` alone, once
@@ -113,17 +106,33 @@ class Jobs:
             del self._running[folder]
         return status
 
+    def _free(self, folder: Path) -> bool:
+        """Wait until no process trains in a run folder, as one that an earlier start of the experiment left may for a while; False if this
+        one is to stop first."""
+        while folder.is_dir() and not self._stopping.is_set():
+            try:
+                with locked_folder(folder, TRAINING):
+                    break
+            except RunError:
+                self._stopping.wait(1)
+        return not self._stopping.is_set()
+
     def _ended(self, run: Run, result: tuple[int, float]) -> None:
         status, seconds = result
-        outcome = run.outcome
+        outcome = replace(run.outcome)  # read anew
         if outcome.ended:
             self._seconds.append(seconds)
-            loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(selection=True):.4f}"
+            loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
             known = self.procedure.known()
             left = sum(not one.outcome.ended for one in known)
             minutes = sum(self._seconds) / len(self._seconds) * left / self.jobs / 60
             left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
             print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
+        elif not status:
+            metric = self.procedure.experiment.primary.metric
+            raise RunError(
+                f"{run.config.run_folder}: primary.metric {metric} was not measured by sequence at the last step; correct the file"
+            )
         else:
             log = self.procedure.experiment.folder / LOGS / f"{run.config.run_folder.name}.log"
             said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []

@@ -11,14 +11,14 @@ import numpy as np
 
 from lm.errors import RunError, one_line
 from lm.runs.evaluations import Evaluation, evaluation_files
-from lm.runs.folder import CHECKPOINTS, METRICS, read_json
+from lm.runs.folder import CHECKPOINTS, METRICS, read_json, step_path
 from lm.runs.metric_log import DIVERGED, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 
-State = Literal["not started", "interrupted", "finished", "diverged"]
+State = Literal["unfinished", "finished", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,33 @@ class Values:
     Attributes:
         values, weights: (units,).
         groups: (units,) documents.
-        identity: of what was measured: equal in runs that can be compared.
+        identity: of the data and of the sequences measured: equal in runs that can be compared.
         better: which direction is.
     """
 
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray
-    identity: str
+    identity: tuple[str, str]
     better: str
 
     def part(self, selection: bool) -> "Values":
-        """Those of the documents that select, about a third, or of those that are reported on: by a hash of the document."""
-        chosen = np.array([selects(self.identity, group) for group in self.groups.tolist()]) == selection
+        """Those of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is for a
+        sequence the one that it begins in.
+
+        Raises:
+            RunError: there are none.
+        """
+        chosen = np.array([selects(self.identity[0], group) for group in self.groups.tolist()]) == selection
+        if not chosen.any():
+            use = "choose learning rates" if selection else "report"
+            raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
         return Values(self.values[chosen], self.weights[chosen], self.groups[chosen], self.identity, self.better)
 
     @property
     def mean(self) -> float:
-        """The weighted mean over units; NaN of none."""
-        return float(np.average(self.values, weights=self.weights)) if len(self.values) else math.nan
+        """The weighted mean over units."""
+        return float(np.average(self.values, weights=self.weights))
 
 
 def selects(data: str, document: object) -> bool:
@@ -56,35 +64,40 @@ def selects(data: str, document: object) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run folder, and the step that the run is to reach."""
+    """A run folder, the step that the run is to reach, and the metric that is wanted of it then.
+
+    Attributes:
+        symbolic: trained on tasks over symbols, of whose answers a model that learned nothing says what single tokens say.
+    """
 
     folder: Path
     last_step: int
+    metric: str
+    symbolic: bool = False
 
     @cached_property
     def state(self) -> State:
-        """How far the run came. A final loss above the unigram cross-entropy is divergence, too."""
+        """How far the run came: `finished` once its last checkpoint and both metrics are there. One whose final loss is above the
+        cross-entropy of single tokens has diverged, like one that stopped at values that are not finite."""
         if not self.folder.is_dir():
-            return "not started"
+            return "unfinished"
         if any(DIVERGED in line for line in read_metrics(self.folder / METRICS)[0]):
             return "diverged"
         found = self.series(SELECTION)
-        if found is None:
-            return "interrupted" if any((self.folder / CHECKPOINTS).glob("*.ckpt")) else "not started"
-        level = found.references.get(UNIGRAM, math.inf)
+        if found is None or not step_path(self.folder / CHECKPOINTS, self.last_step).exists() or self.values(self.metric) is None:
+            return "unfinished"
+        level = math.inf if self.symbolic else found.references.get(UNIGRAM, math.inf)
         return "finished" if found.means[0] <= level else "diverged"
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to train."""
-        return self.state in ("finished", "diverged")
+        """Whether nothing is left to train or to measure."""
+        return self.state != "unfinished"
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
         for (_, step), path in evaluation_files(self.folder).items():
-            if step != self.last_step:
-                continue
-            content = read_json(path)
+            content = read_json(path) if step == self.last_step else {}
             if "series" not in content:
                 continue
             try:
@@ -97,14 +110,19 @@ class Outcome:
         return None
 
     def values(self, metric: str) -> Values | None:
-        """A metric by unit at the last step; None if it was not measured by unit."""
+        """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
         one = self.series(metric)
         if one is None or not one.samples:
             return None
-        sample, values = one.column(one.logged.index(metric))
-        return Values(values.astype(float), sample.weights, sample.groups, one.data_fingerprint or sample.sha256, one.better)
+        if one.bins:  # logged is the mean over every position
+            (sample,), widths = one.samples, np.diff(one.axis.values)
+            values = sample.values @ widths / widths.sum()
+        else:
+            sample, values = one.column(one.logged.index(metric))
+        identity = (one.data_fingerprint or sample.sha256, sample.sha256)
+        return Values(values.astype(float), sample.weights, sample.groups, identity, one.better)
 
-    def loss(self, selection: bool) -> float:
-        """The mean of the selection metric over its part of the documents; infinite of a run that diverged."""
-        found = self.values(SELECTION) if self.state == "finished" else None
-        return found.part(selection).mean if found else math.inf
+    def loss(self, metric: str) -> float:
+        """The mean of a metric over the documents that select; infinite of a run that diverged."""
+        found = self.values(metric) if self.state == "finished" else None
+        return found.part(selection=True).mean if found else math.inf

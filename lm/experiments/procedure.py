@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from lm.config.effects import effect_of
 from lm.config.tree import Config
 from lm.errors import RunError
 from lm.experiments.definition import Arm, Experiment
-from lm.experiments.outcomes import SELECTION, Outcome
+from lm.experiments.outcomes import SELECTION, Outcome, Values
 from lm.schema import Plain, flatten, to_plain
 from lm.statistics.tuning import Tuned, elsewhere, mean_loss, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -28,11 +29,7 @@ class Run:
     rate: float | None
     seed: int
     config: Config
-
-    @property
-    def outcome(self) -> Outcome:
-        """What became of it."""
-        return Outcome(self.config.run_folder, self.config.trainer.max_steps)
+    outcome: Outcome
 
     @property
     def label(self) -> str:
@@ -45,23 +42,30 @@ class Procedure:
     """An experiment and the runs it consists of.
 
     Args:
-        experiment: as its file describes it.
-        resolved: configuration that is the same for all of its runs: precision, compilation, threads.
+        experiment: as its file describes it, resolved (`lm.experiments.compare.open_experiment`).
     """
 
-    def __init__(self, experiment: Experiment, resolved: dict[str, Plain]):
-        self.experiment, self.resolved = experiment, resolved
+    def __init__(self, experiment: Experiment):
+        self.experiment = experiment
+        self._ended: dict[Path, Outcome] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
-        changes = dict(self.resolved)
+        changes: dict[str, Plain] = {}
         if arm.start:
             source = next(one for one in self.experiment.arms if one.name == arm.start)
             changes["init_from"] = str(self.run(size, source, stage, rates[source.name], seed, rates).config.run_folder)
         changes["runs"] = str(self.experiment.folder / size)
         config = self.experiment.config(size, arm, seed, rate, changes | {"name": "run"})
         name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", _hash(config)])
-        return Run(size, arm.name, stage, rate, seed, replace(config, name=name))
+        config = replace(config, name=name)
+        outcome = self._ended.get(config.run_folder)
+        if outcome is None:
+            symbolic = config.data.symbolic
+            outcome = Outcome(config.run_folder, config.trainer.max_steps, self.experiment.primary.metric, symbolic)
+            if outcome.ended:  # for good: it is not read again
+                self._ended[config.run_folder] = outcome
+        return Run(size, arm.name, stage, rate, seed, config, outcome)
 
     def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
         """The tuning runs of a size by arm and rate, as far as they are known, and what they say. Arms that start from others come after
@@ -77,9 +81,11 @@ class Procedure:
                 for arm in known:
                     for rate in asked:
                         runs[arm.name][rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
-                if not all(one.outcome.ended for arm in known for some in runs[arm.name].values() for one in some):
-                    return runs, Tuned(rates, asked)
-                found = tuned(experiment.tune.grid, {arm.name: _losses(runs[arm.name]) for arm in known})
+                layer_runs = [one for arm in known for some in runs[arm.name].values() for one in some]
+                if not all(one.outcome.ended for one in layer_runs):
+                    return runs, Tuned({}, asked)
+                _check_alike(layer_runs, SELECTION)
+                found = tuned(experiment.tune.grid, {arm.name: _losses(runs[arm.name], SELECTION) for arm in known})
                 asked = found.missing
             if known:
                 rates |= found.rates
@@ -107,9 +113,11 @@ class Procedure:
         """All runs that the experiment needs, as far as is known: those of tuning first, each after the one it starts from."""
         found: list[Run] = []
         for size in self.experiment.sizes:
+            rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             if self.experiment.tune.grid:
-                found += [one for by_rate in self.tuning(size)[0].values() for some in by_rate.values() for one in some]
-            rates = self.rates(size)
+                runs, choice = self.tuning(size)
+                found += [one for by_rate in runs.values() for some in by_rate.values() for one in some]
+                rates = None if choice.missing else choice.rates
             found += [] if rates is None else self.final(size, rates)
         return list({one.config.run_folder: one for one in found}.values())
 
@@ -135,35 +143,44 @@ class Procedure:
             return Comparison((), tuned=False)
         by_arm = {name: {one.seed: one for one in self.final(size, rates) if one.arm == name} for name in (arm.name, base.name)}
         pairs = [(by_arm[arm.name][seed], by_arm[base.name][seed]) for seed in self.experiment.seeds]
-        ended = [pair for pair in pairs if all(one.outcome.ended for one in pair)]
-        diverged = sum(one.outcome.state == "diverged" for pair in ended for one in pair)
-        differences = [self._difference(*pair) for pair in ended if not any(one.outcome.state == "diverged" for one in pair)]
+        diverged = sum(one.outcome.state == "diverged" for pair in pairs for one in pair)
+        finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
+        _check_alike([one for pair in finished for one in pair], self.experiment.primary.metric)
         other = {}
         if self.experiment.tune.grid:
-            losses = {name: _losses(by_rate) for name, by_rate in self.tuning(size)[0].items()}
-            sign = 1 if self.experiment.primary.better == "lower" else -1  # of the primary metric where the selection loss rises
-            other = {rate: [sign * each for each in some] for rate, some in elsewhere(arm.name, base.name, rates, losses).items()}
-        return Comparison(differences, diverged, other)
+            primary = self.experiment.primary
+            worst = math.inf if primary.better == "lower" else -math.inf
+            measured = {
+                name: {rate: [worst if each == math.inf else each for each in some] for rate, some in _losses(runs, primary.metric).items()}
+                for name, runs in self.tuning(size)[0].items()
+            }
+            other = elsewhere(arm.name, base.name, rates, measured)
+        return Comparison([self._difference(*pair) for pair in finished], diverged, other, planned=len(pairs))
 
     def _difference(self, ours: Run, theirs: Run) -> float:
         """Arm minus baseline of the primary metric, paired by unit, on the documents that are reported on."""
         primary = self.experiment.primary
-        values = [one.outcome.values(primary.metric) for one in (ours, theirs)]
-        for one, found in zip((ours, theirs), values, strict=True):
-            if found is None:
-                raise RunError(f"{one.config.run_folder}: primary.metric {primary.metric} was not measured by unit at the last step")
-            if found.better != primary.better:
-                raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
-        mine, other = (found.part(selection=False) for found in values)
-        if mine.identity != other.identity or mine.values.shape != other.values.shape or (mine.weights != other.weights).any():
-            raise RunError(f"{ours.config.run_folder}: not measured on what {theirs.config.run_folder} was measured on")
-        if not len(mine.values):
-            raise RunError(f"{ours.config.run_folder}: no held-out documents are left to report on; add text")
-        return mine.mean - other.mean
+        mine, other = (one.outcome.values(primary.metric) for one in (ours, theirs))
+        if mine.better != primary.better:
+            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {mine.better} is better; correct the experiment")
+        return mine.part(selection=False).mean - other.part(selection=False).mean
 
 
-def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
-    return {rate: [one.outcome.loss(selection=True) for one in runs] for rate, runs in by_rate.items()}
+def _check_alike(runs: list[Run], metric: str) -> None:
+    """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
+    first: tuple[Run, Values] | None = None
+    for run in runs:
+        if run.outcome.state != "finished":
+            continue
+        found = run.outcome.values(metric)
+        first = first or (run, found)
+        if found.identity != first[1].identity:
+            where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {first[0].config.run_folder}"
+            raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
+
+
+def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[float]]:
+    return {rate: [one.outcome.loss(metric) for one in runs] for rate, runs in by_rate.items()}
 
 
 def _hash(config: Config) -> str:
@@ -201,7 +218,7 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
     for size in procedure.experiment.sizes if procedure.experiment.tune.grid else ():
         runs, _ = procedure.tuning(size)
         for arm, by_rate in runs.items():
-            for rate, losses in sorted(_losses(by_rate).items()):
+            for rate, losses in sorted(_losses(by_rate, SELECTION).items()):
                 mean = mean_loss(losses)
                 lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
     return lines

@@ -46,7 +46,7 @@ def interval_of(one: Series, column: int, mean: float | None = None) -> Interval
     if one.interval == "wilson":
         asked = int(sample.weights.sum())
         return replace(wilson(mean * asked, asked), over="questions, 1 seed")
-    if len(np.unique(sample.groups)) < FEWEST:
+    if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST:
         return None
     (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)
     return Interval(mean, float(low), float(high), f"{sampled(sample.groups)}, 1 seed")
@@ -138,18 +138,17 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     Returns:
         None: fewer than two seeds or `FEWEST_CROSSED` documents, or values that are not finite.
     """
-    names, labels = np.unique(groups, return_inverse=True)
-    seeds = len(values)
-    if seeds < 2 or len(names) < FEWEST_CROSSED or not np.isfinite(values).all():
+    weights, seeds = np.asarray(weights, dtype=float), len(values)
+    labels = np.unique(groups, return_inverse=True)[1]
+    within = np.bincount(labels, weights)
+    kept = within > 0
+    if seeds < 2 or kept.sum() < FEWEST_CROSSED or not np.isfinite(values).all():
         return None
-    weights = np.asarray(weights, dtype=float)
     per_seed = values @ weights / weights.sum()
     of_seeds, seed_degrees = per_seed.var(ddof=1) / seeds, seeds - 1
     mean, (of_documents,), document_degrees = _mean_variance(values.mean(0)[:, None], weights, groups)
-    sums = np.zeros((seeds, len(names)))
+    sums = np.zeros((seeds, len(within)))
     np.add.at(sums.T, labels, (weights * values).T)
-    within = np.bincount(labels, weights)
-    kept = within > 0
     interaction = sums[:, kept] - sums[:, kept].mean(0) - (per_seed - per_seed.mean())[:, None] * within[kept]
     of_both = (interaction**2).sum() / (seeds * (seeds - 1)) / weights.sum() ** 2
     variance = max(of_seeds, of_documents, of_seeds + of_documents - of_both)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EXTENSIONS = 2  # how often a grid may grow
-FEWEST_SEEDS = 2  # that a rate is tuned on
+FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
 
 Losses = Mapping[float, Sequence[float]]  # of one arm: by learning rate, the final selection loss of each tuning seed; inf: diverged
 
@@ -35,7 +35,7 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
 
     Args:
         grid: learning rates above 0.
-        losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_SEEDS` seeds or more.
+        losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_TUNING_SEEDS` seeds or more.
 
     Raises:
         ValueError: a grid or losses that are not as described.
@@ -47,8 +47,8 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
     while True:
         for arm, by_rate in losses.items():
             for rate in asked:
-                if rate in by_rate and len(by_rate[rate]) < FEWEST_SEEDS:
-                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_SEEDS}")
+                if rate in by_rate and len(by_rate[rate]) < FEWEST_TUNING_SEEDS:
+                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
             return Tuned({}, missing)
         best = {arm: min(asked, key=lambda rate, by_rate=by_rate: mean_loss(by_rate[rate])) for arm, by_rate in losses.items()}
@@ -76,10 +76,12 @@ def next_rate(rate: float, measured: Iterable[float], direction: str) -> float |
 def elsewhere(arm: str, base: str, rates: Mapping[str, float], losses: Mapping[str, Losses]) -> dict[float, list[float]]:
     """Arm minus baseline at other learning rates than those chosen, both at the same: by rate, the selection loss of each tuning seed.
 
-    At the baseline's rate and the arm's where they differ, else at the neighbours of the one they have in common. Infinite where only one
+    At the baseline's rate and the arm's where they differ, else at the neighbours of the one they have in common; only where both were
+    measured. Infinite where only one
     of them diverged; seeds of which both did are left out.
     """
     chosen = {rates[arm], rates[base]}
     others = chosen if len(chosen) == 2 else {next_rate(rates[base], losses[base], direction) for direction in ("lower", "higher")}
-    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(rate for rate in others if rate)}
-    return {rate: [ours - theirs for ours, theirs in both if not ours == theirs == math.inf] for rate, both in pairs.items()}
+    measured = sorted(others & losses[arm].keys() & losses[base].keys())
+    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in measured}
+    return {rate: [ours - theirs for ours, theirs in both if math.isfinite(ours) or math.isfinite(theirs)] for rate, both in pairs.items()}

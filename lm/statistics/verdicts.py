@@ -29,15 +29,22 @@ class Comparison:
     Attributes:
         differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
             trained with.
-        diverged: runs of either at these seeds that diverged; they are counted, never dropped.
+        diverged: final runs of either that diverged; they are counted, never dropped.
         elsewhere: differences at other learning rates, one value a tuning seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
+        planned: seeds that were planned; None: these. Until all have ended there is no verdict.
     """
 
     differences: Sequence[float]
     diverged: int = 0
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
+    planned: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all planned seeds are there."""
+        return self.planned is None or len(self.differences) >= self.planned
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,9 @@ def verdicts(comparisons: Mapping[str, Comparison], matters: float, better: Lite
 
 
 def _testable(one: Comparison) -> bool:
-    return one.tuned and not one.diverged and len(one.differences) >= FEWEST_SEEDS and bool(np.isfinite(one.differences).all())
+    if not one.tuned or not one.whole or one.diverged:
+        return False
+    return len(one.differences) >= FEWEST_SEEDS and bool(np.isfinite(one.differences).all())
 
 
 def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, family: int) -> Verdict:
@@ -100,9 +109,11 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
         return Verdict(kind, reason, interval, p, q, needed)
 
     if one.diverged or not np.isfinite(one.differences).all():
-        return verdict("unstable", f"{max(one.diverged, 1)} of the runs diverged")
+        return verdict("unstable", f"{one.diverged} final runs diverged" if one.diverged else "a difference is not finite")
     if not one.tuned:
         return verdict("not tuned", "the best learning rate is at the edge of the grid, which may not grow again")
+    if not one.whole:
+        return verdict("not resolved", f"{seeds} of {one.planned} seeds have ended")
     if seeds < FEWEST_SEEDS:
         return verdict("not resolved", f"{seeds} seeds in common: a verdict needs at least {FEWEST_SEEDS}")
     mean = interval.mean
@@ -116,9 +127,8 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
     if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
         return verdict("equivalent", f"within {matters:g} of the baseline (p = {q:.2g} over {seeds} seeds)")
     if needed is not None and needed <= seeds:
-        return verdict(
-            "not resolved", f"{seeds} seeds would mostly show a difference of {matters:g}; equivalence takes {FEWEST_EQUIVALENT} or more"
-        )
+        more = f"; equivalence takes {FEWEST_EQUIVALENT} seeds or more" if seeds < FEWEST_EQUIVALENT else ""
+        return verdict("not resolved", f"neither a difference (p = {p:.2g}) nor equivalence (p = {q:.2g}) is shown{more}")
     how_many = f"more than {MOST_SEEDS}" if needed is None else f"{needed}"
     return verdict(
         "not resolved", f"finding a difference of {matters:g} 4 times in 5 takes {how_many} seeds, by the spread of these {seeds}"
