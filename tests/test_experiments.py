@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lm.experiments.jobs import Jobs
 from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.procedure import Procedure, Run, summary
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import read_json
+from lm.runs.folder import read_json, write_json
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 from lm.training.train import train
@@ -169,6 +170,27 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
         summary(Procedure(read_experiment(path, overrides)))
 
 
+def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
+    arms = {
+        "softmax": {},
+        "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1},
+        "after": {"from": "wild", "optim.lr": 1e-3},
+    }
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
+    Jobs(procedure, 1, here).work()
+    assert [one["verdict"] for one in summary(procedure)[1:]] == ["unstable", "unstable"]
+
+
+def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
+    path, text = written(tmp_path, tune=None), tmp_path / "texts"
+    shutil.copytree(next(one for one in overrides if "paths" in one).partition("[")[2][:-1], text)
+    own = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
+    folder = open_experiment(path, own).experiment.folder
+    write_json(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
+    with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
+        open_experiment(path, own)
+
+
 def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     free = [one for one in overrides if not one.startswith("trainer.")]
@@ -221,8 +243,12 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
-        ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of letters"),
+        ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),
         ({"arms": ["a", "b"]}, "arms = .*must be a map"),
+        ({"arms": {"a": {}, "b": {"trainer.threads": 2}}}, "arms.b = .*is the same as a"),
+        ({"arms": {"a": {}, "..": {"optim.lr": 1}}}, "must be a name of at most 40"),
+        ({"arms": {"a": {}, "b": {"from": 0}}}, "arms.b.from = 0: is no earlier arm"),
+        ({"tune": {"key": "seed", "grid": [1, 2]}}, "tune.key = 'seed': is set by the experiment"),
         ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
         ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
         ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),

@@ -52,8 +52,9 @@ def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
 
 
 def test_an_arm_that_diverges_everywhere_has_no_rate():
-    everywhere = {rate: [math.inf, math.inf] for rate in (0.25e-3, 0.5e-3, *GRID)}
-    assert tuned(GRID, {"a": bowl(2e-3, tuple(everywhere)), "b": everywhere}).at_edge == ("b",)
+    everywhere = {rate: [math.inf, math.inf] for rate in GRID}
+    found = tuned(GRID, {"a": bowl(2e-3), "b": everywhere})
+    assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
 
 
 @pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])

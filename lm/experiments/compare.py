@@ -14,6 +14,7 @@ from rich.table import Table
 from lm.config.load import merge
 from lm.config.tree import Config
 from lm.data.prepare import prepare
+from lm.data.store import Store
 from lm.errors import RunError
 from lm.experiments.definition import Experiment, read_experiment
 from lm.experiments.jobs import Jobs
@@ -24,11 +25,12 @@ from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.report.html import write_report
-from lm.runs.folder import read_json, write_json
+from lm.runs.folder import CONFIG, read_json, write_json
 from lm.schema import Plain
 from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
 
 RESOLVED, VERDICTS, TUNING, REPORT = "resolved.json", "verdicts", "tuning", "report"
+_TRAINER = ("precision", "compile", "threads")
 WORKING = "another process is working on this experiment; wait for it or stop it"
 
 
@@ -61,17 +63,24 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedur
     experiment = read_experiment(path, overrides)
     config = experiment.first_config
     kept = experiment.folder / RESOLVED
-    settled = read_json(kept) if kept.exists() else _settled(config, prepare(config.data, progress=True).vocab_size, jobs)
+    if (experiment.folder / CONFIG).exists():
+        raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
+    store = prepare(config.data, progress=True)
+    settled = read_json(kept) if kept.exists() else _settled(config, store, jobs)
+    if settled.get("data_fingerprint") != store.fingerprint or settled.keys() - {"data_fingerprint", *_TRAINER}:
+        reason = "the text is not what the first runs were trained on"
+        raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
     asked = vars(config.trainer)
-    left_open = {name: value for name, value in settled.items() if asked[name] in ("auto", None)}
+    left_open = {name: value for name, value in settled.items() if asked.get(name, 0) in ("auto", None)}
     return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open})))
 
 
-def _settled(config: Config, vocab_size: int, jobs: int) -> dict[str, Plain]:
+def _settled(config: Config, store: Store, jobs: int) -> dict[str, Plain]:
     accelerator, _ = resolve_device(config)
-    flops = _flops(config, vocab_size) * config.optim.batch_tokens * config.trainer.max_steps
+    flops = _flops(config, store.vocab_size) * config.optim.batch_tokens * config.trainer.max_steps
     precision, compiled = resolve_precision(config, accelerator, {}), resolve_compile(config, flops, accelerator, {})
     return {
+        "data_fingerprint": store.fingerprint,
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": compiled.value == "true",
         "threads": config.trainer.threads or max(1, (os.cpu_count() or 1) // jobs),
@@ -79,9 +88,9 @@ def _settled(config: Config, vocab_size: int, jobs: int) -> dict[str, Plain]:
 
 
 def _shared(experiment: Experiment) -> dict[str, Plain]:
-    """The settled keys of all runs."""
-    trainer = experiment.first_config.trainer
-    return {name: getattr(trainer, name) for name in ("precision", "compile", "threads")}
+    """What all runs have in common, as `resolved.json` keeps it."""
+    config = experiment.first_config
+    return {"data_fingerprint": prepare(config.data).fingerprint} | {name: getattr(config.trainer, name) for name in _TRAINER}
 
 
 def _flops(config: Config, vocab_size: int) -> int:
@@ -117,10 +126,12 @@ def _plan(procedure: Procedure) -> Iterator[str]:
     yield f"{arms * sum(stages)} runs, {total_tokens / 1e6:.1f} M tokens, {total_flops:.2e} FLOPs{more}"
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
     family = ALPHA / max(1, (len(experiment.arms) - 1) * len(experiment.sizes))
-    needed = [f"{seeds_needed(factor * primary.matters, primary.matters, family)} at {factor:g}x" for factor in (0.5, 1, 2)]
+    needed = [
+        f"{seeds_needed(each, primary.matters, family)} at {each:g}" for each in (primary.matters / 2, primary.matters, 2 * primary.matters)
+    ]
     yield (
-        f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} is found with probability "
-        f"{POWER:g} by this many seeds, if the standard deviation of single differences is so many times that: {', '.join(needed)}"
+        f"primary metric {primary.metric}, {primary.better} is better; seeds to find a difference of {primary.matters:g} with probability "
+        f"{POWER:g}, by the standard deviation of differences between single runs: {', '.join(needed)}"
     )
     yield "shared by all runs: " + ", ".join(f"{name} {value}" for name, value in _shared(experiment).items())
 
@@ -147,7 +158,7 @@ def _conclude(procedure: Procedure) -> None:
         final.sort(key=lambda one: one.arm != experiment.arms[0].name)
         if final:
             report = write_report([one.config.run_folder for one in final], experiment.folder / REPORT / size)
-            print(f"report: {report.html}")
+            print(f"report, on all held-out text: {report.html}")
 
 
 def _shown(line: dict[str, Plain]) -> dict[str, Plain]:

@@ -1,19 +1,23 @@
 """What an experiment file says: the base configuration, the arms, their seeds, the grid they are tuned on, and the primary metric."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lm.attention.plugins import PLUGINS
+from lm.config.effects import effect_of
 from lm.config.interpolation import interpolated
 from lm.config.load import merge, parse, read_overrides, read_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
-from lm.schema import Plain, build, flatten, key, own_problems, section, suggest
+from lm.schema import Plain, build, flatten, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
+_TAKEN = (".", "..", "logs", "report")  # as folders
 _NAME = "letters, digits, '-', '_' and '.'"
 
 
@@ -123,7 +127,10 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
     if made.tune.grid and (both := sorted({*made.seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
-    fixed = {"seed", "name", "runs", "resume", "init_from", *([made.tune.key] if made.tune.grid else [])}
+    fixed = {"seed", "name", "runs", "resume", "init_from"}
+    if made.tune.key in fixed:
+        problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
+    fixed |= {made.tune.key} if made.tune.grid else set()
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
     for where, changes in blocks.items():
         for path in sorted(fixed & set(flatten(changes))):
@@ -145,7 +152,7 @@ def _check(experiment: Experiment) -> None:
         for arm in experiment.arms:
             rate = experiment.tune.grid[0] if experiment.tune.grid else None
             config = experiment.config(size, arm, experiment.seeds[0], rate, {"name": "any"})
-            same = repr((arm.start, config))
+            same = f"{arm.start} {config_hash(config)}"
             if same in seen:
                 raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it")])
             seen[same] = arm.name
@@ -162,6 +169,13 @@ def _check(experiment: Experiment) -> None:
                 reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
                 raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, reason, remedy)])
             data = text
+
+
+def config_hash(config: Config) -> str:
+    """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run."""
+    ours = ("model", "training", "seed", "numerics", "evaluation")
+    kept = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects in ours}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
@@ -208,8 +222,10 @@ def _blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict
         return {}
     found = {}
     for name, changes in given.items():
-        if not all(letter.isalnum() or letter in "-_." for letter in str(name)):
-            problems.append(Problem(f"{where}.{name}", name, f"must be a name of {_NAME}"))
+        if not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40 or str(name) in _TAKEN:
+            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(_TAKEN)}"))
+        elif str(name) in found:
+            problems.append(Problem(f"{where}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):
             found[str(name)] = dict(changes or {})
         else:
@@ -220,9 +236,9 @@ def _blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict
 def _arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
     found: list[Arm] = []
     for name, changes in _blocks("arms", given, problems).items():
-        start = changes.pop("from", "")
+        start = changes.pop("from", None)
         earlier = [arm.name for arm in found]
-        if start and start not in earlier:
+        if start is not None and start not in earlier:
             problems.append(Problem(f"arms.{name}.from", start, "is no earlier arm", suggest(str(start), earlier)))
         found.append(Arm(name, nested(changes), str(start or "")))
     if len(found) < 2 and not problems:

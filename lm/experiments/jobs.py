@@ -137,6 +137,8 @@ class Jobs:
             log = self.procedure.experiment.folder / LOGS / f"{run.config.run_folder.name}.log"
             said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
             last = next((line for line in reversed(said) if line.strip()), "no output")
+            if status < 0:
+                last = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
             self.failed[run.config.run_folder] = f"status {status}: {last[:300]}"
             print(f"{run.stage}: {run.label}: failed with status {status}: {last[:300]} ({log})", flush=True)
 

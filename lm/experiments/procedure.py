@@ -1,7 +1,5 @@
 """The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.effects import effect_of
 from lm.config.tree import Config
 from lm.errors import RunError
-from lm.experiments.definition import Arm, Experiment
+from lm.experiments.definition import Arm, Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
-from lm.schema import Plain, flatten, to_plain
+from lm.schema import Plain
 from lm.statistics.tuning import Tuned, elsewhere, mean_loss, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
@@ -52,12 +49,14 @@ class Procedure:
     def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
         changes: dict[str, Plain] = {}
+        before = None
         if arm.start:
             source = next(one for one in self.experiment.arms if one.name == arm.start)
-            changes["init_from"] = str(self.run(size, source, stage, rates[source.name], seed, rates).config.run_folder)
+            before = self.run(size, source, stage, rates[source.name], seed, rates)
+            changes["init_from"] = str(before.config.run_folder)
         changes["runs"] = str(self.experiment.folder / size)
         config = self.experiment.config(size, arm, seed, rate, changes | {"name": "run"})
-        name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", _hash(config)])
+        name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", config_hash(config)])
         config = replace(config, name=name)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
@@ -65,6 +64,8 @@ class Procedure:
             outcome = Outcome(config.run_folder, config.trainer.max_steps, self.experiment.primary.metric, symbolic)
             if outcome.ended:  # for good: it is not read again
                 self._ended[config.run_folder] = outcome
+        if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
+            outcome = before.outcome
         return Run(size, arm.name, stage, rate, seed, config, outcome)
 
     def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
@@ -183,13 +184,6 @@ def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[fl
     return {rate: [one.outcome.loss(metric) for one in runs] for rate, runs in by_rate.items()}
 
 
-def _hash(config: Config) -> str:
-    """Eight letters of all that decides what a run learns and what of it is measured: changed files give other runs."""
-    ours = ("model", "training", "seed", "numerics", "evaluation")
-    kept = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects in ours}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
 def summary(procedure: Procedure) -> list[dict[str, Plain]]:
     """One entry for each size and arm: rate, final runs, mean of the primary metric on the reported documents, verdict, interval."""
     experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
@@ -201,7 +195,7 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
             means = [one.part(selection=False).mean for one in found if one]
             line: dict[str, Plain] = {
                 "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(means), "of": len(experiment.seeds),
-                "mean": float(np.mean(means)) if means else None,
+                "mean": float(np.mean(means)) if means and np.isfinite(means).all() else None,
             }  # fmt: skip
             if number:
                 verdict = judged[f"{arm.name}, {size}" if size else arm.name]

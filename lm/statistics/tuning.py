@@ -19,7 +19,7 @@ class Tuned:
     Attributes:
         rates: by arm, that of the lowest mean loss; arms still at an edge have none.
         missing: rates to measure for every arm before anything is chosen; then `rates` is empty.
-        at_edge: arms whose best rate is at an edge of the grid that may not grow again: no verdict on them.
+        at_edge: arms whose best rate is at an edge of the grid that may not grow again, or that diverged at every rate: no verdict on them.
     """
 
     rates: dict[str, float]
@@ -53,10 +53,12 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
             return Tuned({}, missing)
         best = {arm: min(asked, key=lambda rate, by_rate=by_rate: mean_loss(by_rate[rate])) for arm, by_rate in losses.items()}
         edges = {asked[0], asked[-1]}
-        if grown == EXTENSIONS or not edges & set(best.values()):
-            at_edge = tuple(arm for arm, rate in best.items() if rate in edges)
+        nowhere = {arm for arm, rate in best.items() if mean_loss(losses[arm][rate]) == math.inf}
+        growing = {rate for arm, rate in best.items() if arm not in nowhere} & edges
+        if grown == EXTENSIONS or not growing:
+            at_edge = tuple(arm for arm, rate in best.items() if rate in edges or arm in nowhere)
             return Tuned({arm: rate for arm, rate in best.items() if arm not in at_edge}, at_edge=at_edge)
-        low, high = asked[0] in best.values(), asked[-1] in best.values()
+        low, high = asked[0] in growing, asked[-1] in growing
         asked = [asked[0] / 2] * low + asked + [asked[-1] * 2] * high
         grown += 1
 

@@ -111,7 +111,7 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
     if one.diverged or not np.isfinite(one.differences).all():
         return verdict("unstable", f"{one.diverged} final runs diverged" if one.diverged else "a difference is not finite")
     if not one.tuned:
-        return verdict("not tuned", "the best learning rate is at the edge of the grid, which may not grow again")
+        return verdict("not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged")
     if not one.whole:
         return verdict("not resolved", f"{seeds} of {one.planned} seeds have ended")
     if seeds < FEWEST_SEEDS:
