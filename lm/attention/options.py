@@ -14,7 +14,7 @@ from lm.schema import Plain, build, key, own_problems, to_plain
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 FIRST_VALUE = "is an initial value, which training has replaced"
 _LONGEST = 1e9  # tokens, of any length among the options: more would leave the range of what is computed with it
-_LARGEST = 1e6  # of factors and logits: products of them stay within fp32
+_LARGEST = 1e6  # bound of factors and logits: products of them stay within fp32
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 

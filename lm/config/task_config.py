@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from lm.errors import Problem
 from lm.schema import Plain, key
 
-MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # of one kind; of all kinds, pairs of joined symbols included
+MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # symbols of one kind; tokens of all kinds, pairs of joined symbols included
 MAX_PAIRS_TIMES_VALUES = 2**22  # that may be checked one by one for a sequence
 HELD_OUT = 8  # one content in so many is in test sequences only
 

@@ -64,7 +64,7 @@ class Scan:
 class Reading:
     """A source to read, or the split of a source that is held out."""
 
-    index: int  # of the source in `DataConfig.sources`
+    index: int  # the source's place in `DataConfig.sources`
     source: Source
     held_out: bool
     spool: Path | None  # where the documents of a stream are kept after the first pass
@@ -156,7 +156,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
 
 def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     """The same for a store of tasks over symbols, whose unigram cross-entropy is that of the answers."""
-    tasks, terms = [share.task for share in data.tasks], "none needed: made up"
+    tasks, terms = [weighted.task for weighted in data.tasks], "none needed: made up"
     for task in tasks:
         try:
             for subset in SUBSETS:

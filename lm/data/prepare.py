@@ -123,7 +123,7 @@ def check_sequences(store: Store, config: Config) -> None:
 def _spec(data: DataConfig) -> dict[str, Plain]:
     """All that determines the store's content, as plain data; a mixture's weights do not."""
     if data.symbolic:
-        return {"format": FORMAT, **symbol_spec([share.task for share in data.tasks], data.seq_len)}
+        return {"format": FORMAT, **symbol_spec([weighted.task for weighted in data.tasks], data.seq_len)}
     return {
         "format": FORMAT,
         "source": [identity(weighted.source, Path(data.root)) for weighted in data.sources],
@@ -137,7 +137,7 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
 
 def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     """The folder of the store, whether or not it exists."""
-    name = symbol_label([share.task for share in data.tasks]) if data.symbolic else "-".join(labels(data))
+    name = symbol_label([weighted.task for weighted in data.tasks]) if data.symbolic else "-".join(labels(data))
     return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 

@@ -23,7 +23,7 @@ from lm.schema import Plain, build, to_plain
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-KIND = "harness"  # of the file in evaluations/
+KIND = "harness"  # names the file in evaluations/
 
 
 def measure(

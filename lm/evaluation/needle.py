@@ -55,7 +55,7 @@ def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
     in_text = {number for number in re.findall(r"\d{7}", text.decode(made.tokens))}
     number = text.decode(answer).strip()
     draw, drawn = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(100 * OTHERS):  # of as many tokens: else the shorter would be more probable
+    for _ in range(100 * OTHERS):  # numbers of as many tokens: shorter ones would be more probable
         other = str(1_000_000 + draw.one(9_000_000))
         if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
             drawn.add(other)

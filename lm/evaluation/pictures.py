@@ -14,8 +14,8 @@ from lm.statistics.intervals import interval_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_LINES = 3  # of one setting; more are drawn as a map
-COLUMNS = 3  # of panels
+MOST_LINES = 3  # lines of one setting; more are drawn as a map
+COLUMNS = 3  # panels side by side
 
 
 def draw(series: Sequence[Series]) -> bytes | None:

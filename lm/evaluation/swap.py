@@ -25,7 +25,7 @@ from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
-FIT_TOKENS, FIT_BATCHES = 2048, 8  # of `--init fit`
+FIT_TOKENS, FIT_BATCHES = 2048, 8  # what `--init fit` reads
 
 
 def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> Evaluation:

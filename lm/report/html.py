@@ -176,7 +176,7 @@ def methods(comparison: Comparison) -> str:
         f"{say(lambda run: run.measured('parameters.non_embedding'))} without embeddings) "
         f"{'that differ in' if several else 'with'} the attention normalizer{':' if several else ''} {labels}. "
     )
-    usual = {"lr_factor": 1.0, "weight_decay": None}  # of a group of parameters
+    usual = {"lr_factor": 1.0, "weight_decay": None}  # what a group of parameters has unless it says otherwise
     options = dict.fromkeys(
         path
         for run in comparison.runs

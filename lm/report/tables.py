@@ -28,7 +28,7 @@ class Column:
     name: str
     unit: str = ""
     kind: Literal["label", "number", "mean", "difference"] = "number"
-    decimals: int = 4  # of means
+    decimals: int = 4  # digits of means
 
     @property
     def heading(self) -> str:
@@ -54,7 +54,7 @@ class Table:
     """Columns with their cells, row by row; labels first, of which the arm is the first."""
 
     title: str
-    unit: str  # of most columns
+    unit: str  # unit of most columns
     made: tuple[tuple[Column, list[Cell]], ...]
 
     @property

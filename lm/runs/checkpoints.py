@@ -11,7 +11,7 @@ from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
 from lm.runs.folder import BEST, check_fields, step_path, steps_saved
 
-FORMAT = 4  # of checkpoints; raised when older files can no longer be read
+FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
 METADATA = {
     "step": int,

@@ -44,7 +44,7 @@ from lm.schema import Plain, to_plain
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder
 MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
-FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # of the description
+FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # fields of the description
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from lm.config.task_config import task_names
 from lm.schema import Plain
 
-Interval = Literal["none", "documents", "wilson"]  # of a mean: Student t over documents; Wilson's over questions
+IntervalKind = Literal["none", "documents", "wilson"]  # how a mean's interval is made: Student t over documents; Wilson's over questions
 Better = Literal["lower", "higher"]
 Shape = Literal["number", "bins", "points"]
 
@@ -24,7 +24,7 @@ class Axis:
     """
 
     name: str  # such as `position in the sequence`
-    unit: str  # of its values; `tokens` are marked with the training length
+    unit: str  # unit of its values; `tokens` are marked with the training length
     before: str  # words before a value in a sentence, such as `at positions`
     values: tuple[float, ...]
     bins: bool = False
@@ -47,7 +47,7 @@ class Shown:
 class Sample:
     """Values by unit (sequence, document, trial) on one set of sequences; of equal `sha256` they can be paired unit by unit."""
 
-    sha256: str  # of the sequences
+    sha256: str  # hash of the sequences
     values: np.ndarray  # (units, columns); NaN where not finite
     weights: np.ndarray  # (units,) how many tokens or questions count in each
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as those of one document
@@ -61,21 +61,21 @@ class Series:
     those of the axis: one sample for all of them, or one for each where every x has sequences of its own.
     """
 
-    kind: str  # of the evaluation
+    kind: str  # kind of evaluation
     metric: str  # such as `loss`
     unit: str  # such as `nats per token`; a `fraction` lies within 0 and 1
     better: Better
     seq_len: int  # training length, tokens
     means: np.ndarray  # (columns,) over all that counts; NaN where not finite
     what: str = ""  # task or source; empty: all there is
-    options: dict[str, Plain] = field(default_factory=dict)  # of `what`: tell equal names apart
+    options: dict[str, Plain] = field(default_factory=dict)  # options of `what`, which tell equal names apart
     setting: str = ""  # label of the inference setting; empty: it can't be set
     axis: Axis | None = None  # None: a single number
     samples: tuple[Sample, ...] = ()
     curve: np.ndarray | None = None  # (length,) of bins: means at every whole number of the axis, finer than the bins
-    data_fingerprint: str = ""  # of the data the sequences come from; empty: they come from no data
+    data_fingerprint: str = ""  # fingerprint of the data the sequences come from; empty: they come from no data
     references: dict[str, float] = field(default_factory=dict)  # levels to compare it with, such as chance, by name
-    interval: Interval = "none"
+    interval: IntervalKind = "none"
     control: bool = False  # shows that the measurement works, not what the model can do: drawn without its interval
     logged: tuple[str, ...] = ()  # name in the metrics log: of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # None: in no report
@@ -87,7 +87,7 @@ class Series:
         _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
         _require(not self.bins or (edges[0] == 0 and not (edges % 1).any()), "bins must be whole numbers from 0")
         _shaped("means", self.means, (columns,))
-        for name, choices in (("interval", Interval), ("better", Better)):
+        for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
         found = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
         _require(not self.samples or found == columns, f"its samples have {found} columns, not {columns}")

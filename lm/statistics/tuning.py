@@ -9,7 +9,7 @@ import numpy as np
 EXTENSIONS = 2  # how often a grid may grow
 FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
 
-Losses = Mapping[float, Sequence[float]]  # of one arm: by learning rate, the final selection loss of each tuning seed; inf: diverged
+Losses = Mapping[float, Sequence[float]]  # one arm's: by learning rate, the final selection loss of each tuning seed; inf: diverged
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from lm.statistics.intervals import Interval, over_seeds
 
 ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
 POWER = 0.8
-FEWEST_SEEDS = 3  # of a verdict `better` or `worse`
-FEWEST_EQUIVALENT = 5  # of a verdict that says that what there is does not matter
+FEWEST_SEEDS = 3  # seeds of a verdict `better` or `worse`
+FEWEST_EQUIVALENT = 5  # seeds of a verdict that what there is does not matter
 MOST_SEEDS = 1000  # that `seeds_needed` counts to
 
 Kind = Literal[

@@ -38,7 +38,7 @@ from lm.training.module import TrainModule
 from lm.training.run_context import Machine, RunContext
 from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
 
-# Of processes, by who started them: Lightning would guess.
+# How Lightning finds the other processes, by who started them: it would guess.
 LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
     "torchrun": TorchElasticEnvironment,
     "srun": SLURMEnvironment,
