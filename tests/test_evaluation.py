@@ -212,7 +212,7 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     with pytest.raises(ConfigError, match="choose quick, full or name a YAML file"):
         evaluate_runs([config.run_folder], suite="quik")
     result = lm("eval", str(config.run_folder), "eval.sequences=0")
-    assert (result.returncode, result.stderr) == (2, "error: eval.sequences = 0: must be >= 1 and <= 1e+06\n")
+    assert (result.returncode, result.stderr) == (2, "error: eval.sequences = 0: must be >= 1 and <= 1000000\n")
 
 
 def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_its_sources(tiny, corpus: Path, tmp_path: Path):

@@ -32,7 +32,7 @@ def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("documents", [3, 8, 20])
 def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(documents: int, unequal: bool, heavy: bool):
-    rng, trials, labels = np.random.default_rng(documents), 1000, np.repeat(np.arange(documents), 4)
+    rng, trials, labels = np.random.default_rng(documents), 400, np.repeat(np.arange(documents), 4)
     covered = 0
     for _ in range(trials):
         effect = rng.standard_t(4, documents) if heavy else rng.normal(size=documents)
@@ -40,7 +40,7 @@ def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(document
         values = 0.1 + 0.1 * effect[labels] + 0.05 * rng.normal(size=len(labels))
         interval = paired_difference(values, np.zeros(len(values)), weights, labels)
         covered += interval.low <= 0.1 <= interval.high
-    assert 0.93 <= covered / trials <= 0.985
+    assert 0.925 <= covered / trials <= 0.99
 
 
 def test_sequences_of_a_document_are_not_taken_for_independent():
@@ -91,7 +91,7 @@ def test_what_can_t_be_paired_or_has_one_document_is_refused():
 
 
 def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
-    rng, trials = np.random.default_rng(0), 1000
+    rng, trials = np.random.default_rng(0), 500
     covered = {"both": 0, "seeds alone": 0}
     for _ in range(trials):
         values = 0.1 + 0.1 * rng.normal(size=(5, 1)) + 0.2 * rng.normal(size=20) + 0.1 * rng.normal(size=(5, 20))

@@ -432,6 +432,7 @@ print(store.train.n_bytes + store.val.n_bytes, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path):
     """8 MB after 2 MB, in a process of its own."""
     drawn = np.random.default_rng(0)
