@@ -13,7 +13,7 @@ from conftest import ROOT, lm
 
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import compare, open_experiment
-from lm.experiments.definition import read_experiment
+from lm.experiments.definition import config_hash, read_experiment
 from lm.experiments.jobs import Jobs
 from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.procedure import Procedure, Run, summary
@@ -21,6 +21,7 @@ from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
+from lm.schema import to_plain
 from lm.training.train import train
 
 FILE = {
@@ -223,6 +224,16 @@ def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not
     assert folders(primary={"matters": 0.5}) == before
     for change in ("trainer.max_steps=41", "model.n_layer=1", "eval.sequences=32", "optim.lr=0.5"):
         assert not set(folders(change)) & set(before), change
+
+
+def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrides, monkeypatch):
+    config = read_experiment(written(tmp_path), overrides).first_config
+    plain = to_plain(config)
+    without = {key: value for key, value in plain["eval"].items() if key != "recall"}
+    monkeypatch.setattr("lm.experiments.definition.to_plain", lambda config: plain | {"eval": without})
+    older = config_hash(config)
+    monkeypatch.setattr("lm.experiments.definition.to_plain", lambda config: plain | {"eval": without | {"recall": None}})
+    assert config_hash(config) == older
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():

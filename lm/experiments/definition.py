@@ -172,9 +172,10 @@ def _check(experiment: Experiment) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run."""
+    """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run. Keys that are
+    null (off) are left out, so that a later version's new keys do not make other runs of the same experiment."""
     ours = ("model", "training", "seed", "numerics", "evaluation")
-    kept = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects in ours}
+    kept = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and effect_of(path).affects in ours}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
