@@ -11,6 +11,8 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 
+from lm.config.load import load, to_yaml
+from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import compare, open_experiment
 from lm.experiments.definition import config_hash, read_experiment
@@ -234,6 +236,34 @@ def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrid
     older = config_hash(config)
     monkeypatch.setattr("lm.experiments.definition.to_plain", lambda config: plain | {"eval": without | {"recall": None}})
     assert config_hash(config) == older
+
+
+def test_each_run_records_its_place_in_the_experiment(tmp_path, overrides):
+    procedure = Procedure(read_experiment(written(tmp_path, sizes={"s": {}}), overrides))
+    for run in procedure.known():
+        assert run.config.experiment == ExperimentConfig("trial", run.arm, "s", "tune", run.rate)
+    assert load([str(dumped(tmp_path, run.config))]) == run.config
+    first = procedure.run("s", procedure.experiment.arms[0], "final", 1e-2, 1, {})
+    assert (first.config.experiment.stage, first.config.experiment.rate) == ("final", 1e-2)
+
+
+def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_name(tmp_path, overrides):
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
+    first, _ = procedure.known()
+    before = replace(first.config, experiment=ExperimentConfig())
+    assert config_hash(before) == config_hash(first.config)
+    config = dumped(tmp_path, before)
+    config.write_text(yaml.safe_dump({key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}))
+    assert train(load([str(config), "trainer.max_steps=40"])) == 0
+    assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished"]
+    assert train(replace(first.config, resume="auto")) == 0, "the command of the experiment takes it up as it is"
+
+
+def dumped(folder: Path, config: Config) -> Path:
+    """A configuration's file."""
+    path = folder / "run.yaml"
+    path.write_text(to_yaml(config))
+    return path
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():

@@ -13,6 +13,17 @@ from lm.schema import key, section, sections
 
 
 @dataclass
+class ExperimentConfig:
+    """The place of a run in an experiment (`lm compare`), which writes it into the run's configuration; null in all other runs."""
+
+    name: str | None = key(None, "name of the experiment")
+    arm: str | None = key(None, "arm of the run")
+    size: str | None = key(None, "size of the run; null where the experiment has one")
+    stage: Literal["tune", "final"] | None = key(None, "`tune`: the run helps to choose a learning rate; `final`: it is judged")
+    rate: float | None = key(None, "value of the tuned key, of a run of a tuned experiment")
+
+
+@dataclass
 class Config:
     name: str = key("", "name of the run; empty: the first configuration file's name", {"affects": "label"})
     runs: str = key("runs", "folder that holds the run folders", {"affects": "label"})
@@ -33,6 +44,7 @@ class Config:
         EvalConfig, "what is measured while training and by `lm eval`", {"affects": "evaluation", "acts_in": ("train", "eval", "swap")}
     )
     log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
+    experiment: ExperimentConfig = section(ExperimentConfig, "the place of the run in an experiment", {"affects": "label"})
 
     @property
     def run_folder(self) -> Path:

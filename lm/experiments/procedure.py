@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.tree import Config
+from lm.config.tree import Config, ExperimentConfig
 from lm.errors import RunError
 from lm.experiments.definition import Arm, Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
@@ -57,7 +57,8 @@ class Procedure:
         changes["runs"] = str(self.experiment.folder / size)
         config = self.experiment.config(size, arm, seed, rate, changes | {"name": "run"})
         name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", config_hash(config)])
-        config = replace(config, name=name)
+        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
+        config = replace(config, name=name, experiment=place)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
             symbolic = config.data.symbolic
