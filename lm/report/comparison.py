@@ -99,6 +99,11 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
         if not chosen:
             raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arm.label for arm in arms)}")
         arms = (chosen[0], *(arm for arm in arms if arm is not chosen[0]))
+    return comparison_of(arms)
+
+
+def comparison_of(arms: tuple[Arm, ...]) -> Comparison:
+    """The comparison of arms with the first."""
     found = sections(arms)
     missing = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     apart = dict.fromkeys((arm, section.first.shown.measured_on) for arm in arms for section in found if section.is_apart(arm))

@@ -1,25 +1,20 @@
 """One self-contained HTML page, and every file of a report."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from lm.attention import catalogue
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
-from lm.report.comparison import Comparison, across, compare, printable, show
-from lm.report.differences import seeds_shown
+from lm.report.comparison import Comparison, compare, printable, show
+from lm.report.methods import how_measured, methods
 from lm.report.plots import Overview, overview
-from lm.report.sections import Section
-from lm.report.tables import DIFFERENCE, Table, comparison_tables, covered, differing, in_unit, notes, to_csv, to_latex, to_markdown
-from lm.runs.record import RunRecord, read_run
-from lm.schema import Plain, flatten
+from lm.report.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
+from lm.runs.record import read_run
 
 
 @dataclass(frozen=True)
@@ -62,16 +57,15 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
 
 def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...]) -> str:
     """The page as text: no scripts, nothing loaded from outside."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files("lm.report").joinpath("report.html").read_text(encoding="utf-8"))
     runs = [
         (arm.label, printable(run.name), show(run.measured("command")), dump_yaml(run.config))
         for arm in comparison.arms
         for run in arm.runs
     ]
-    return template.render(
+    return rendered(
+        "report.html",
         comparison=comparison,
-        picture=Markup(re.sub(r"^.*?(?=<svg )", "", picture.svg, flags=re.DOTALL)),  # without the XML head
+        picture=inline(picture.svg),
         caption=picture.caption,
         tables=tables,
         signed=DIFFERENCE,
@@ -79,141 +73,19 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...])
             f"{metric} {in_unit(unit)} ({'below' if better == 'lower' else 'above'} zero: better)"
             for metric, unit, better in differing(comparison)
         ],
-        measured=_how_measured(comparison),
+        measured=how_measured(comparison),
         methods=methods(comparison),
         runs=runs,
     )
 
 
-def _how_measured(comparison: Comparison) -> list[tuple[str, str]]:
-    """(what, value) lines beside those of the checks of fairness; a value that differs is given by arm."""
-
-    def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
-        return what, across(comparison.arms, value)[1]
-
-    settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
-    on = {section.first.shown.measured_on: section for section in comparison.sections}
-    lines = [
-        *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
-        line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name} (sha256)", one.sha256))),
-        ("inference settings", ", ".join(settings) or "none"),
-        line("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        line("data", _data),
-        *([line("tasks", _tasks)] if any(map(_tasks, comparison.runs)) else []),
-        line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
-        line("tokens seen", lambda run: run.tokens_seen),
-        line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
-        line("parameters: total / non-embedding / normalizer", _parameters),
-        line("seeds", lambda run: seeds_shown(run.seeds)),
-        line("precision", lambda run: run.used("precision")),
-        line("torch.compile", lambda run: run.used("compile")),
-        line("device", lambda run: run.used("device")),
-        line("code", lambda run: run.commits),
-        line("versions", lambda run: _pairs(run.environment.get("versions"))),
-    ]
-    checked = {check.what for check in comparison.checks}
-    return [one for one in lines if one[0] not in checked]
+def rendered(template: str, **values: object) -> str:
+    """A page from one of the templates beside this file; all text is escaped."""
+    loader = FunctionLoader(lambda name: files("lm.report").joinpath(name).read_text(encoding="utf-8"))
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(**values)
 
 
-def _tasks(run: RunRecord) -> str | None:
-    return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
-
-
-def _amount(section: Section, run: RunRecord) -> str | None:
-    """How many and how long the sequences are that a run was measured on, task by task."""
-    of = [(line.what, one.shown.amount) for (owner, line), one in section.series.items() if owner is run and one.shown.amount]
-    return "; ".join(": ".join(filter(None, one)) for one in dict.fromkeys(of)) or None
-
-
-def _step(run: RunRecord) -> str:
-    return show(run.evaluations[0].step if run.evaluations else None)
-
-
-def _parameters(run: RunRecord) -> str:
-    return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
-
-
-def _data(run: RunRecord) -> str | None:
-    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
-    source = {} if run.symbolic else {"source": run.config["data"].get("source")}
-    return _pairs({**source, **counts})
-
-
-def _pairs(block: Plain) -> str | None:
-    return ", ".join(f"{key} {show(value)}" for key, value in flatten(block).items()) if block else None
-
-
-def describe_normalizer(run: RunRecord) -> str:
-    """Formula, source, options and what n means for a run's normalizer, phase by phase."""
-    return "; then ".join((f"from step {step}: " if step else "") + _described(normalizer) for step, normalizer in run.phases)
-
-
-def _described(options: dict[str, Plain]) -> str:
-    entry, known = catalogue.ENTRIES.get(options["name"]), catalogue.read(options)
-    parts = [(known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")]
-    parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
-    n = str(options.get("n", ""))
-    meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document", "": ""}
-    parts += [f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""]
-    return "; ".join(part for part in parts if part)
-
-
-def methods(comparison: Comparison) -> str:
-    """A paragraph for a paper: what was trained, on what, and how it was measured."""
-
-    def say(value: Callable[[RunRecord], object]) -> str:
-        return across(comparison.arms, value)[1]
-
-    def key(path: str) -> str:
-        return say(lambda run: run.flat.get(path))
-
-    labels = ", ".join(arm.label for arm in comparison.arms)
-    several = len(comparison.arms) > 1
-    text = (
-        f"We trained {'decoders' if several else 'a decoder'} of {key('model.n_layer')} layers, {key('model.n_head')} heads and width "
-        f"{key('model.n_embd')} ({say(lambda run: run.measured('parameters.total'))} parameters, "
-        f"{say(lambda run: run.measured('parameters.non_embedding'))} without embeddings) "
-        f"{'that differ in' if several else 'with'} the attention normalizer{':' if several else ''} {labels}. "
-    )
-    usual = {"lr_factor": 1.0, "weight_decay": None}  # what a group of parameters has unless it says otherwise
-    options = dict.fromkeys(
-        path
-        for run in comparison.runs
-        for path, value in run.flat.items()
-        if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
-        or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
-    )
-    named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
-    text += (
-        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
-        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {', '.join(named)}, gradients clipped at norm "
-        f"{key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
-        f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
-        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}. "
-    )
-    if comparison.warning:
-        text += f"{comparison.warning} "
-    text += "".join(_method(comparison, section) for section in comparison.sections)
-    if over_what := covered(difference.interval for difference in comparison.differences):
-        seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
-        paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
-        if alone:
-            how = "95% Student t intervals over documents (CR2, Bell and McCaffrey), which say nothing about another seed"
-            paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
-        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
-    return text.strip()
-
-
-def _method(comparison: Comparison, section: Section) -> str:
-    """How a section was measured: its series' own sentence (by arm where they differ), where, and in which inference settings."""
-    sentences = {run: one.shown.method for (run, _), one in section.series.items() if one.shown.method}
-    if not sentences:
-        return ""
-    alike = len(set(sentences.values())) == 1
-    said = next(iter(sentences.values())) if alike else across(comparison.arms, sentences.get)[1]
-    axis, places = section.first.axis, list(section.places)
-    over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
-    settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
-    how = f", with 95% intervals: {section.how}" if section.how else ""
-    return f"{said}{over}{settings}{how}. "
+def inline(svg: str) -> Markup:
+    """An SVG file as a part of a page: without the XML head."""
+    return Markup(re.sub(r"^.*?(?=<svg )", "", svg, flags=re.DOTALL))

@@ -21,9 +21,9 @@ from lm.runs.metric_log import Curve
 from lm.runs.series import number
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
 
-_GREY = "#555555"
-_FIRST_POSITION = 16  # where a picture by position begins
-_SETTINGS = {
+GREY = "#555555"
+FIRST_POSITION = 16  # where a picture by position begins
+SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
     "text.parse_math": False,
@@ -57,7 +57,7 @@ def overview(comparison: Comparison) -> Overview:
     over_axes = [section for section in comparison.sections if section.shape != "number"]
     panels = [partial(_training, comparison=comparison), *(partial(_section, comparison=comparison, section=one) for one in over_axes)]
     width = 6 * len(panels)
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, 5), dpi=100)
         FigureCanvasAgg(figure)
         drawn = [draw(axes) for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True)]
@@ -76,7 +76,7 @@ def overview(comparison: Comparison) -> Overview:
         figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom - top), w_pad=0.12)
         figure.legend(handles=handles, loc="upper center", ncols=columns, fontsize=12)
-        figure.text(0.012, 0.012, "\n".join(footer), fontsize=9, color=_GREY)
+        figure.text(0.012, 0.012, "\n".join(footer), fontsize=9, color=GREY)
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
         figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
@@ -114,7 +114,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
         ):
             tokens, losses = _shared(curves)
             if len(tokens):
-                loss = _smooth(losses.mean(axis=0), points)
+                loss = smooth(losses.mean(axis=0), points)
                 axes.plot(tokens / unit, loss, color=colour, **style)
                 lows.append(loss)
                 highs.append(loss[tokens >= 0.05 * tokens[-1]])
@@ -131,7 +131,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     level, entropy = comparison.level("nats per token") or ("", None)
     low, high = _finite(lows, min), _finite(highs, max)
     if low is None:
-        axes.text(0.5, 0.5, "no training metrics", transform=axes.transAxes, ha="center", va="center", color=_GREY)
+        axes.text(0.5, 0.5, "no training metrics", transform=axes.transAxes, ha="center", va="center", color=GREY)
         axes.set_xticks([])
         axes.set_yticks([])
         return "no training metrics.", ""
@@ -141,12 +141,12 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     if any(len(arm.runs) > 1 for arm in comparison.arms):
         ends += " Arms with several seeds: mean over seeds, the band from the lowest to the highest seed."
     if entropy and low < entropy < shown:
-        axes.axhline(entropy, color=_GREY, linestyle="--", linewidth=1)
-        _note(axes, f"{level} {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), ha="right", va="bottom")
+        axes.axhline(entropy, color=GREY, linestyle="--", linewidth=1)
+        note(axes, f"{level} {entropy:.2f}", (1, entropy), (-4, 4), axes.get_yaxis_transform(), ha="right", va="bottom")
     elif entropy:
         ends += f" The {level}, {entropy:.2f}, is outside the picture."
-    key = [Line2D([], [], color=_GREY, linewidth=1.1, alpha=0.7, label="training")]
-    key.append(Line2D([], [], color=_GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
+    key = [Line2D([], [], color=GREY, linewidth=1.1, alpha=0.7, label="training")]
+    key.append(Line2D([], [], color=GREY, linewidth=1.8, marker="o", markersize=4, label="validation"))
     axes.legend(handles=key, loc="best", fontsize=10)
     top = _finite(lows, max)
     cut = f"Losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
@@ -164,7 +164,7 @@ def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.array([curve.loss[np.isin(curve.tokens, tokens)] for curve in curves])
 
 
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Centred moving mean, (points,); at the ends over the points there are. A value that isn't finite is left out."""
     good = np.isfinite(values)
     total, count = (
@@ -206,19 +206,19 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
     else:
         cut = _y_range(axes, comparison, section, lines)
     for length in section.seq_lens:
-        axes.axvline(length, color=_GREY, linewidth=1)
-        _note(axes, f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
+        axes.axvline(length, color=GREY, linewidth=1)
+        note(axes, f"training length {length:,}", (length, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
     handles = []
     if len(section.of) > 1 or {line.setting for line in section.lines} - {"", "as trained"}:
-        handles = [Line2D([], [], color=_GREY, label=of, **dashes_and_width(i)) for i, of in enumerate(section.of)]
+        handles = [Line2D([], [], color=GREY, label=of, **dashes_and_width(i)) for i, of in enumerate(section.of)]
     for level, name in sorted({(level, name) for one in section.series.values() for name, level in one.references.items()}):
         text = f"{name} {level:.1%}" if first.unit == "fraction" else f"{name} {level:.2f}"
-        handles.append(axes.axhline(level, color=_GREY, linestyle=":", linewidth=1, label=text))
+        handles.append(axes.axhline(level, color=GREY, linestyle=":", linewidth=1, label=text))
     if handles:
         axes.legend(handles=handles, loc="best", fontsize=10)
     bands = _bands([one.band for one in lines])
     words += f" ({'; '.join(section.of)})" if any(line.what for line in section.lines) else ""
-    words += f", from position {_FIRST_POSITION}" if first.bins else ""
+    words += f", from position {FIRST_POSITION}" if first.bins else ""
     how = f"Intervals are {section.how}." if section.how else ""
     lost = [f"{comparison.arms[one.arm].label}, {', '.join(one.line.of)}" for one in lines if not np.isfinite(one.mean).all()]
     ends = [f"Not finite at some places: {'; '.join(lost)}."] if lost else []
@@ -239,7 +239,7 @@ def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
         return _Drawn(index, line, x, *ends, "; ".join(bands)) if intervals else None
     edges = np.array(found[0].axis.values)
     found = [one for one in found if np.array_equal(one.axis.values, edges)]
-    x, keep = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:]), edges[:-1] >= min(_FIRST_POSITION, edges[-2])
+    x, keep = np.sqrt(np.maximum(edges[:-1], 0.5) * edges[1:]), edges[:-1] >= min(FIRST_POSITION, edges[-2])
     values = np.array([one.means for one in found])[:, keep]  # (seeds, bins)
     low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}" if len(found) > 1 else ""
     if len(found) == 1 and found[0].interval != "none" and len(np.unique(found[0].samples[0].groups)) >= FEWEST:
@@ -256,7 +256,7 @@ def _ticks(axes: Axes, section: Section, lines: list[_Drawn]) -> None:
     ticks = sorted({value for one in section.series.values() for value in one.axis.values})
     axes.set_xscale("log", base=2)
     if section.shape == "bins":
-        first, last = min(_FIRST_POSITION, *(one.x[0] for one in lines)), ticks[-1]
+        first, last = min(FIRST_POSITION, *(one.x[0] for one in lines)), ticks[-1]
         axes.set_xlim(first, last)
         ticks = [2**power for power in range(31) if first <= 2**power <= last]
     axes.set_xticks(ticks, [number(tick) if tick < 10_000 else f"{tick // 1024:g}k" for tick in ticks])
@@ -298,6 +298,6 @@ def _limit(axes: Axes, low: float, high: float | None, limit: float) -> float:
     return high + pad
 
 
-def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
+def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
     """Small grey words at a place, `offset` points away."""
-    axes.annotate(text, at, offset, within, textcoords="offset points", color=_GREY, fontsize=9, **how)
+    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, **how)

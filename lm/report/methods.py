@@ -1,0 +1,163 @@
+"""How runs were trained and measured, in words: lines for a table, and the methods paragraph of a paper."""
+
+from collections.abc import Callable
+from functools import partial
+
+from lm.attention import catalogue
+from lm.report.comparison import Comparison, across, show
+from lm.report.differences import seeds_shown
+from lm.report.sections import Section
+from lm.report.tables import covered
+from lm.runs.record import RunRecord
+from lm.schema import Plain, flatten
+
+
+def how_measured(comparison: Comparison) -> list[tuple[str, str]]:
+    """(what, value) lines beside those of the checks of fairness; a value that differs is given by arm."""
+
+    def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
+        return what, across(comparison.arms, value)[1]
+
+    settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
+    on = {section.first.shown.measured_on: section for section in comparison.sections}
+    lines = [
+        *((f"normalizer: {arm.label}", describe_normalizer(arm.runs[0])) for arm in comparison.arms),
+        line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
+        *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name} (sha256)", one.sha256))),
+        ("inference settings", ", ".join(settings) or "none"),
+        line("data fingerprint", lambda run: run.measured("data_fingerprint")),
+        line("data", _data),
+        *([line("tasks", _tasks)] if any(map(_tasks, comparison.runs)) else []),
+        line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
+        line("tokens seen", lambda run: run.tokens_seen),
+        line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        line("parameters: total / non-embedding / normalizer", _parameters),
+        line("seeds", lambda run: seeds_shown(run.seeds)),
+        line("precision", lambda run: run.used("precision")),
+        line("torch.compile", lambda run: run.used("compile")),
+        line("device", lambda run: run.used("device")),
+        line("code", lambda run: run.commits),
+        line("versions", lambda run: _pairs(run.environment.get("versions"))),
+    ]
+    checked = {check.what for check in comparison.checks}
+    return [one for one in lines if one[0] not in checked]
+
+
+def _tasks(run: RunRecord) -> str | None:
+    return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
+
+
+def _amount(section: Section, run: RunRecord) -> str | None:
+    """How many and how long the sequences are that a run was measured on, task by task."""
+    of = [(line.what, one.shown.amount) for (owner, line), one in section.series.items() if owner is run and one.shown.amount]
+    return "; ".join(": ".join(filter(None, one)) for one in dict.fromkeys(of)) or None
+
+
+def _step(run: RunRecord) -> str:
+    return show(run.evaluations[0].step if run.evaluations else None)
+
+
+def _parameters(run: RunRecord) -> str:
+    return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+
+
+def _data(run: RunRecord) -> str | None:
+    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
+    source = {} if run.symbolic else {"source": run.config["data"].get("source")}
+    return _pairs({**source, **counts})
+
+
+def _pairs(block: Plain) -> str | None:
+    return ", ".join(f"{key} {show(value)}" for key, value in flatten(block).items()) if block else None
+
+
+def describe_normalizer(run: RunRecord) -> str:
+    """Formula, source, options and what n means for a run's normalizer, phase by phase."""
+    return "; then ".join((f"from step {step}: " if step else "") + _described(normalizer) for step, normalizer in run.phases)
+
+
+def _described(options: dict[str, Plain]) -> str:
+    entry, known = catalogue.ENTRIES.get(options["name"]), catalogue.read(options)
+    parts = [(known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")]
+    parts += [", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))]
+    n = str(options.get("n", ""))
+    meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document", "": ""}
+    parts += [f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def methods(comparison: Comparison) -> str:
+    """A paragraph for a paper: what was trained, on what, and how it was measured."""
+    several = len(comparison.arms) > 1
+    named = ", ".join(arm.label for arm in comparison.arms)
+    differ = f"that differ in the attention normalizer: {named}" if several else f"with the attention normalizer {named}"
+    text = [f"We trained {models(comparison)} {differ}.", training_methods(comparison), comparison.warning, measuring_methods(comparison)]
+    return " ".join(filter(None, text))
+
+
+def models(comparison: Comparison) -> str:
+    """Layers, heads, width and parameters of what was trained, in words."""
+    total, without = (_say(comparison, lambda run, name=name: run.measured(f"parameters.{name}")) for name in ("total", "non_embedding"))
+    return (
+        f"{'decoders' if len(comparison.arms) > 1 else 'a decoder'} of {_key(comparison, 'model.n_layer')} layers, "
+        f"{_key(comparison, 'model.n_head')} heads and width {_key(comparison, 'model.n_embd')} ({total} parameters, {without} without "
+        "embeddings)"
+    )
+
+
+def training_methods(comparison: Comparison) -> str:
+    """A sentence on steps, optimizer, schedule, precision and seeds."""
+    key, say = partial(_key, comparison), partial(_say, comparison)
+    usual = {"lr_factor": 1.0, "weight_decay": None}  # what a group of parameters has unless it says otherwise
+    options = dict.fromkeys(
+        path
+        for run in comparison.runs
+        for path, value in run.flat.items()
+        if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
+        or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
+    )
+    named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
+    return (
+        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
+        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {', '.join(named)}, gradients clipped at norm "
+        f"{key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
+        f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
+        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}."
+    )
+
+
+def measuring_methods(comparison: Comparison) -> str:
+    """Sentences on what was measured, and how differences were made."""
+    text = "".join(_method(comparison, section) for section in comparison.sections)
+    if over_what := covered(difference.interval for difference in comparison.differences):
+        seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
+        paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
+        if alone:
+            how = "95% Student t intervals over documents (CR2, Bell and McCaffrey), which say nothing about another seed"
+            paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
+        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
+    return text.strip()
+
+
+def _say(comparison: Comparison, value: Callable[[RunRecord], object]) -> str:
+    """A value of all runs, by arm where arms differ."""
+    return across(comparison.arms, value)[1]
+
+
+def _key(comparison: Comparison, path: str) -> str:
+    """The value of a configuration key, likewise."""
+    return _say(comparison, lambda run: run.flat.get(path))
+
+
+def _method(comparison: Comparison, section: Section) -> str:
+    """How a section was measured: its series' own sentence (by arm where they differ), where, and in which inference settings."""
+    sentences = {run: one.shown.method for (run, _), one in section.series.items() if one.shown.method}
+    if not sentences:
+        return ""
+    alike = len(set(sentences.values())) == 1
+    said = next(iter(sentences.values())) if alike else across(comparison.arms, sentences.get)[1]
+    axis, places = section.first.axis, list(section.places)
+    over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
+    settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
+    how = f", with 95% intervals: {section.how}" if section.how else ""
+    return f"{said}{over}{settings}{how}. "
