@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ class Experiment:
         name: the file's name; runs lie in the base configuration's `runs`, in a folder of this name.
         base: plain configuration that all arms share.
         sizes: changes by size, such as of model or steps; one without a name if there are none.
+        file, overrides: where it was read from, and what was changed in it.
     """
 
     name: str
@@ -83,6 +85,13 @@ class Experiment:
     seeds: tuple[int, ...]
     tune: Tune
     primary: Primary
+    file: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """What trains and judges it, or goes on with it, in a shell."""
+        return shlex.join(["lm", "compare", str(self.file), *self.overrides])
 
     @property
     def folder(self) -> Path:
@@ -138,7 +147,8 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     if problems:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
-    found = Experiment(path.stem, base, arms, sizes or {"": {}}, tuple(made.seeds), made.tune, made.primary)
+    sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
+    found = Experiment(path.stem, base, arms, sizes, seeds, made.tune, made.primary, path, tuple(overrides))
     _check(found)
     return found
 
