@@ -290,24 +290,29 @@ def harness(
 
 @app.command()
 def compare(
-    experiment: Annotated[
-        Path, typer.Argument(metavar="EXPERIMENT", help="YAML file: base, arms, seeds, tune, primary", show_default=False)
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="EXPERIMENT|KEY=VALUE",
+            help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration",
+            show_default=False,
+        ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides of the base configuration", show_default=False)
-    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
 ) -> None:
     """Train and compare the arms of an experiment.
 
-    One file names arms, seeds and learning rates. Finished runs are kept and interrupted ones resumed: the same command
-    continues. Writes verdicts and a report (docs/experiments.md).
+    A file names arms, seeds and learning rates; several are worked on one after the other. Finished runs are kept and
+    interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
+    files = [Path(one) for one in arguments if "=" not in one]
+    if not files:
+        raise ConfigError("no experiment file given, e.g. configs/experiments/ssmax.yaml")
     from lm.experiments.compare import compare
 
-    compare(experiment, overrides or [], plan, jobs, report_only)
+    compare(files, [one for one in arguments if "=" in one], plan, jobs, report_only)
 
 
 @app.command()

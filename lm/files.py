@@ -49,6 +49,45 @@ def write_text(path: Path, text: str) -> None:
     write_together({path: text.encode()})
 
 
+def write_new(path: Path, content: bytes) -> bool:
+    """Write a file unless there is one: of several processes, on this machine or on others that share the folder, exactly one does.
+
+    It appears whole: a temporary file is linked to its name, which a file system does for one of them. Where there are no hard links, it
+    is created exclusively, and for an instant is empty.
+
+    Returns:
+        True if this call has written it.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return os.stat(temporary).st_nlink == 2  # over NFS the reply may have been lost, and the link made by an earlier try
+        except OSError:
+            with open(path, "xb") as file:
+                file.write(content)
+        sync_folder(path.parent)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise RunError(f"{path}: can't save the file: {error.strerror}") from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
 def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> None:
     """Write files that belong together; none is replaced before all are on the disk. Raises RunError as `replacing`."""
     with ExitStack() as stack:

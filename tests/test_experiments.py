@@ -14,10 +14,12 @@ from conftest import ROOT, lm
 from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
-from lm.experiments.compare import compare, open_experiment
+from lm.experiments.compare import compare
 from lm.experiments.definition import config_hash, read_experiment
 from lm.experiments.jobs import Jobs
+from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome, selects
+from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure, Run, summary
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
@@ -91,7 +93,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
-    compare(path, overrides, report_only=True)
+    compare([path], overrides, report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "not resolved"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
@@ -191,7 +193,35 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     folder = open_experiment(path, own).experiment.folder
     write_json(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
-        open_experiment(path, own)
+        start(path, own)
+
+
+def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
+    away = [*overrides, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
+    result = lm("compare", str(written(tmp_path)), *away, "--plan")
+    assert result.returncode == 0, result.stderr
+    assert "12 runs, 0.2 M tokens, " in result.stdout, result.stdout
+    unknown = lm("compare", str(written(tmp_path)), *away, "--plan", "data.tokenizer={name: file, path: gone.json}")
+    assert "12 runs; the grid may grow twice; tokens, FLOPs and disk: the vocabulary is not known" in unknown.stdout, unknown.stderr
+    assert not (tmp_path / "stores").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_disk_that_is_planned_is_what_a_run_takes(tmp_path, overrides):
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "model.n_embd=128"]))
+    run = procedure.known()[0]
+    assert here(run) == 0
+    taken = {path.stat().st_ino: path.stat().st_size for path in run.config.run_folder.rglob("*") if path.is_file()}
+    assert costs(procedure)["", "softmax"].disk == pytest.approx(sum(taken.values()), rel=0.15)
+
+
+def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
+    path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
+    kept = (first.folder / "resolved.json").read_text()
+    monkeypatch.setattr("lm.experiments.opening._on_this_machine", lambda *_: pytest.fail("was settled by the first"))
+    assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
+    assert (first.folder / "resolved.json").read_text() == kept
+    assert json.loads(kept)["seeds"] == [1, 2]
 
 
 def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):

@@ -39,7 +39,7 @@ class Procedure:
     """An experiment and the runs it consists of.
 
     Args:
-        experiment: as its file describes it, resolved (`lm.experiments.compare.open_experiment`).
+        experiment: as its file describes it, resolved (`lm.experiments.opening.open_experiment`).
     """
 
     def __init__(self, experiment: Experiment):

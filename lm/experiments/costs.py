@@ -1,0 +1,46 @@
+"""What a run of an experiment will cost: parameters, tokens, FLOPs and disk, from its configuration."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lm.config.tree import Config
+from lm.model.counts import count_parameters, flops_per_token
+from lm.model.decoder import Decoder
+
+_TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of an entry of tokenizer.json, and of a validation loss of one sequence in JSON
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run takes.
+
+    Attributes:
+        parameters: of the model.
+        tokens: trained on.
+        flops: of training.
+        disk: bytes of its run folder at the end, if the last checkpoint is the best one: checkpoints, tokenizer, validation losses.
+    """
+
+    parameters: int
+    tokens: int
+    flops: int
+    disk: int
+
+
+def cost(config: Config, vocab_size: int) -> Cost:
+    """What a run of this configuration takes, of this vocabulary."""
+    decoder, trainer = _on_meta(config, vocab_size), config.trainer
+    parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * trainer.max_steps
+    trained = parameters["normalizer"] if config.train_only else parameters["total"]
+    checkpoint = 4 * (parameters["total"] + 2 * trained)  # fp32; Adam keeps two moments of what is trained
+    every = trainer.checkpoint_every or max(1, trainer.max_steps // 10)
+    kept = min(trainer.keep_checkpoints, -(-trainer.max_steps // every)) + len(config.phase_ends) - 1
+    validations = -(-trainer.max_steps // (config.eval.every or max(1, trainer.max_steps // 20))) * config.eval.sequences * _VALUE_BYTES
+    disk = kept * checkpoint + vocab_size * _TOKENIZER_BYTES + 2 * validations  # each is kept a second time, for `lm eval`
+    return Cost(parameters["total"], tokens, flops_per_token(decoder) * tokens, disk)
+
+
+def _on_meta(config: Config, vocab_size: int) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)

@@ -1,0 +1,89 @@
+"""Opening an experiment, and what its first start settles for all of its runs: the text, precision, compilation, threads and seeds."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from lm.config.data_config import DataConfig, TrainedTokenizer
+from lm.config.load import merge
+from lm.config.tree import Config
+from lm.data.prepare import open_prepared, prepare
+from lm.data.tokenizer import tokenizer_of, vocab_size
+from lm.errors import DataError, RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.procedure import Procedure
+from lm.files import write_new
+from lm.runs.folder import CONFIG, json_bytes, read_json
+from lm.schema import Plain
+
+RESOLVED = "resolved.json"  # in the experiment's folder: what its first start settled
+SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
+
+
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+    """An experiment as it stands: nothing is prepared, trained or written.
+
+    Where the file leaves precision, compilation and threads open, they are as the first start has settled them; before it, as they would
+    be settled on this machine for so many runs at a time.
+
+    Raises:
+        LMError: the file is wrong, or the experiment's folder is something else.
+    """
+    experiment = read_experiment(path, overrides)
+    if (experiment.folder / CONFIG).exists():
+        raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
+    kept = experiment.folder / RESOLVED
+    settled = read_json(kept) if kept.exists() else _on_this_machine(experiment.first_config, jobs)
+    if missing := {*SHARED} - settled.keys():
+        raise RunError(f"{kept}: has no {', '.join(sorted(missing))}; bring it back, or delete it, and the next start writes it anew")
+    asked = vars(experiment.first_config.trainer)
+    left_open = {name: settled[name] for name in SHARED if asked[name] in ("auto", None)}
+    return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open})))
+
+
+def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+    """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
+    at the same time, one settles.
+
+    Raises:
+        LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
+    """
+    store = prepare(read_experiment(path, overrides).first_config.data, progress=True)
+    experiment = open_experiment(path, overrides, jobs).experiment
+    trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
+    settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
+    write_new(kept, json_bytes(settled | {"seeds": list(experiment.seeds)}))
+    if read_json(kept).get("data_fingerprint") != store.fingerprint:
+        reason = "the text is not what the first runs were trained on"
+        raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
+    return open_experiment(path, overrides, jobs)
+
+
+def vocabulary(data: DataConfig) -> int | None:
+    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if that takes what isn't there."""
+    if data.symbolic:
+        return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # and the end of text
+    try:
+        return open_prepared(data).vocab_size
+    except DataError:
+        if isinstance(data.tokenizer, TrainedTokenizer):
+            return data.tokenizer.vocab_size
+    try:
+        return vocab_size(tokenizer_of(data.tokenizer))
+    except DataError:
+        return None
+
+
+def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
+    """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
+    from lm.experiments.costs import cost  # torch takes seconds to import
+    from lm.model.device import resolve_compile, resolve_device, resolve_precision
+
+    accelerator, _ = resolve_device(config)
+    precision = resolve_precision(config, accelerator, {})
+    compiled = resolve_compile(config, cost(config, vocabulary(config.data) or 1).flops, accelerator, {})
+    return {
+        "precision": 32 if precision.value == "32" else precision.value,
+        "compile": compiled.value == "true",
+        "threads": config.trainer.threads or max(1, (os.cpu_count() or 1) // jobs),
+    }

@@ -1,0 +1,63 @@
+"""The plan of an experiment, printed before anything is done: its runs, what they take, and how many seeds a difference takes."""
+
+from collections.abc import Iterator
+
+from lm.experiments.costs import Cost, cost
+from lm.experiments.opening import SHARED, vocabulary
+from lm.experiments.procedure import Procedure
+from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
+
+
+def costs(procedure: Procedure) -> dict[tuple[str, str], Cost] | None:
+    """What a run of each size and arm takes; None where the size of the vocabulary can't be known before the text is prepared."""
+    experiment = procedure.experiment
+    known = vocabulary(experiment.first_config.data)
+    if known is None:
+        return None
+    seed, rate = experiment.seeds[0], experiment.tune.grid[0] if experiment.tune.grid else None
+    found = {}
+    for size in experiment.sizes:
+        for arm in experiment.arms:
+            found[size, arm.name] = cost(experiment.config(size, arm, seed, rate, {"name": "any"}), known)
+    return found
+
+
+def plan(procedure: Procedure) -> Iterator[str]:
+    """Lines: the runs, their tokens, FLOPs and disk, what they share, and how many seeds a difference of interest takes."""
+    experiment, taken = procedure.experiment, costs(procedure)
+    tune, primary, sizes = experiment.tune, experiment.primary, list(experiment.sizes)
+    yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
+    for (size, arm), each in (taken or {}).items():
+        name = " ".join(filter(None, (size, arm)))
+        yield f"  {name}: {each.parameters / 1e6:.2f} M parameters, {each.tokens / 1e6:.2f} M tokens, {_bytes(each.disk)} on disk a run"
+    tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
+    yield f"{tuned if tune.grid else 'no tuning'}; final seeds {', '.join(map(str, experiment.seeds))}"
+    of_each = len(tune.grid) * len(tune.seeds) + len(experiment.seeds)
+    number, more = of_each * len(experiment.arms) * len(sizes), "; the grid may grow twice" if tune.grid else ""
+    if taken:
+        tokens, flops, disk = (of_each * sum(getattr(each, name) for each in taken.values()) for name in ("tokens", "flops", "disk"))
+        yield f"{number} runs, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {_bytes(disk)} on disk{more}"
+    else:
+        why = "the vocabulary is not known before the text is there: lm prepare makes it"
+        yield f"{number} runs{more}; tokens, FLOPs and disk: {why}"
+    known = procedure.known()
+    yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
+    family = ALPHA / max(1, (len(experiment.arms) - 1) * len(sizes))
+    needed = [
+        f"{seeds_needed(each, primary.matters, family)} at {each:g}" for each in (primary.matters / 2, primary.matters, 2 * primary.matters)
+    ]
+    yield (
+        f"primary metric {primary.metric}, {primary.better} is better; seeds to find a difference of {primary.matters:g} with probability "
+        f"{POWER:g}, by the standard deviation of differences between single runs: {', '.join(needed)}"
+    )
+    trainer = experiment.first_config.trainer
+    yield "shared by all runs: " + ", ".join(f"{name} {getattr(trainer, name)}" for name in SHARED)
+
+
+def _bytes(number: float) -> str:
+    """An amount of disk in words."""
+    for unit in ("kB", "MB", "GB"):
+        number /= 1000
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+    return f"{number / 1000:.3g} TB"
