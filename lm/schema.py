@@ -1,6 +1,6 @@
 """Dataclasses as configuration schemas: strict building from plain data, and their reference text.
 
-A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass),
+A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass), `optional` (one that may be null),
 `sections` (a list of them) or `variant` (one of several dataclasses, chosen by the node's `name`).
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
@@ -82,6 +82,11 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None):
     return field(default_factory=schema, metadata={"help": help, "effect": effect})
 
 
+def optional(schema: type, help: str, effect: DeclaredEffect | None = None):
+    """A nested block that is null (off) until one of its keys is given."""
+    return field(default=None, metadata={"help": help, "effect": effect, "optional": schema})
+
+
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
     """A list of blocks, each described by the dataclass `schema`."""
     return field(default_factory=lambda: list(default), metadata={"help": help, "effect": effect, "item": schema})
@@ -109,8 +114,8 @@ def effect(schema: type, path: str) -> Effect | None:
     found = effect_within(Effect(), spec)
     for name in rest:
         table = spec.metadata.get("table") or spec.metadata.get("list_table")
-        inner = list(table.values()) if table else [spec.metadata.get("item") or spec.type]
-        if not table and not is_dataclass(inner[0]):
+        inner = list(table.values()) if table else [spec.metadata.get("item") or block_of(spec)]
+        if not inner[0]:
             break
         spec = next((known for one in inner if (known := _field(one, name))), None)
         if spec is None:
@@ -125,6 +130,12 @@ def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
     return dataclasses.replace(block, **changes)
+
+
+def block_of(spec: dataclasses.Field) -> type | None:
+    """The dataclass of the block that a field holds, whether or not it may be null; None: the field holds something else."""
+    schema = spec.metadata.get("optional", spec.type)
+    return schema if is_dataclass(schema) else None
 
 
 def _field(schema: type, name: str) -> dataclasses.Field | None:
@@ -175,8 +186,10 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
             problems.append(Problem(path, value, "must be a list of blocks"))
             return MISSING
         return [build(spec.metadata["item"], item, f"{path}[{index}]", problems) for index, item in enumerate(value or [])]
-    if is_dataclass(spec.type):
-        return build(spec.type, {} if value is None else value, path, problems)
+    if "optional" in spec.metadata and value is None:
+        return None
+    if block := block_of(spec):
+        return build(block, {} if value is None else value, path, problems)
     converted = convert(spec.type, value)
     if converted is MISSING:
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
@@ -321,8 +334,10 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
         elif "item" in spec.metadata:
             rows.append((where, "a list of blocks", _yaml_flow([to_plain(item) for item in spec.default_factory()]), spec.metadata["help"]))
             rows += reference(spec.metadata["item"], f"{where}[]", described)
-        elif is_dataclass(spec.type):
-            rows += reference(spec.type, where, described)
+        elif block := block_of(spec):
+            if "optional" in spec.metadata:
+                rows.append((where, "a block or null", "null", spec.metadata["help"]))
+            rows += reference(block, where, described)
         else:
             default = spec.default if spec.default is not MISSING else spec.default_factory()
             limits = str(spec.metadata["limits"])

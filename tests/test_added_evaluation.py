@@ -71,7 +71,7 @@ class SpreadConfig(EvaluationConfig):
 
 @dataclass
 class EvalConfig:"""
-ROW = """    spread: SpreadConfig = section(SpreadConfig, "how far logits spread, by position")
+ROW = """    spread: SpreadConfig | None = optional(SpreadConfig, "how far logits spread, by position")
 """
 
 

@@ -8,7 +8,7 @@ import datetime
 import resource
 import types
 import typing
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lm.config.load import load, parse, to_yaml
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.schema import reference, to_plain
+from lm.schema import block_of, reference, to_plain
 
 SECONDS = 5
 GROWTH = 400_000  # kilobytes that the process may grow by
@@ -70,8 +70,8 @@ def of_key(spec: Field) -> st.SearchStrategy:
         return st.lists(one, max_size=2) if "list_table" in spec.metadata else one | st.sampled_from(sorted(table))
     if "item" in spec.metadata:
         return st.lists(of_block(spec.metadata["item"]), max_size=2)
-    if is_dataclass(spec.type):
-        return of_block(spec.type)
+    if block := block_of(spec):
+        return of_block(block)
     limits = spec.metadata["limits"]
     lows, highs = [one for one in (limits.ge, limits.gt) if one is not None], [one for one in (limits.le, limits.lt) if one is not None]
     return of_type(spec.type, max(lows, default=None), min(highs, default=None))

@@ -10,7 +10,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.schema import Plain, key, section, sections, variants
+from lm.schema import Plain, block_of, key, optional, section, sections, variants
 
 Suite = Literal["quick", "full"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
@@ -112,6 +112,36 @@ class LongContextConfig(EvaluationConfig):
 
 
 @dataclass
+class ByLengthConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.by_length:ByLength"
+    lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
+    sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
+    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+
+    def problems(self) -> list[Problem]:
+        """Lengths that are given twice, or that do not divide the longest."""
+        found = []
+        if len(set(self.lengths)) < len(self.lengths):
+            found.append(Problem("lengths", self.lengths, "must be different lengths"))
+        if odd := [length for length in self.lengths if max(self.lengths) % length]:
+            reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
+            found.append(Problem("lengths", odd[0], reason, "give divisors of the longest"))
+        return found
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.lengths)
+
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = check_inference(self.inference, model.position)
+        longest = max(self.lengths) / data.seq_len
+        if data.symbolic:
+            remedy = "leave it out; eval.recall has tasks of several lengths"
+            problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
+        problems += too_large("lengths", self.lengths, longest, self.sequences, data)
+        return problems + beyond_positions(model, "lengths", self.lengths, longest)
+
+
+@dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.recall:Recall"
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
@@ -201,18 +231,24 @@ class EvalConfig:
         [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", ge=1, le=MOST_LENGTHS
     )
     long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
+    by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
 
+    @classmethod
+    def known(cls) -> list[str]:
+        """All kinds of evaluation, the validation first."""
+        return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
+
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """The options of each kind of evaluation beside the validation."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return {kind: options for kind, options in found.items() if isinstance(options, EvaluationConfig)}
+        """The options of each kind of evaluation beside the validation, of those that are not null."""
+        found = {name: getattr(self, name) for name in self.known()[1:]}
+        return {kind: options for kind, options in found.items() if options is not None}
 
-    def wanted(self, data: DataConfig | None = None) -> dict[str, str]:
-        """Who measures each kind that is asked for of a model trained on `data` (None: of all there are), the validation first."""
-        further = {kind: options.measurement for kind, options in self.kinds.items() if data is None or options.wanted(data)}
+    def wanted(self, data: DataConfig) -> dict[str, str]:
+        """Who measures each kind that is asked for of a model trained on `data`, the validation first."""
+        further = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.text_loss:Validation"} | further
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:

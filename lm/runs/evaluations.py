@@ -63,7 +63,7 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
     """
     last, wanted = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
     found, missing = [], []
-    for kind in dict.fromkeys((*EvalConfig().wanted(), *last)):
+    for kind in dict.fromkeys((*EvalConfig.known(), *last)):
         name = f"{kind.replace('_', '-')} evaluation"
         if kind not in last:
             missing += [f"no {name}"] if kind in wanted else []

@@ -128,7 +128,7 @@ def read_run(folder: Path) -> RunRecord:
         missing.append("its validation loss is the last one logged while training, without an interval")
     for one in evaluations[1:]:
         first = evaluations[0]
-        if one.step != first.step and one.kind in EvalConfig().wanted():  # others, such as a swap, have a step of their own
+        if one.step != first.step and one.kind in EvalConfig.known():  # others, such as a swap, have a step of their own
             missing.append(f"the {first.name} is of step {first.step:,}, the {one.name} of step {one.step:,}")
     training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
     name = folder.resolve().name

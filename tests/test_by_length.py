@@ -1,0 +1,98 @@
+"""Loss by sequence length: the same held-out tokens, cut into sequences of several lengths."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import lm
+from folders import series
+
+from lm.attention.layout import AttentionLayout
+from lm.data.prepare import prepare
+from lm.errors import ConfigError
+from lm.evaluation.by_length import ByLength
+from lm.evaluation.evaluate import evaluate_runs
+from lm.experiments.definition import config_hash
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.training.train import train
+
+CPU = Device(torch.device("cpu"), bf16=False)
+LENGTHS = "eval.by_length.lengths=[64, 16, 32]"
+
+
+@pytest.mark.parametrize("documents", ["pack", "isolate"])
+def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_there(tiny, documents: str):
+    config = tiny(LENGTHS, "eval.by_length.sequences=5", "model.normalizer=ssmax", f"data.documents={documents}")
+    store = prepare(config.data)
+    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
+    measurement, done = ByLength(config, store), []
+    (found,) = measurement.measure(decoder, CPU, done.append)
+    assert sum(done) == measurement.work == 5 * (1 + 4 + 2)
+    tokens = store.val.take(measurement.starts, 65).astype(np.int64)  # (stretches, 65)
+    for column, length in enumerate((16, 32, 64)):
+        losses = []
+        for begin in range(0, 64, length):
+            cut = torch.from_numpy(tokens[:, begin : begin + length + 1])
+            for sequence in cut:
+                ends = [at for at in range(1, length) if documents == "isolate" and sequence[at] == store.end_of_text]
+                pieces = zip([0, *ends], [*ends, length], strict=True)
+                with torch.no_grad():
+                    logits = [decoder.head(decoder(sequence[None, low:high], AttentionLayout.full(high - low)))[0] for low, high in pieces]
+                losses.append(F.cross_entropy(torch.cat(logits), sequence[1:], reduction="none"))
+        expected = torch.stack(losses).view(64 // length, 5, length).transpose(0, 1).reshape(5, -1).mean(1)
+        assert found.samples[0].values[:, column] == pytest.approx(expected.numpy(), abs=1e-5)
+    assert found.means == pytest.approx(found.samples[0].values.mean(0))
+    assert found.axis.values == (16, 32, 64)
+
+
+def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configuration(tiny):
+    config = tiny()
+    assert config.eval.by_length is None
+    assert "by_length" not in config.eval.wanted(config.data)
+    assert config_hash(tiny(LENGTHS)) != config_hash(config)
+
+
+def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_report_compares_runs(tiny, tmp_path):
+    settings = "eval.by_length.inference=[{rope: as_trained}, {rope: interpolation}]"
+    configs = [tiny(f"name={name}", f"model.normalizer={name}", LENGTHS, settings) for name in ("softmax", "ssmax")]
+    for config in configs:
+        train(config)
+    folders = [config.run_folder for config in configs]
+    trained, interpolated = series(folders[0], "by_length", 8)
+    assert trained.logged == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
+    assert trained.means[:2] == pytest.approx(interpolated.means[:2], abs=1e-6), "within the training length of 32 nothing is interpolated"
+    assert trained.means[2] != interpolated.means[2]
+    again = [one for one in evaluate_runs(folders[:1]) if one.evaluation.kind == "by_length"]
+    assert again[0].cached
+    result = lm("report", *map(str, folders), "-o", str(tmp_path / "report"))
+    assert result.returncode == 0, result.stderr
+    table = (tmp_path / "report" / "table.csv").read_text()
+    assert any("Loss by sequence length" in line and "difference to softmax" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("lengths: [24, 64]", "eval.by_length.lengths = 24: does not divide the longest, 64"),
+        ("lengths: [32, 32]", "must be different lengths"),
+        ("lengths: [0]", "must be >= 2"),
+        ("length: [32]", "eval.by_length.length = [32]: unknown key; did you mean 'lengths'"),
+        ("lengths: [1000000]", "needs 1,000,001 held-out tokens, and there are"),
+    ],
+)
+def test_lengths_that_cannot_be_measured_are_refused(tiny, change: str, reason: str):
+    def measured() -> ByLength:
+        config = tiny(f"eval.by_length={{{change}, sequences: 1}}")
+        return ByLength(config, prepare(config.data))
+
+    with pytest.raises(ConfigError) as refused:
+        measured()
+    assert reason in str(refused.value)
+
+
+def test_a_model_of_symbols_or_with_learned_positions_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"eval\.by_length\.lengths.*learned positions end at the training length"):
+        tiny(LENGTHS, "model.position=learned")
+    with pytest.raises(ConfigError, match="there is no text to cut into sequences"):
+        tiny(LENGTHS, "data.tasks=[{weight: 1, task: mqar}]", "eval.long_context.length_factor=0", "data.source=null")
