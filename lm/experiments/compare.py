@@ -1,7 +1,5 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
-import csv
-import io
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +10,8 @@ from lm.experiments.jobs import Jobs
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.plan import plan
-from lm.experiments.procedure import Procedure, summary, tuning_table
+from lm.experiments.procedure import Procedure, summary, tuning_means, tuning_table
+from lm.experiments.tuning_tables import csv_text
 from lm.files import locked_folder, write_text
 from lm.report.html import write_report
 from lm.runs.folder import write_json
@@ -55,12 +54,14 @@ def _conclude(procedure: Procedure) -> None:
     if not any(one.outcome.ended for one in procedure.known()):
         raise RunError(f"{experiment.folder}: no run has ended yet; leave --report-only out to train")
     lines = summary(procedure)
-    write_json(experiment.folder / f"{VERDICTS}.json", {"primary": vars(experiment.primary), "arms": lines})
-    write_text(experiment.folder / f"{VERDICTS}.csv", _csv(lines))
+    write_json(experiment.folder / f"{VERDICTS}.json", {"primary": vars(experiment.primary), "notes": procedure.notes(), "arms": lines})
+    write_text(experiment.folder / f"{VERDICTS}.csv", csv_text(lines))
     if rates := tuning_table(procedure):
-        write_text(experiment.folder / f"{TUNING}.csv", _csv(rates))
-        _print(f"tuning: mean {SELECTION} on the selection text", rates)
+        write_text(experiment.folder / f"{TUNING}.csv", csv_text(rates))
+        _print(f"tuning: mean {SELECTION} on the selection text", tuning_means(procedure))
     _print(f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}", list(map(_shown, lines)))
+    for note in procedure.notes():
+        print(note)
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     for size in experiment.sizes:
         final = [one for one in procedure.final(size, procedure.rates(size) or {}) if one.outcome.state == "finished"]
@@ -78,15 +79,6 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
         mean, low, high = (f"{value:+.4f}" if value is not None else "not finite" for value in line["difference"])
         shown["difference (95 % over seeds, unadjusted)"] = f"{mean} [{low}, {high}]"
     return shown | {"verdict": line["verdict"], "because": line["reason"]} if "verdict" in line else shown
-
-
-def _csv(lines: list[dict[str, Plain]]) -> str:
-    file = io.StringIO()
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
 
 
 def _print(title: str, lines: list[dict[str, Plain]]) -> None:

@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from lm.config.load import merge, parse, read_overrides, read_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
+from lm.experiments.tuning_tables import Tried, by_arm_and_rate, read_table
 from lm.schema import Plain, build, flatten, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
@@ -26,7 +28,8 @@ _NAME = "letters, digits, '-', '_' and '.'"
 class Tune:
     """The grid every arm is tuned on."""
 
-    grid: list[float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    table: str | None = key(None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid")
     seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
     key: str = key("optim.lr", "the configuration key that is tuned")
 
@@ -37,6 +40,8 @@ class Tune:
             found.append(Problem("grid", self.grid, "must be at least 2 different values"))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
             found.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
+        if self.grid and self.table:
+            found.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return found
 
 
@@ -76,6 +81,7 @@ class Experiment:
         base: plain configuration that all arms share.
         sizes: changes by size, such as of model or steps; one without a name if there are none.
         file, overrides: where it was read from, and what was changed in it.
+        table: the lines of `tune.table`.
     """
 
     name: str
@@ -87,11 +93,22 @@ class Experiment:
     primary: Primary
     file: Path
     overrides: tuple[str, ...]
+    table: tuple[Tried, ...] = ()
 
     @property
     def command(self) -> str:
         """What trains and judges it, or goes on with it, in a shell."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides])
+
+    @property
+    def tuned(self) -> bool:
+        """Whether each arm has a learning rate of its own, from a grid or a table."""
+        return bool(self.tune.grid or self.table)
+
+    @property
+    def first_rate(self) -> float | None:
+        """A value that the tuned key may have; None without tuning."""
+        return self.tune.grid[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     @property
     def folder(self) -> Path:
@@ -101,9 +118,7 @@ class Experiment:
     @property
     def first_config(self) -> Config:
         """The configuration of the baseline's first run."""
-        return self.config(
-            next(iter(self.sizes)), self.arms[0], self.seeds[0], self.tune.grid[0] if self.tune.grid else None, {"name": "any"}
-        )
+        return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError naming arm and size."""
@@ -119,17 +134,17 @@ class Experiment:
             raise ConfigError(f"{where}: {error}") from None
 
 
-def read_experiment(path: Path, overrides: list[str]) -> Experiment:
+def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     """The experiment of a YAML file; `key=value` texts change the base configuration of all arms.
 
     Raises:
         ConfigError: everything that is wrong with it, in one message, also with the configuration of any arm.
     """
-    plain = _read(path)
+    plain = _read(file)
     problems: list[Problem] = []
     arms = _arms(plain.pop("arms", None), problems)
     sizes = {name: nested(changes) for name, changes in _blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
-    base = _base(path, plain.pop("base", None))
+    base = _base(file, plain.pop("base", None))
     made = build(_File, plain, "", problems)
     problems += own_problems(made)
     if len(set(made.seeds)) < len(made.seeds) or not made.seeds:
@@ -139,7 +154,7 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     fixed = {"seed", "name", "runs", "resume", "init_from"}
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
-    fixed |= {made.tune.key} if made.tune.grid else set()
+    fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
     for where, changes in blocks.items():
         for path in sorted(fixed & set(flatten(changes))):
@@ -148,9 +163,34 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
     sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
-    found = Experiment(path.stem, base, arms, sizes, seeds, made.tune, made.primary, path, tuple(overrides))
+    table = read_table(file.parent / made.tune.table, made.primary.metric) if made.tune.table else ()
+    found = Experiment(file.stem, base, arms, sizes, seeds, made.tune, made.primary, file, tuple(overrides), table)
+    _check_table(found)
     _check(found)
     return found
+
+
+def _check_table(experiment: Experiment) -> None:
+    """That a tuning table has a finished run of every arm and size, at several rates and seeds, none of them final."""
+    where, problems = experiment.tune.table, []
+    if wrong := {one.key for one in experiment.table} - {experiment.tune.key}:
+        problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))
+    if both := sorted({*experiment.seeds} & {one.seed for one in experiment.table}):
+        problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
+    remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
+    for size, arm in product(experiment.sizes if where else (), experiment.arms):
+        name = " ".join(filter(None, (size, arm.name)))
+        by_rate = by_arm_and_rate(experiment.table, size, "selection").get(arm.name, {})
+        mine = [one for one in experiment.table if (one.size, one.arm) == (size, arm.name)]
+        if not mine:
+            problems.append(Problem("tune.table", where, f"has no {name}", remedy))
+        elif any(one.selection is None for one in mine):
+            problems.append(Problem("tune.table", where, f"has runs of {name} that have not ended", remedy))
+        elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
+            reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
+            problems.append(Problem("tune.table", where, reason, remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check(experiment: Experiment) -> None:
@@ -160,8 +200,7 @@ def _check(experiment: Experiment) -> None:
         plans: dict[str, Config] = {}
         data, first = None, None
         for arm in experiment.arms:
-            rate = experiment.tune.grid[0] if experiment.tune.grid else None
-            config = experiment.config(size, arm, experiment.seeds[0], rate, {"name": "any"})
+            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             same = f"{arm.start} {config_hash(config)}"
             if same in seen:
                 raise ConfigError([Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it")])

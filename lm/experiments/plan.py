@@ -14,7 +14,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost] | None:
     known = vocabulary(experiment.first_config.data)
     if known is None:
         return None
-    seed, rate = experiment.seeds[0], experiment.tune.grid[0] if experiment.tune.grid else None
+    seed, rate = experiment.seeds[0], experiment.first_rate
     found = {}
     for size in experiment.sizes:
         for arm in experiment.arms:
@@ -31,7 +31,8 @@ def plan(procedure: Procedure) -> Iterator[str]:
         name = " ".join(filter(None, (size, arm)))
         yield f"  {name}: {each.parameters / 1e6:.2f} M parameters, {each.tokens / 1e6:.2f} M tokens, {_bytes(each.disk)} on disk a run"
     tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
-    yield f"{tuned if tune.grid else 'no tuning'}; final seeds {', '.join(map(str, experiment.seeds))}"
+    tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
+    yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
     of_each = len(tune.grid) * len(tune.seeds) + len(experiment.seeds)
     number, more = of_each * len(experiment.arms) * len(sizes), "; the grid may grow twice" if tune.grid else ""
     if taken:
@@ -50,6 +51,7 @@ def plan(procedure: Procedure) -> Iterator[str]:
         f"primary metric {primary.metric}, {primary.better} is better; seeds to find a difference of {primary.matters:g} with probability "
         f"{POWER:g}, by the standard deviation of differences between single runs: {', '.join(needed)}"
     )
+    yield from procedure.notes()
     trainer = experiment.first_config.trainer
     yield "shared by all runs: " + ", ".join(f"{name} {getattr(trainer, name)}" for name in SHARED)
 

@@ -3,16 +3,19 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
+from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys, table_lines
 from lm.schema import Plain
-from lm.statistics.tuning import Tuned, elsewhere, mean_loss, tuned
+from lm.statistics.tuning import Tuned, chosen, elsewhere, mean_loss, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
@@ -44,7 +47,9 @@ class Procedure:
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
+        self._folder = experiment.folder
         self._ended: dict[Path, Outcome] = {}
+        self._configs: dict[tuple, Config] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
@@ -54,11 +59,7 @@ class Procedure:
             source = next(one for one in self.experiment.arms if one.name == arm.start)
             before = self.run(size, source, stage, rates[source.name], seed, rates)
             changes["init_from"] = str(before.config.run_folder)
-        changes["runs"] = str(self.experiment.folder / size)
-        config = self.experiment.config(size, arm, seed, rate, changes | {"name": "run"})
-        name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", config_hash(config)])
-        place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
-        config = replace(config, name=name, experiment=place)
+        config = self._config(size, arm, stage, rate, seed, changes)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
             symbolic = config.data.symbolic
@@ -69,10 +70,24 @@ class Procedure:
             outcome = before.outcome
         return Run(size, arm.name, stage, rate, seed, config, outcome)
 
+    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, changes: dict[str, Plain]) -> Config:
+        """The configuration of a run, made once."""
+        known = size, arm.name, stage, rate, seed, *changes.values()
+        if known not in self._configs:
+            config = self.experiment.config(size, arm, seed, rate, changes | {"runs": str(self._folder / size), "name": "run"})
+            name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", config_hash(config)])
+            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
+            self._configs[known] = replace(config, name=name, experiment=place)
+        return self._configs[known]
+
     def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
-        """The tuning runs of a size by arm and rate, as far as they are known, and what they say. Arms that start from others come after
-        these, as they start from the runs at the rate chosen for them; then `missing` is what the first arms lack."""
+        """The tuning runs of a size by arm and rate, as far as they are known, and what they say; with a table there are none. Arms that
+        start from others come after these, as they start from the runs at the rate chosen for them; then `missing` is what the first
+        arms lack."""
         experiment, runs, rates = self.experiment, {}, {}
+        if experiment.table:
+            losses = by_arm_and_rate(experiment.table, size, "selection")
+            return {}, chosen({arm.name: losses[arm.name] for arm in experiment.arms})
         for depth in sorted(set(map(self._depth, experiment.arms))):
             layer = [arm for arm in experiment.arms if self._depth(arm) == depth]
             known = [arm for arm in layer if not arm.start or arm.start in rates]
@@ -87,11 +102,55 @@ class Procedure:
                 if not all(one.outcome.ended for one in layer_runs):
                     return runs, Tuned({}, asked)
                 _check_alike(layer_runs, SELECTION)
-                found = tuned(experiment.tune.grid, {arm.name: _losses(runs[arm.name], SELECTION) for arm in known})
+                losses = {arm.name: _losses(runs[arm.name], SELECTION) for arm in known}
+                found = tuned(experiment.tune.grid, losses, partial(self._possible, size, known))
                 asked = found.missing
             if known:
                 rates |= found.rates
         return runs, Tuned(rates, (), tuple(arm.name for arm in experiment.arms if arm.name not in rates))
+
+    def _possible(self, size: str, arms: list[Arm], rate: float) -> bool:
+        """Whether the tuned key may have this value in all of these arms."""
+        try:
+            for arm in arms:
+                self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"})
+        except ConfigError:
+            return False
+        return True
+
+    def tried(self, size: str) -> list[Tried]:
+        """The tuning runs of a size, or the table's lines in place of them."""
+        experiment = self.experiment
+        if experiment.table:
+            arms = [arm.name for arm in experiment.arms]
+            return sorted((one for one in experiment.table if one.size == size and one.arm in arms), key=lambda one: arms.index(one.arm))
+        runs, _ = self.tuning(size) if experiment.tune.grid else ({}, None)
+        starts = {arm.name: arm.start for arm in experiment.arms}
+        return [
+            Tried(
+                size, arm, experiment.tune.key, rate, one.seed, one.outcome.loss(SELECTION) if one.outcome.ended else None,
+                one.outcome.loss(experiment.primary.metric) if one.outcome.ended else None,
+                described(one.config, experiment.tune.key, starts[arm]),
+            )
+            for arm, by_rate in runs.items()
+            for rate in sorted(by_rate)
+            for one in by_rate[rate]
+        ]  # fmt: skip
+
+    def notes(self) -> list[str]:
+        """What a reader must know beside the numbers, one sentence each."""
+        experiment, found = self.experiment, []
+        for size, arm in product(experiment.sizes if experiment.table else (), experiment.arms):
+            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+            ours = described(config, experiment.tune.key, arm.start)
+            theirs = {one.configuration for one in experiment.table if (one.size, one.arm) == (size, arm.name)}
+            if keys := sorted({key for one in theirs for key in differing_keys(ours, one)}):
+                name = " ".join(filter(None, (size, arm.name)))
+                found.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
+        if experiment.table and all(one.primary is None for one in experiment.table) and experiment.primary.metric != SELECTION:
+            missing = f"{experiment.tune.table} has no {experiment.primary.metric}"
+            found.append(f"{missing}: whether a difference depends on the rate was not looked at")
+        return found
 
     def _depth(self, arm: Arm) -> int:
         """How many arms it starts from, one after the other."""
@@ -99,7 +158,7 @@ class Procedure:
 
     def rates(self, size: str) -> dict[str, float | None] | None:
         """The rate of each arm that has one; None: not known yet."""
-        if not self.experiment.tune.grid:
+        if not self.experiment.tuned:
             return dict.fromkeys((arm.name for arm in self.experiment.arms), None)
         found = self.tuning(size)[1]
         return None if found.missing else dict(found.rates)
@@ -116,7 +175,7 @@ class Procedure:
         found: list[Run] = []
         for size in self.experiment.sizes:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
-            if self.experiment.tune.grid:
+            if self.experiment.tuned:
                 runs, choice = self.tuning(size)
                 found += [one for by_rate in runs.values() for some in by_rate.values() for one in some]
                 rates = None if choice.missing else choice.rates
@@ -149,14 +208,14 @@ class Procedure:
         finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
         _check_alike([one for pair in finished for one in pair], self.experiment.primary.metric)
         other = {}
-        if self.experiment.tune.grid:
-            primary = self.experiment.primary
-            worst = math.inf if primary.better == "lower" else -math.inf
-            measured = {
-                name: {rate: [worst if each == math.inf else each for each in some] for rate, some in _losses(runs, primary.metric).items()}
-                for name, runs in self.tuning(size)[0].items()
+        measured = by_arm_and_rate(self.tried(size), size, "primary")
+        if self.experiment.tuned and {arm.name, base.name} <= measured.keys():
+            worst = math.inf if self.experiment.primary.better == "lower" else -math.inf
+            losses = {
+                name: {rate: [worst if each == math.inf else each for each in some] for rate, some in by_rate.items()}
+                for name, by_rate in measured.items()
             }
-            other = elsewhere(arm.name, base.name, rates, measured)
+            other = elsewhere(arm.name, base.name, rates, losses)
         return Comparison([self._difference(*pair) for pair in finished], diverged, other, planned=len(pairs))
 
     def _difference(self, ours: Run, theirs: Run) -> float:
@@ -208,12 +267,18 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
+    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
+    tried = [one for size in procedure.experiment.sizes for one in procedure.tried(size)]
+    return table_lines(tried, procedure.experiment.primary.metric)
+
+
+def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     """Mean selection loss (SELECTION) of every arm at every rate that was tried; null where a run diverged or is not done."""
     lines = []
-    for size in procedure.experiment.sizes if procedure.experiment.tune.grid else ():
-        runs, _ = procedure.tuning(size)
-        for arm, by_rate in runs.items():
-            for rate, losses in sorted(_losses(by_rate, SELECTION).items()):
-                mean = mean_loss(losses)
-                lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
+    for size in procedure.experiment.sizes:
+        tried = procedure.tried(size)
+        for arm, rate in dict.fromkeys((one.arm, one.rate) for one in tried):
+            losses = [one.selection for one in tried if (one.arm, one.rate) == (arm, rate)]
+            mean = mean_loss([math.inf if loss is None else loss for loss in losses])
+            lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
     return lines

@@ -1,7 +1,7 @@
 """Choosing each arm's learning rate by its loss on the selection text, over one grid that all arms share."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,15 +27,16 @@ class Tuned:
     at_edge: tuple[str, ...] = ()
 
 
-def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
+def tuned(grid: Sequence[float], losses: Mapping[str, Losses], possible: Callable[[float], bool] = lambda rate: True) -> Tuned:
     """What the losses so far say, where `grid` is the one that was planned.
 
     A rate at which any seed diverged has mean loss infinite. Where the best rate of some arm is the highest (lowest) measured, the grid
-    grows by twice the highest (half the lowest) for every arm, at most `EXTENSIONS` times.
+    grows by twice the highest (half the lowest) for every arm, at most `EXTENSIONS` times, and not where that is not `possible`.
 
     Args:
-        grid: learning rates above 0.
+        grid: values above 0; of whole numbers it grows by whole numbers.
         losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_TUNING_SEEDS` seeds or more.
+        possible: whether the tuned key may have a value.
 
     Raises:
         ValueError: a grid or losses that are not as described.
@@ -51,16 +52,34 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses]) -> Tuned:
                     raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
             return Tuned({}, missing)
-        best = {arm: min(asked, key=lambda rate, by_rate=by_rate: mean_loss(by_rate[rate])) for arm, by_rate in losses.items()}
-        edges = {asked[0], asked[-1]}
-        nowhere = {arm for arm, rate in best.items() if mean_loss(losses[arm][rate]) == math.inf}
-        growing = {rate for arm, rate in best.items() if arm not in nowhere} & edges
-        if grown == EXTENSIONS or not growing:
-            at_edge = tuple(arm for arm, rate in best.items() if rate in edges or arm in nowhere)
-            return Tuned({arm: rate for arm, rate in best.items() if arm not in at_edge}, at_edge=at_edge)
-        low, high = asked[0] in growing, asked[-1] in growing
-        asked = [asked[0] / 2] * low + asked + [asked[-1] * 2] * high
+        found = chosen(losses, asked)
+        more = [rate for rate in _beyond(asked, {arm: _best(losses[arm], asked) for arm in found.at_edge}, losses) if possible(rate)]
+        if grown == EXTENSIONS or not more:
+            return found
+        asked = sorted([*asked, *more])
         grown += 1
+
+
+def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -> Tuned:
+    """The rate of the lowest mean loss of each arm among those measured, or among `rates`; none of an arm whose best is at an edge."""
+    found, at_edge = {}, []
+    for arm, by_rate in losses.items():
+        asked = sorted(by_rate if rates is None else rates)
+        found[arm] = _best(by_rate, asked)
+        if found[arm] in (asked[0], asked[-1]) or mean_loss(by_rate[found[arm]]) == math.inf:
+            at_edge.append(arm)
+    return Tuned({arm: rate for arm, rate in found.items() if arm not in at_edge}, at_edge=tuple(at_edge))
+
+
+def _best(by_rate: Losses, asked: Iterable[float]) -> float:
+    return min(asked, key=lambda rate: mean_loss(by_rate[rate]))
+
+
+def _beyond(asked: Sequence[float], best: Mapping[str, float], losses: Mapping[str, Losses]) -> list[float]:
+    """The rates by which a grid grows for arms whose best is at an edge; those that diverged everywhere ask for none."""
+    growing = {rate for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf}
+    half = asked[0] // 2 if isinstance(asked[0], int) else asked[0] / 2
+    return [half] * (asked[0] in growing and half > 0) + [asked[-1] * 2] * (asked[-1] in growing)
 
 
 def mean_loss(losses: Sequence[float]) -> float:

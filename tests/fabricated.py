@@ -1,0 +1,47 @@
+"""Run folders of experiments as if they had been trained: in an instant, with the losses that a test asks for."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lm.experiments.procedure import Procedure, Run
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import CHECKPOINTS, step_path, write_json
+from lm.runs.series import Sample, Series
+from lm.runs.validation import validation_series
+
+DOCUMENTS = 24
+FINGERPRINT = "fingerprint"
+
+
+def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0) -> None:
+    """Leave of a run what training leaves: a checkpoint and the validation at its last step, and `more` series of other evaluations."""
+    folder, step = run.config.run_folder, run.outcome.last_step
+    checkpoint = step_path(folder / CHECKPOINTS, step)
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.touch()
+    validate(run, step, loss, unigram)
+    for kind in {one.kind for one in more}:
+        evaluated(run, kind, step, [one for one in more if one.kind == kind])
+
+
+def validate(run: Run, step: int, loss: float, unigram: float = 9.0) -> None:
+    """A validation at a step: all documents have the same loss."""
+    sample = Sample("held-out", np.full((DOCUMENTS, 1), loss), np.ones(DOCUMENTS), np.arange(DOCUMENTS))
+    series = validation_series(loss, None, unigram, run.config.data.seq_len, sample, FINGERPRINT)
+    evaluated(run, "validation", step, series)
+
+
+def evaluated(run: Run, kind: str, step: int, series: list[Series]) -> None:
+    """An evaluation's file."""
+    tokens = step * run.config.optim.batch_tokens
+    one = Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", "weights", tuple(series))
+    write_json(evaluation_path(run.config.run_folder, kind, step), one.plain())
+
+
+def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
+    """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the procedure."""
+    while left := [one for one in procedure.known() if not one.outcome.ended]:
+        for one in left:
+            finish(one, loss(one))
+    return procedure

@@ -1,0 +1,134 @@
+"""Learning rates from a committed table: `tuning.csv` of one experiment, `tune.table` of another."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import finish_all
+
+from lm.errors import ConfigError
+from lm.experiments.definition import read_experiment
+from lm.experiments.procedure import Procedure, Run, summary, tuning_means, tuning_table
+from lm.experiments.tuning_tables import csv_text
+
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}},
+    "seeds": [1, 2, 3],
+    "tune": {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]},
+}
+BEST = {"softmax": 2e-2, "ssmax": 4e-2, "log_n": 2e-2}
+
+
+def loss(run: Run) -> float:
+    """A bowl over rates for each arm; SSMax is better by 0.1, and more so at its own rate."""
+    return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * math.log2(run.rate / BEST[run.arm]) ** 2 + 1e-3 * run.seed
+
+
+def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    """The experiment of FILE with some keys changed, its runs in `folder`."""
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def on_a_grid(tmp_path_factory) -> Procedure:
+    """An experiment that was tuned on a grid."""
+    return finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
+
+
+@pytest.fixture
+def table(tmp_path, on_a_grid) -> Path:
+    """Its table, beside the file of another experiment."""
+    path = tmp_path / "rates.csv"
+    path.write_text(csv_text(tuning_table(on_a_grid)))
+    return path
+
+
+def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
+    assert on_a_grid.rates("") == BEST
+    again = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
+    assert again.rates("") == BEST
+    assert again.tried("") == on_a_grid.tried("")
+    assert tuning_means(again) == tuning_means(on_a_grid)
+    assert {one.stage for one in again.known()} == {"final"}
+    assert {one.config.name for one in again.known()} < {one.config.name for one in on_a_grid.known()}
+    assert summary(again) == summary(on_a_grid)
+    assert again.notes() == []
+    assert {one["seed"] for one in tuning_table(on_a_grid)} == {101, 102}
+
+
+def test_an_arm_may_be_left_out_and_a_verdict_may_depend_on_the_rate(tmp_path, table):
+    arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
+    (scalable,) = summary(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
+    assert scalable["verdict"] == "depends on the rate", "at softmax's rate SSMax is worse by 0.1"
+
+
+def test_a_table_of_another_configuration_is_said(tmp_path, table):
+    table = experiment(
+        tmp_path, "model.n_embd=64", "trainer.max_steps=12", "trainer.precision=auto", "log.every=5", tune={"table": "rates.csv"}
+    )
+    assert table.notes() == [f"{arm}: rates were tuned for another configuration: model.n_embd, trainer.max_steps differ" for arm in BEST]
+
+
+def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
+    lines = [line for line in table.read_text().splitlines() if ",0.08," not in line]
+    table.write_text("\n".join(lines) + "\n")
+    _, scalable, log_n = summary(finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss))
+    assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
+    assert log_n["verdict"] != "not tuned"
+
+
+def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
+    text = table.read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    for line in lines:
+        if line["arm"] == "log_n" and line["rate"] == "0.02" and line["seed"] == "102":
+            line["val/loss"] = "diverged"
+    table.write_text(csv_text(lines))
+    assert "log_n" not in experiment(tmp_path, tune={"table": "rates.csv"}).rates(""), "the next best rate is at the edge"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has no log_n"),
+        (lambda text: text.replace("optim.lr", "optim.grad_clip"), "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip"),
+        (lambda text: text.replace(",102,", ",2,"), r"tune.table = \[2\]: are final seeds"),
+        (lambda text: text.replace(",102,", ",101,"), "rates.csv: has a run twice"),
+        (lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line), "fewer than 2 seeds at one"),
+        (lambda text: text.replace("arm,", "arms,"), "rates.csv: not a tuning table: it has no column arm"),
+        (lambda text: text.replace(",0.02,", ",-0.02,"), r"rates.csv: line \d+ needs a rate above 0"),
+        (lambda text: text.replace(",101,", ",101,four"), r"rates.csv: line \d+ needs a rate"),
+        (lambda text: "\x00" + text, "rates.csv: not a tuning table"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_words(tmp_path, table, change, message):
+    table.write_text(change(table.read_text()))
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, tune={"table": "rates.csv"})
+
+
+def test_a_table_that_is_not_there_and_one_beside_a_grid_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.csv: No such file or directory \(tune\.table\)"):
+        experiment(tmp_path, tune={"table": "none.csv"})
+    with pytest.raises(ConfigError, match=r"tune\.table = 'none.csv': the rates would be chosen twice"):
+        experiment(tmp_path, tune={"table": "none.csv", "grid": [1e-3, 2e-3]})
+
+
+def test_whole_numbers_are_tuned_as_whole_numbers(tmp_path):
+    procedure = experiment(tmp_path, tune={"key": "trainer.max_steps", "grid": [8, 16, 32], "seeds": [101, 102]})
+    finish_all(procedure, lambda run: 0.01 * abs(run.rate - 64) + 1e-3 * run.seed)
+    assert procedure.rates("") == dict.fromkeys(BEST, 64)
+    assert {type(one.rate) for one in procedure.known()} == {int}
+
+
+def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
+    procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
+    finish_all(procedure, lambda run: 2 - run.rate)
+    assert {one.rate for one in procedure.known()} == {0.3, 0.6}
+    assert [one["verdict"] for one in summary(procedure)[1:]] == ["not tuned"] * 2
