@@ -165,6 +165,9 @@ class Mirror:
         self.keys |= dict.fromkeys(f"init: {name}" for name in arguments)
         return self
 
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.keys |= {f"define_metric: {name} {step_metric}".strip(): None}
+
     def log(self, values: dict[str, object], step: int) -> None:
         self.keys |= dict.fromkeys(values)
 

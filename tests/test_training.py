@@ -12,12 +12,11 @@ from conftest import lm
 from folders import curve, losses, metrics, poison, same, series, weights
 
 from lm.config.load import parse
-from lm.config.training_config import LogConfig
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
-from lm.training.metrics import MetricLog, wandb_mode
+from lm.training.metrics import MetricLog
 from lm.training.module import TrainModule
 from lm.training.starting import truncate_after
 from lm.training.train import train
@@ -200,55 +199,6 @@ def test_a_damaged_line_in_the_middle_costs_that_line_alone_and_is_told(tmp_path
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
     assert truncate_after(tmp_path, 2) == [f"note: {path}: left out what is not readable: line 2"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_mode(LogConfig()) == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert wandb_mode(LogConfig()) == "online"
-    assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_mode(LogConfig()) == "offline"
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.delenv("WANDB_API_KEY")
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert wandb_mode(LogConfig()) == "online"
-
-
-def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", "/nowhere")
-    monkeypatch.setenv("WANDB_MODE", "")
-    assert wandb_mode(LogConfig()) == "offline"
-    assert train(tiny("name=empty", "log.wandb=offline", "trainer.max_steps=4")) == 0
-    monkeypatch.setenv("WANDB_MODE", "sometimes")
-    for asked in ("auto", "online", "offline"):
-        with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
-            train(tiny("name=unknown", f"log.wandb={asked}"))
-    assert not tiny("name=unknown").run_folder.exists()
-    assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
-
-
-def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr("lm.training.metrics.WANDB_SECONDS", 1.0)
-    for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
-        monkeypatch.setenv(name, value)
-    config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
-    assert train(config) == 0
-    assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
-    printed = capsys.readouterr()
-    assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
-    assert "wandb:" not in printed.err
-
-
-def test_metrics_are_mirrored_to_an_offline_wandb_run(tiny, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = tiny("name=mirrored", "log.wandb=offline")
-    train(config)
-    assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
 
 
 def test_sequences_of_several_lengths_are_trained_and_logged(tiny):

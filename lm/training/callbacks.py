@@ -17,6 +17,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.training.clock import Clock
+from lm.training.dynamics import normalizer_parameters
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
 from lm.training.state import Best
@@ -87,7 +88,7 @@ class StopOnSignal(StepCallback):
 
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; tokens per second."""
+    rate; tokens per second; the normalizers' parameters."""
 
     def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
@@ -120,6 +121,7 @@ class Metrics(StepCallback):
                 "elapsed_s": round(now, 3),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
+                **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             }
         )
         self.progress.advance(step, loss, speed)
@@ -149,7 +151,7 @@ class Evaluations(StepCallback):
                 keep(self.config.run_folder, measurement, result, where)
                 scores = logged(result)
                 self.record.write({"step": step, "tokens": tokens, **scores})
-                self.record.picture(kind, path.with_suffix(".png"), step)
+                self.record.evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":

@@ -27,13 +27,14 @@ from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
 from lm.runs.loading import TOKENIZER_SHA256, Loaded
 from lm.runs.metric_log import DIVERGED
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
 from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.launcher import Process
-from lm.training.metrics import MetricLog, start_wandb, wandb_mode
+from lm.training.metrics import MetricLog
+from lm.training.mirror import start_wandb, wandb_mode
 from lm.training.module import TrainModule
 from lm.training.run_context import Machine, RunContext
 from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
@@ -84,7 +85,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         _write_run_files(config, store, start, checkpoint, recorded)
-        mirror = start_wandb(mode, config.log.project, config.run_folder, config.name, recorded["wandb_id"], to_plain(config))
+        mirror = start_wandb(mode, config, recorded)
     log = MetricLog(config.run_folder / METRICS, mirror, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)

@@ -1,0 +1,150 @@
+"""wandb: when it is on, and what a run sends there, read from the file that it keeps offline. Nothing here needs a network."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from lm.config.training_config import LogConfig
+from lm.config.tree import Config
+from lm.errors import ConfigError
+from lm.runs.folder import ENVIRONMENT, METRICS, read_json
+from lm.runs.metric_log import read_metrics
+from lm.training.mirror import wandb_mode
+from lm.training.train import train
+
+BLOCK, HEADER = 32768, 7  # bytes of a block of the file, and of a header in it: checksum, length, type
+
+
+def records(folder: Path) -> list[Record]:
+    """What a run that was started once has sent to wandb, from its file in the run folder (LevelDB's log format)."""
+    wandb.teardown()  # the file may not be whole before
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    content, at, found, part = path.read_bytes(), HEADER, [], b""
+    while at + HEADER <= len(content):
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        if BLOCK - at % BLOCK < HEADER or not kind:
+            at += BLOCK - at % BLOCK
+            continue
+        part += content[at + HEADER : at + HEADER + size]
+        at += HEADER + size
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+def history(sent: list[Record]) -> list[dict[str, object]]:
+    """The lines that were logged."""
+    lines = [one.history for one in sent if one.HasField("history")]
+    return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in line.item} for line in lines]
+
+
+def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode(LogConfig()) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert wandb_mode(LogConfig()) == "online"
+    assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode(LogConfig()) == "offline"
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert wandb_mode(LogConfig()) == "online"
+
+
+def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nowhere")
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert wandb_mode(LogConfig()) == "offline"
+    assert train(tiny("name=empty", "log.wandb=offline", "trainer.max_steps=4")) == 0
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    for asked in ("auto", "online", "offline"):
+        with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
+            train(tiny("name=unknown", f"log.wandb={asked}"))
+    assert not tiny("name=unknown").run_folder.exists()
+    assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
+
+
+def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 1.0)
+    for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
+    assert train(config) == 0
+    assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
+    printed = capsys.readouterr()
+    assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
+    assert "wandb:" not in printed.err
+
+
+@pytest.fixture
+def placed(tiny, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run of an experiment that is logged offline."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    place = "experiment={name: trial, arm: scalable, size: small, stage: final, rate: 0.002}"
+    return tiny("name=mirrored", "log.wandb=offline", place, "seed=3", "model.normalizer=ssmax", "eval.long_context.length_factor=2")
+
+
+def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed: Config):
+    assert train(placed) == 0
+    sent = records(placed.run_folder)
+    run = next(one.run for one in sent if one.HasField("run"))
+    environment = read_json(placed.run_folder / ENVIRONMENT)
+    assert (run.run_group, run.job_type, run.run_id) == ("trial/small", "final", environment["wandb_id"])
+    assert sorted(run.tags) == ["arm scalable", "rate 0.002", "seed 3", "size small"]
+    config = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}
+    assert config["experiment"] == {"name": "trial", "arm": "scalable", "size": "small", "stage": "final", "rate": 0.002}
+    assert config["seed"] == 3
+    for name in ("data_fingerprint", "parameters"):
+        assert config[name] == environment[name]
+
+    axes = {one.metric.name or one.metric.glob_name: one.metric.step_metric for one in sent if one.HasField("metric")}
+    assert axes["*"] == "tokens"
+    lines, _ = read_metrics(placed.run_folder / METRICS)
+    logged = {(line["_step"], name): value for line in history(sent) for name, value in line.items()}
+    assert all("tokens" in line for line in history(sent))
+    for line in lines:
+        assert line == {"step": line["step"]} | {name: logged[line["step"], name] for name in line if name != "step"}
+    assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss"} <= {name for _, name in logged}
+    assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
+
+
+class Sent:
+    """A wandb run that keeps what it is given."""
+
+    def __init__(self):
+        self.starts: list[dict[str, object]] = []
+        self.steps: list[int] = []
+
+    def init(self, **arguments: object) -> "Sent":
+        self.starts.append(arguments)
+        return self
+
+    def define_metric(self, name: str, step_metric: str = "") -> None: ...
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.steps.append(step)
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, monkeypatch: pytest.MonkeyPatch):
+    sent, half = Sent(), placed.trainer.max_steps // 2
+    monkeypatch.setattr("wandb.init", sent.init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
+    assert train(replace(placed, trainer=replace(placed.trainer, max_steps=half))) == 0
+    assert set(sent.steps) == set(range(1, half + 1))
+    sent.steps.clear()
+    assert train(replace(placed, resume="auto")) == 0
+    assert set(sent.steps) == set(range(half + 1, placed.trainer.max_steps + 1))
+    first, second = sent.starts
+    assert (first["id"], second["resume"]) == (second["id"], "allow")
