@@ -48,6 +48,10 @@ class LooksAtOtherRows(SoftmaxNormalizer):
         return super().normalize(scores * (1 + scores.mean(-2, keepdim=True)), layout)
 
 
+class NamesAnotherMap(SoftmaxNormalizer):
+    score_map = "relu2"
+
+
 class NFromWidth(SoftmaxNormalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return super().define_scores(q, k, layout) * k.size(2)
@@ -97,6 +101,7 @@ BROKEN = {
     Acausal: {"row_sums", "causality"},
     HalfSums: {"row_sums"},
     LooksAtOtherRows: {"scores_apart", "packed", "row_length"},
+    NamesAnotherMap: {"score_map"},
     NFromWidth: {"decoding", "packed", "documents", "row_length"},
     ForgetsAKey: {"decoding"},
     ForgetsTheGroups: {"shared_keys"},

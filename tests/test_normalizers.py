@@ -236,6 +236,15 @@ def test_retention_fades_by_its_heads_rates():
 # ---------------------------------------------------------------- figures of the source (SSMax)
 
 
+@pytest.mark.parametrize("options", [opt.ALiBi(), opt.Linear(decay=True), opt.Softmax()], ids=Options.label)
+def test_weights_of_equal_tokens_fall_by_the_decay(options: Options):
+    normalizer, tokens = randomized(options), torch.ones(1, HEADS, 20, 16, dtype=torch.float64)
+    weights = normalizer.weights(tokens, tokens, AttentionLayout.full(20))
+    falls = normalizer.log_decay(weights).exp()
+    assert (falls.diff() > 0).all() or options.name == "softmax"
+    torch.testing.assert_close(weights[0, :, -1, :-1] / weights[0, :, -1, 1:], falls.unsqueeze(1).expand(HEADS, 19))
+
+
 def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tensor:
     """Weights of one query over n keys whose scaled logits are `logits` (n,), float64."""
     n = len(logits)

@@ -13,6 +13,7 @@ from lm.attention.documents import by_documents
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
 from lm.attention.options import Options, Softmax
+from lm.attention.score_functions import SCORE_MAPS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
@@ -150,6 +151,18 @@ def scores_apart(options: Options) -> None:
     require((own.transpose(1, 2)[~layout.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
 
 
+def score_map(options: Options) -> None:
+    """weights are the function of the scores that `score_map` names, if it names one, and 0 for keys that are not `visible`"""
+    normalizer, layout = randomized(options), AttentionLayout.full(33)
+    q, k, _ = inputs(33, normalizer=normalizer)
+    weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
+    require((weights.masked_fill(visible, 0.0) == 0).all(), "a key that is not visible has weight")
+    if normalizer.score_map:
+        mapped = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
+        factor = (weights * mapped).sum(-1, keepdim=True) / mapped.square().sum(-1, keepdim=True).clamp(min=1e-300)
+        assert_close(weights, factor * mapped, f"{normalizer.score_map} of the scores", 1e-12)
+
+
 def causality(options: Options) -> None:
     """a later token changes nothing earlier, to the bit"""
     normalizer, layout = randomized(options), AttentionLayout.full(40)
@@ -272,8 +285,8 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, fast_path, finite_differences, row_sums, scores_apart, causality, decoding, shared_keys, packed, documents, row_length,
-    one_device, extreme_scores, autocast_weights, autocast_errors,
+    initial_values, fast_path, finite_differences, row_sums, scores_apart, score_map, causality, decoding, shared_keys, packed, documents,
+    row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 
 

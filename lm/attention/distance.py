@@ -18,9 +18,13 @@ class ALiBi(SoftmaxNormalizer):
     """
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        heads = torch.arange(1, self.layer.n_head + 1, device=q.device)
-        slopes = (2.0 ** (-8 * heads / self.layer.n_head)).view(-1, 1, 1)
-        return logits(q, k) - (slopes * layout.distance()).to(q.dtype)
+        falls = self.log_decay(layout.distance()).view(-1, 1, 1) * layout.distance()
+        return logits(q, k) + falls.to(q.dtype)
+
+    def log_decay(self, like: Tensor) -> Tensor:
+        """-m_h."""
+        heads = torch.arange(1, self.layer.n_head + 1, device=like.device)
+        return -(2.0 ** (-8 * heads / self.layer.n_head)).to(like.dtype)
 
 
 class Window(SoftmaxNormalizer):

@@ -17,6 +17,10 @@ class ElementwiseNormalizer(DividedNormalizer):
 
     f: ScoreFunction
 
+    @property
+    def score_map(self) -> str:
+        return self.f.kind
+
     def shift(self, layout: AttentionLayout) -> Tensor | None:
         """b as fp32, broadcastable to (B, H, T); None for 0."""
         return None

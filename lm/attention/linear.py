@@ -29,13 +29,17 @@ class Linear(DividedNormalizer):
 
     options: options.Linear
 
+    @property
+    def score_map(self) -> str:
+        return "identity" if self.options.features == "identity" else "features"
+
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """phi(q), phi(k)."""
         phi, root = FEATURES[self.options.features], q.size(-1) ** 0.25
         return phi(q / root), phi(k / root)
 
     def log_decay(self, like: Tensor) -> Tensor:
-        """ln g of each head, (H,) <= 0."""
+        """ln g of each head."""
         heads = torch.arange(self.layer.n_head, device=like.device, dtype=like.dtype)
         return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
 

@@ -48,6 +48,7 @@ class Normalizer(nn.Module, ABC):
     """
 
     schema: ClassVar[type[Options]]
+    score_map: str = ""  # in `SCORE_MAPS`: a row's weights are this function of its scores, times a factor of the row; empty: none is
 
     def __init__(self, options: Options, layer: LayerSpec):
         super().__init__()
@@ -73,6 +74,14 @@ class Normalizer(nn.Module, ABC):
     def key_features(self, x: Tensor) -> Tensor | None:
         """Features of the keys, likewise; appended to k and cached with it."""
         return None
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Features of queries and keys whose products, but for a decay, are the scores, (B, H, T, F) and (B, H, S, F); None: none are."""
+        return None
+
+    def log_decay(self, like: Tensor) -> Tensor:
+        """ln of the factor by which weights fall with each token back, whatever the tokens: (H,) <= 0, dtype of `like`; 0 for none."""
+        return torch.zeros(self.layer.n_head, device=like.device, dtype=like.dtype)
 
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
@@ -115,6 +124,10 @@ class Normalizer(nn.Module, ABC):
         A row of weights depends on the same row of scores alone: the Jacobian d weights / d scores is one of S x S for each query.
         """
 
+    def visible(self, layout: AttentionLayout) -> Tensor:
+        """(T, S) or (B, 1, T, S) bool: the keys that a query may give weight to."""
+        return layout.visible()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
 
@@ -153,9 +166,7 @@ class Normalizer(nn.Module, ABC):
 class SoftmaxNormalizer(Normalizer):
     """softmax of the scores, for families that differ in their scores, or in what a query sees."""
 
-    def visible(self, layout: AttentionLayout) -> Tensor:
-        """(T, S) or (B, 1, T, S) bool: the keys that a query's softmax is over."""
-        return layout.visible()
+    score_map = "exp"
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)

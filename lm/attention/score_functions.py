@@ -1,7 +1,9 @@
-"""Functions of a single score, for elementwise attention."""
+"""Functions of a single score: elementwise attention is made of them, and rows of others are, up to a factor of each row."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -70,3 +72,14 @@ class Sigmoid(ScoreFunction):
         z.sigmoid_()
         grad.mul_(z)
         return z, grad.addcmul_(grad, z, value=-1)
+
+
+# By `Normalizer.score_map`. Scores that are products of non-negative features are their own map, and have closed forms of their own.
+SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "relu2": Relu2(),
+    "relu": Relu(),
+    "sigmoid": Sigmoid(),
+    "identity": lambda z: z,
+    "features": lambda z: z,
+}

@@ -20,6 +20,7 @@ class Sink(Normalizer):
     """
 
     options: options.Sink
+    score_map = "exp"
 
     def initialise(self) -> None:
         self.b = nn.Parameter(torch.full((self.layer.n_head,), self.options.init))
