@@ -1,5 +1,6 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -75,6 +76,9 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
     """A line of the summary as it is printed: the difference with its unadjusted interval."""
     shown = {name: line[name] for name in ("size", "arm", "rate") if line[name] not in (None, "")}
     shown |= {"runs": f"{line['runs']} of {line['of']}", "mean": line["mean"]}
+    if "learned" in line:
+        _, low, high = (math.nan if value is None else value for value in line["fraction_learned"])
+        shown["learned (95 %)"] = f"{line['learned']} of {line['ended']} [{low:.2f}, {high:.2f}]"
     if line.get("difference"):
         mean, low, high = (f"{value:+.4f}" if value is not None else "not finite" for value in line["difference"])
         shown["difference (95 % over seeds, unadjusted)"] = f"{mean} [{low}, {high}]"

@@ -52,6 +52,7 @@ class Primary:
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
     matters: float = key(0.01, "smallest difference of interest, in the metric's unit", gt=0)
+    learned: float | None = key(None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are")
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Values:
         groups: (units,) documents.
         identity: of the data and of the sequences measured: equal in runs that can be compared.
         better: which direction is.
+        held_out: whether units are of the held-out text, a part of which selects; of others, such as questions, all report.
     """
 
     values: np.ndarray
@@ -37,14 +38,17 @@ class Values:
     groups: np.ndarray
     identity: tuple[str, str]
     better: str
+    held_out: bool = True
 
     def part(self, selection: bool) -> "Values":
         """Those of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is for a
-        sequence the one that it begins in.
+        sequence the one that it begins in. All, where they are not of the held-out text.
 
         Raises:
             RunError: there are none.
         """
+        if not self.held_out:
+            return self
         chosen = np.array([selects(self.identity[0], group) for group in self.groups.tolist()]) == selection
         if not chosen.any():
             use = "choose learning rates" if selection else "report"
@@ -111,6 +115,15 @@ class Outcome:
 
     def values(self, metric: str) -> Values | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
+        if metric not in self._values:
+            self._values[metric] = self._read_values(metric)
+        return self._values[metric]
+
+    @cached_property
+    def _values(self) -> dict[str, Values | None]:
+        return {}
+
+    def _read_values(self, metric: str) -> Values | None:
         one = self.series(metric)
         if one is None or not one.samples:
             return None
@@ -120,7 +133,7 @@ class Outcome:
         else:
             sample, values = one.column(one.logged.index(metric))
         identity = (one.data_fingerprint or sample.sha256, sample.sha256)
-        return Values(values.astype(float), sample.weights, sample.groups, identity, one.better)
+        return Values(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))
 
     def loss(self, metric: str) -> float:
         """The mean of a metric over the documents that select; infinite of a run that diverged."""

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 from lm.experiments.costs import Cost, cost
+from lm.experiments.definition import Primary
 from lm.experiments.opening import SHARED, vocabulary
 from lm.experiments.procedure import Procedure
+from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
 
 
@@ -43,17 +45,23 @@ def plan(procedure: Procedure) -> Iterator[str]:
         yield f"{number} runs{more}; tokens, FLOPs and disk: {why}"
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
-    family = ALPHA / max(1, (len(experiment.arms) - 1) * len(sizes))
-    needed = [
-        f"{seeds_needed(each, primary.matters, family)} at {each:g}" for each in (primary.matters / 2, primary.matters, 2 * primary.matters)
-    ]
-    yield (
-        f"primary metric {primary.metric}, {primary.better} is better; seeds to find a difference of {primary.matters:g} with probability "
-        f"{POWER:g}, by the standard deviation of differences between single runs: {', '.join(needed)}"
-    )
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, (len(experiment.arms) - 1) * len(sizes))}"
     yield from procedure.notes()
     trainer = experiment.first_config.trainer
     yield "shared by all runs: " + ", ".join(f"{name} {getattr(trainer, name)}" for name in SHARED)
+
+
+def _seeds(primary: Primary, comparisons: int) -> str:
+    """How many seeds a difference takes."""
+    family = ALPHA / max(1, comparisons)
+    if primary.learned is not None:
+        return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(family)} seeds on"
+    spreads = (primary.matters / 2, primary.matters, 2 * primary.matters)
+    needed = ", ".join(f"{seeds_needed(each, primary.matters, family)} at {each:g}" for each in spreads)
+    return (
+        f"seeds to find a difference of {primary.matters:g} with probability {POWER:g}, by the standard deviation of differences between "
+        f"single runs: {needed}"
+    )
 
 
 def _bytes(number: float) -> str:

@@ -15,6 +15,8 @@ from lm.experiments.definition import Arm, Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys, table_lines
 from lm.schema import Plain
+from lm.statistics.intervals import Interval
+from lm.statistics.learned import Learned, clopper_pearson, has_learned, learned_verdicts
 from lm.statistics.tuning import Tuned, chosen, elsewhere, mean_loss, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
@@ -188,12 +190,11 @@ class Procedure:
         Raises:
             RunError: the primary metric was not measured, or its direction is another.
         """
-        comparisons = {}
-        for size in self.experiment.sizes:
-            base, *others = self.experiment.arms
-            for arm in others:
-                comparisons[f"{arm.name}, {size}" if size else arm.name] = self.comparison(size, base, arm)
-        return verdicts(comparisons, self.experiment.primary.matters, self.experiment.primary.better)
+        primary, (base, *others) = self.experiment.primary, self.experiment.arms
+        pairs = {(f"{arm.name}, {size}" if size else arm.name): (size, base, arm) for size in self.experiment.sizes for arm in others}
+        if primary.learned is not None:
+            return learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
+        return verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, primary.better)
 
     def comparison(self, size: str, base: Arm, arm: Arm) -> Comparison:
         """What the runs so far show of an arm against the baseline."""
@@ -202,29 +203,56 @@ class Procedure:
             return Comparison(())
         if not {arm.name, base.name} <= rates.keys():
             return Comparison((), tuned=False)
-        by_arm = {name: {one.seed: one for one in self.final(size, rates) if one.arm == name} for name in (arm.name, base.name)}
-        pairs = [(by_arm[arm.name][seed], by_arm[base.name][seed]) for seed in self.experiment.seeds]
+        pairs = list(zip(*(self._judged(size, one, rates) for one in (arm, base)), strict=True))
         diverged = sum(one.outcome.state == "diverged" for pair in pairs for one in pair)
         finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
-        _check_alike([one for pair in finished for one in pair], self.experiment.primary.metric)
-        other = {}
-        measured = by_arm_and_rate(self.tried(size), size, "primary")
-        if self.experiment.tuned and {arm.name, base.name} <= measured.keys():
-            worst = math.inf if self.experiment.primary.better == "lower" else -math.inf
-            losses = {
-                name: {rate: [worst if each == math.inf else each for each in some] for rate, some in by_rate.items()}
-                for name, by_rate in measured.items()
-            }
-            other = elsewhere(arm.name, base.name, rates, losses)
-        return Comparison([self._difference(*pair) for pair in finished], diverged, other, planned=len(pairs))
+        differences = [self._value(ours) - self._value(theirs) for ours, theirs in finished]
+        return Comparison(differences, diverged, self._elsewhere(size, base, arm, rates), planned=len(pairs))
 
-    def _difference(self, ours: Run, theirs: Run) -> float:
-        """Arm minus baseline of the primary metric, paired by unit, on the documents that are reported on."""
+    def counted(self, size: str, base: Arm, arm: Arm) -> Learned:
+        """How many of the runs so far have learned, of an arm and of the baseline."""
+        primary, rates = self.experiment.primary, self.rates(size)
+        if rates is None:
+            return Learned(0, 0, 0, 0, planned=len(self.experiment.seeds))
+        if not {arm.name, base.name} <= rates.keys():
+            return Learned(0, 0, 0, 0, tuned=False)
+        ours, theirs = ([one for one in self._judged(size, which, rates) if one.outcome.ended] for which in (arm, base))
+        learned = [sum(has_learned(self._value(one), primary.learned, primary.better) for one in runs) for runs in (ours, theirs)]
+        diverged = sum(one.outcome.state == "diverged" for one in ours + theirs)
+        other = {rate: float(np.mean(some)) for rate, some in self._elsewhere(size, base, arm, rates).items()}
+        return Learned(learned[0], len(ours), learned[1], len(theirs), diverged, other, planned=len(self.experiment.seeds))
+
+    def _judged(self, size: str, arm: Arm, rates: dict[str, float | None]) -> list[Run]:
+        """The final runs of an arm by seed. Raises RunError if finished ones were not measured on the sequences of the baseline's."""
+        runs = list(self.final(size, rates))
+        _check_alike([one for one in runs if one.arm in (arm.name, self.experiment.arms[0].name)], self.experiment.primary.metric)
+        return [one for one in runs if one.arm == arm.name]
+
+    def _value(self, run: Run) -> float:
+        """The primary metric on the documents that are reported on; NaN of a run that is not finished.
+
+        Raises:
+            RunError: its direction is another than the experiment says.
+        """
         primary = self.experiment.primary
-        mine, other = (one.outcome.values(primary.metric) for one in (ours, theirs))
-        if mine.better != primary.better:
-            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {mine.better} is better; correct the experiment")
-        return mine.part(selection=False).mean - other.part(selection=False).mean
+        found = run.outcome.values(primary.metric) if run.outcome.state == "finished" else None
+        if found and found.better != primary.better:
+            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
+        return found.part(selection=False).mean if found else math.nan
+
+    def _elsewhere(self, size: str, base: Arm, arm: Arm, rates: dict[str, float | None]) -> dict[float, list[float]]:
+        """Arm minus baseline of the tuning seeds at other rates: of the primary metric, or of 1 for a run that has learned and 0 else."""
+        primary, measured = self.experiment.primary, by_arm_and_rate(self.tried(size), size, "primary")
+        if not self.experiment.tuned or not {arm.name, base.name} <= measured.keys():
+            return {}
+
+        def of_run(value: float) -> float:
+            if primary.learned is not None:
+                return float(has_learned(value, primary.learned, primary.better))
+            return -value if value == math.inf and primary.better == "higher" else value
+
+        values = {name: {rate: list(map(of_run, some)) for rate, some in by_rate.items()} for name, by_rate in measured.items()}
+        return elsewhere(arm.name, base.name, rates, values)
 
 
 def _check_alike(runs: list[Run], metric: str) -> None:
@@ -245,25 +273,35 @@ def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[fl
 
 
 def summary(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One entry for each size and arm: rate, final runs, mean of the primary metric on the reported documents, verdict, interval."""
+    """One entry for each size and arm: rate, final runs, mean of the primary metric on the reported documents, verdict, interval; if runs
+    learn or don't, how many `learned` of those that `ended`, and `fraction_learned` with its interval."""
     experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
+    counting = experiment.primary.learned is not None
     for size in experiment.sizes:
         rates = procedure.rates(size) or {}
         for number, arm in enumerate(experiment.arms):
             runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
             found = [one.outcome.values(experiment.primary.metric) for one in runs if one.outcome.state == "finished"]
             means = [one.part(selection=False).mean for one in found if one]
+            learned = [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in means] if counting else []
             line: dict[str, Plain] = {
                 "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(means), "of": len(experiment.seeds),
                 "mean": float(np.mean(means)) if means and np.isfinite(means).all() else None,
             }  # fmt: skip
+            if counting:
+                ended = sum(one.outcome.ended for one in runs)
+                line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
             if number:
                 verdict = judged[f"{arm.name}, {size}" if size else arm.name]
-                interval = verdict.interval and [value if math.isfinite(value) else None for value in verdict.interval.listed()]
-                line |= {"verdict": verdict.kind, "reason": verdict.reason, "difference": interval, "p": verdict.p}
+                line |= {"verdict": verdict.kind, "reason": verdict.reason, "difference": _finite(verdict.interval), "p": verdict.p}
                 line |= {"p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
             lines.append(line)
     return lines
+
+
+def _finite(interval: Interval | None) -> list[float | None] | None:
+    """[mean, low, high], null where not finite."""
+    return interval and [value if math.isfinite(value) else None for value in interval.listed()]
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:

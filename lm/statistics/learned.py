@@ -1,0 +1,110 @@
+"""Metrics that a run has learned or not, such as recall: fractions of runs that have, compared by Fisher's exact test."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from scipy.special import betaincinv
+
+from lm.statistics.intervals import Interval
+from lm.statistics.verdicts import ALPHA, Verdict, holm
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How many runs of an arm and of the baseline have learned, of those that have ended.
+
+    Attributes:
+        ours, of_ours, theirs, of_theirs: runs of the arm that have learned, and all of them; those of the baseline. A run that diverged
+            has not learned.
+        diverged: how many of them all diverged.
+        elsewhere: by other rates, the arm's fraction minus the baseline's over the tuning seeds.
+        tuned: False if the best rate of either is at an edge of the grid.
+        planned: seeds that were planned for each.
+    """
+
+    ours: int
+    of_ours: int
+    theirs: int
+    of_theirs: int
+    diverged: int = 0
+    elsewhere: Mapping[float, float] = field(default_factory=dict)
+    tuned: bool = True
+    planned: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all planned seeds are there."""
+        return min(self.of_ours, self.of_theirs) >= self.planned
+
+    @property
+    def difference(self) -> float:
+        """The arm's fraction minus the baseline's; NaN without runs."""
+        return self.ours / self.of_ours - self.theirs / self.of_theirs if self.of_ours and self.of_theirs else math.nan
+
+
+def learned_verdicts(counts: Mapping[str, Learned]) -> dict[str, Verdict]:
+    """The verdict on each arm (or arm and size), all taken as one family: Fisher's exact test of equal chances to learn, p values adjusted
+    after Holm. There is no verdict of equivalence: a handful of runs can't show that two chances are alike.
+
+    Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's, which pairs them, rests on the seeds
+    alone of which one arm has learned and the other not, and can't reach 0.05 with fewer than 6. Seeds in common can only make the
+    arms' results more alike, which makes equal arms differ less often than the test allows for: it errs to the safe side.
+    """
+    tested = [fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) if one.tuned and one.whole else 1.0 for one in counts.values()]
+    needed = fewest_seeds(ALPHA / max(1, len(counts)))
+    return {name: _verdict(one, p, needed) for (name, one), p in zip(counts.items(), holm(tested), strict=True)}
+
+
+def _verdict(one: Learned, p: float, needed: int) -> Verdict:
+    found = f"{one.ours} of {one.of_ours} have learned, {one.theirs} of {one.of_theirs} of the baseline"
+    found += f"; {one.diverged} diverged, and count as not learned" if one.diverged else ""
+    kind, reason = "not resolved", f"{found}; Fisher's exact test: p = {p:.2g}"
+    if not one.tuned:
+        kind, reason = "not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged"
+    elif not one.whole:
+        reason = f"{min(one.of_ours, one.of_theirs)} of {one.planned} seeds have ended"
+    elif p <= ALPHA:
+        turned = [rate for rate, difference in one.elsewhere.items() if difference * one.difference < 0]
+        if turned:
+            at = " and ".join(f"{rate:g}" for rate in turned)
+            kind, reason = "depends on the rate", f"{found}; more runs of the other learn with both at rate {at}"
+        else:
+            kind = "better" if one.difference > 0 else "worse"
+    elif min(one.of_ours, one.of_theirs) < needed:
+        reason = f"{found}; Fisher's exact test can show a difference from {needed} seeds on"
+    return Verdict(kind, reason, None, p, 1.0, needed)
+
+
+def fisher_exact(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
+    """Two-sided p of equal chances: the probability of all tables with these margins that are no more probable than this one (Fisher 1935).
+
+    Computed in whole numbers, so that equally probable tables are found equal. 1 where either has no runs.
+    """
+    learned = ours + theirs
+    ways = {
+        mine: math.comb(of_ours, mine) * math.comb(of_theirs, learned - mine)
+        for mine in range(max(0, learned - of_theirs), min(of_ours, learned) + 1)
+    }
+    return sum(way for way in ways.values() if way <= ways[ours]) / math.comb(of_ours + of_theirs, learned)
+
+
+def fewest_seeds(alpha: float) -> int:
+    """The fewest seeds with which `fisher_exact` can reach `alpha`: all of one arm have learned, and none of the other."""
+    return next(seeds for seeds in range(1, 1000) if fisher_exact(seeds, seeds, 0, seeds) <= alpha)
+
+
+def clopper_pearson(learned: int, runs: int) -> Interval:
+    """A fraction of runs with its 95 % interval, which covers at least so often for any chance (Clopper and Pearson 1934)."""
+    if not runs:
+        return Interval(np.nan, np.nan, np.nan, "0 seeds")
+    low = betaincinv(learned, runs - learned + 1, 0.025) if learned else 0.0
+    high = betaincinv(learned + 1, runs - learned, 0.975) if learned < runs else 1.0
+    return Interval(learned / runs, float(low), float(high), f"{runs} seeds")
+
+
+def has_learned(value: float, level: float, better: Literal["lower", "higher"]) -> bool:
+    """Whether a metric reaches a level; one that is not finite doesn't."""
+    return math.isfinite(value) and (value <= level if better == "lower" else value >= level)

@@ -1,0 +1,144 @@
+"""Metrics that a run has learned or not: Fisher's exact test on fractions of runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import finish
+from scipy.stats import binomtest
+from scipy.stats import fisher_exact as scipys
+
+from lm.errors import RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.plan import plan
+from lm.experiments.procedure import Procedure, summary
+from lm.runs.folder import METRICS
+from lm.runs.series import Axis, Sample, Series
+from lm.statistics.learned import Learned, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
+
+
+def test_p_is_that_of_fishers_exact_test():
+    for of_ours, of_theirs in ((3, 3), (4, 5), (9, 9), (5, 1)):
+        for ours in range(of_ours + 1):
+            for theirs in range(of_theirs + 1):
+                expected = scipys([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue
+                assert fisher_exact(ours, of_ours, theirs, of_theirs) == pytest.approx(expected)
+    assert fisher_exact(0, 0, 0, 0) == 1
+
+
+def test_intervals_are_clopper_and_pearsons():
+    for runs in (1, 3, 9):
+        for learned in range(runs + 1):
+            found, expected = clopper_pearson(learned, runs), binomtest(learned, runs).proportion_ci()
+            assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert np.isnan(clopper_pearson(0, 0).low)
+
+
+@pytest.mark.parametrize(
+    ("one", "kind", "reason"),
+    [
+        (Learned(5, 5, 0, 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
+        (Learned(0, 5, 5, 5, planned=5), "worse", "p = 0.0079"),
+        (Learned(5, 5, 5, 5, planned=5), "not resolved", "p = 1"),
+        (Learned(3, 3, 0, 3, planned=3), "not resolved", "can show a difference from 4 seeds on"),
+        (Learned(4, 4, 0, 4, planned=4), "better", "p = 0.029"),
+        (Learned(4, 4, 0, 4, planned=5), "not resolved", "4 of 5 seeds have ended"),
+        (Learned(5, 5, 0, 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
+        (Learned(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
+        (Learned(5, 5, 0, 5, elsewhere={2e-3: -0.5, 8e-3: 0.0}, planned=5), "depends on the rate", "with both at rate 0.002"),
+        (Learned(5, 5, 0, 5, elsewhere={8e-3: 0.0}, planned=5), "better", ""),
+    ],
+)
+def test_each_verdict_follows_from_what_it_says(one: Learned, kind: str, reason: str):
+    found = learned_verdicts({"arm": one})["arm"]
+    assert (found.kind, reason in found.reason) == (kind, True), found.reason
+
+
+def test_one_of_two_comparisons_needs_more_seeds():
+    counts = {"a": Learned(4, 4, 0, 4, planned=4), "b": Learned(0, 4, 0, 4, planned=4)}
+    assert learned_verdicts(counts)["a"].kind == "not resolved"
+    assert "from 5 seeds on" in learned_verdicts(counts)["a"].reason
+    assert (fewest_seeds(0.05), fewest_seeds(0.025)) == (4, 5)
+
+
+def test_equal_arms_that_share_seeds_are_told_apart_no_more_often_than_alpha():
+    random = np.random.default_rng(0)
+    for chance in (0.2, 0.5):
+        for shared in (0.0, 0.8):  # how often both arms of a seed do the same
+            false = 0
+            for _ in range(2000):
+                ours = random.random(9) < chance
+                theirs = np.where(random.random(9) < shared, ours, random.random(9) < chance)
+                false += fisher_exact(int(ours.sum()), 9, int(theirs.sum()), 9) <= 0.05
+            assert false / 2000 <= 0.05
+
+
+# ---------------------------------------------------------------- in experiments
+
+
+def recall(accuracy: float) -> Series:
+    """Accuracy of 8 questions in sequences of 32 and of 512."""
+    samples = tuple(
+        Sample(f"of {length}", np.full((8, 1), value), np.ones(8), np.arange(8)) for length, value in ((32, 1.0), (512, accuracy))
+    )
+    axis = Axis("sequence length", "tokens", "in sequences of", (32, 512))
+    logged = ("recall/associative 32", "recall/associative 512")
+    means = np.array([1.0, accuracy])
+    return Series("recall", "accuracy", "fraction", "higher", 32, means, axis=axis, samples=samples, interval="wilson", logged=logged)
+
+
+def experiment(folder: Path, **primary: object) -> Procedure:
+    path = folder / "recall.yaml"
+    file = {
+        "base": str(ROOT / "tests" / "tiny.yaml"),
+        "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+        "seeds": [1, 2, 3, 4, 5],
+        "primary": {"metric": "recall/associative 512", "better": "higher", **primary},
+    }
+    path.write_text(yaml.safe_dump(file, sort_keys=False))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+
+
+def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
+    procedure = experiment(tmp_path, learned=0.9)
+    for run in procedure.known():
+        finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.95}[run.arm]))
+    soft, scalable = summary(procedure)
+    assert (soft["learned"], scalable["learned"], scalable["verdict"]) == (0, 5, "better")
+    assert scalable["fraction_learned"] == pytest.approx([1.0, 0.4782, 1.0], abs=1e-4)
+    assert (soft["mean"], scalable["mean"]) == pytest.approx((0.1, 0.95)), "all questions report"
+
+
+def test_a_diverged_run_has_not_learned(tmp_path):
+    procedure = experiment(tmp_path, learned=0.9)
+    for run in procedure.known():
+        finish(run, 5.0, recall(0.95))
+        if run.arm == "ssmax":
+            (run.config.run_folder / METRICS).write_text('{"step": 3, "diverged": "loss is not finite"}\n')
+    _, scalable = summary(procedure)
+    assert (scalable["learned"], scalable["ended"], scalable["verdict"]) == (0, 5, "worse")
+
+
+def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
+    procedure = experiment(tmp_path, matters=0.05)
+    for run in procedure.known():
+        finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.8}[run.arm] + 0.01 * run.seed * (run.arm == "ssmax")))
+    _, scalable = summary(procedure)
+    assert (scalable["verdict"], scalable["difference"][0]) == ("better", pytest.approx(0.73))
+
+
+def test_the_wrong_direction_is_said(tmp_path):
+    procedure = experiment(tmp_path, learned=0.9, better="lower")
+    for run in procedure.known():
+        finish(run, 5.0, recall(0.5))
+    with pytest.raises(RunError, match="higher is better; correct the experiment"):
+        summary(procedure)
+
+
+def test_the_plan_says_from_how_many_seeds_on_a_difference_can_be_shown(tmp_path):
+    assert any(
+        "a run has learned if it reaches 0.9; a difference can be shown from 4 seeds on" in line
+        for line in plan(experiment(tmp_path, learned=0.9))
+    )
