@@ -93,7 +93,19 @@ def test_packages_pass_nothing_on(name: str):
     assert name == "lm.__init__" or not GRAPH[name]
 
 
-@pytest.mark.parametrize("module", ["lm", "lm.cli", "lm.config.load", "lm.config.effects", "lm.report.html", "lm.runs.record"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lm",
+        "lm.cli",
+        "lm.config.load",
+        "lm.config.effects",
+        "lm.report.html",
+        "lm.runs.record",
+        "lm.experiments.opening",
+        "lm.experiments.frames",
+    ],
+)
 def test_what_reads_configurations_and_reports_needs_no_torch(module: str):
     code = f"import sys, {module}; print(*{{'torch', 'lightning', 'wandb', 'datasets'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
