@@ -301,6 +301,7 @@ def compare(
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
 ) -> None:
     """Train and compare the arms of an experiment.
 
@@ -312,7 +313,7 @@ def compare(
         raise ConfigError("no experiment file given, e.g. configs/experiments/ssmax.yaml")
     from lm.experiments.compare import compare
 
-    compare(files, [one for one in arguments if "=" in one], plan, jobs, report_only)
+    compare(files, [one for one in arguments if "=" in one], plan, jobs, report_only, retry)
 
 
 @app.command()

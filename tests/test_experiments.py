@@ -16,7 +16,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import compare
 from lm.experiments.definition import config_hash, read_experiment
-from lm.experiments.jobs import Jobs
+from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.plan import costs
@@ -103,13 +103,21 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
         Jobs(procedure, 1, lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
     launched = []
-    with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*the same command tries them again"):
+    with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
         Jobs(procedure, 1, lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
     assert launched == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
+    with pytest.raises(RunError, match="2 runs failed"):
+        Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is tried again")).work()
+    assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
+    again = Jobs(procedure, 1, lambda run: launched.append(run.label) or 1)
+    again.retry()
+    with pytest.raises(RunError, match="2 runs failed"):
+        again.work()
+    assert launched[3:] == ["ssmax seed 1", "ssmax seed 2"]
     assert {one["arm"]: one["runs"] for one in summary(procedure)} == {"softmax": 2, "ssmax": 0}
 
 

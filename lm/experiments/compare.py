@@ -7,42 +7,48 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.errors import RunError
-from lm.experiments.jobs import Jobs
+from lm.experiments.failures import read_failure
+from lm.experiments.jobs import Jobs, RunsFailed
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, summary, tuning_means, tuning_table
 from lm.experiments.tuning_tables import csv_text
-from lm.files import locked_folder, write_text
+from lm.files import write_text
 from lm.report.html import write_report
 from lm.runs.folder import write_json
 from lm.schema import Plain
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
-WORKING = "another process is working on this experiment; wait for it or stop it"
 
 
-def compare(files: list[Path], overrides: list[str], plan_only: bool = False, jobs: int = 1, report_only: bool = False) -> None:
+def compare(
+    files: list[Path], overrides: list[str], plan_only: bool = False, jobs: int = 1, report_only: bool = False, retry: bool = False
+) -> None:
     """Print the plans of experiments; then, unless `plan_only`, train what is missing (unless `report_only`) and judge what is there, one
-    experiment after the other.
+    experiment after the other. `retry`: also what has failed before.
 
     Raises:
-        LMError: an experiment's file is wrong, another process works on it, or runs failed.
+        LMError: an experiment's file is wrong, or runs failed.
     """
-    procedures = [open_experiment(path, overrides, jobs) for path in files]
-    for number, (path, procedure) in enumerate(zip(files, procedures, strict=True)):
+    failures = []
+    for path in files:
+        procedure = open_experiment(path, overrides, jobs)
         print("\n".join(plan(procedure)), flush=True)
-        if not plan_only:
-            if not report_only:
-                procedures[number] = _worked_on(path, overrides, jobs)
-            _conclude(procedures[number])
-
-
-def _worked_on(path: Path, overrides: list[str], jobs: int) -> Procedure:
-    procedure = start(path, overrides, jobs)
-    with locked_folder(procedure.experiment.folder, WORKING):
-        Jobs(procedure, jobs).work()
-    return procedure
+        if plan_only:
+            continue
+        if not report_only:
+            procedure = start(path, overrides, jobs)
+            work = Jobs(procedure, jobs)
+            if retry:
+                work.retry()
+            try:
+                work.work()
+            except RunsFailed as error:
+                failures.append(str(error))
+        _conclude(procedure)
+    if failures:
+        raise RunsFailed("; ".join(failures))
 
 
 def _conclude(procedure: Procedure) -> None:
@@ -53,7 +59,11 @@ def _conclude(procedure: Procedure) -> None:
     """
     experiment = procedure.experiment
     if not any(one.outcome.ended for one in procedure.known()):
-        raise RunError(f"{experiment.folder}: no run has ended yet; leave --report-only out to train")
+        failed = [failure for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
+        reason, remedy = "no run has ended yet", "leave --report-only out to train"
+        if failed:
+            reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
+        raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     lines = summary(procedure)
     write_json(experiment.folder / f"{VERDICTS}.json", {"primary": vars(experiment.primary), "notes": procedure.notes(), "arms": lines})
     write_text(experiment.folder / f"{VERDICTS}.csv", csv_text(lines))
@@ -63,6 +73,9 @@ def _conclude(procedure: Procedure) -> None:
     _print(f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}", list(map(_shown, lines)))
     for note in procedure.notes():
         print(note)
+    for run in procedure.known():
+        if failure := read_failure(experiment.folder, run):
+            print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     for size in experiment.sizes:
         final = [one for one in procedure.final(size, procedure.rates(size) or {}) if one.outcome.state == "finished"]

@@ -20,7 +20,7 @@ from lm.experiments.tuning_tables import Tried, by_arm_and_rate, read_table
 from lm.schema import Plain, build, flatten, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
-_TAKEN = (".", "..", "logs", "report")  # as folders
+_TAKEN = (".", "..", "claims", "logs", "report")  # as folders
 _NAME = "letters, digits, '-', '_' and '.'"
 
 

@@ -1,149 +1,187 @@
-"""Training the runs of an experiment: several at a time, each in a process of its own, resumed where an earlier start was stopped."""
+"""Training the runs of an experiment: several at a time, side by side with other processes that work on the same experiment."""
 
-import ctypes
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
-from lm.config.load import to_yaml
 from lm.errors import RunError
+from lm.experiments.children import Children
+from lm.experiments.claims import Claim, Claims
+from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, log_path, read_failure, write_failure
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
-from lm.files import locked_folder, write_text
-from lm.runs.folder import TRAINING
 
-LOGS = "logs"
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+CLAIMS = "claims"  # in the experiment's folder
+POLL_SECONDS = 3.0  # between looks at what other processes do
 
 
-def _end_with_parent() -> None:
-    """Ask to be stopped as by SIGTERM when the process that started this one ends, however that happens; on Linux alone."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class Stopped(RunError):
+    """A signal has stopped the work on an experiment; its exit status is the signal's."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+class RunsFailed(RunError):
+    """Some runs of an experiment have no result; the others were trained."""
 
 
 class Jobs:
     """Trains what an experiment needs until nothing is left, or nothing more can be done.
 
+    Each run is claimed first (`lm.experiments.claims`): several processes may work on one experiment, on machines that share its folder.
+
     Args:
         procedure: says what is needed next.
         jobs: runs at a time.
-        launch: trains one run, or goes on with it, and gives the exit status; None: `lm train` in a process of its own.
+        launch: trains one run, or goes on with it, and gives the exit status; None: `lm` in a process of its own.
     """
 
     def __init__(self, procedure: Procedure, jobs: int, launch: Callable[[Run], int] | None = None):
-        self.procedure, self.jobs, self.launch = procedure, jobs, launch or self._process
-        self.failed: dict[Path, str] = {}
-        self._running: dict[Path, subprocess.Popen] = {}
-        self._stopping = threading.Event()
+        self.procedure, self.jobs, self.folder = procedure, jobs, procedure.experiment.folder
+        self.children, self.claims = Children(self.folder), Claims(self.folder / CLAIMS)
+        self.launch = launch
+        self.failed: dict[Path, Failure] = {}
         self._seconds: list[float] = []
 
+    def retry(self) -> None:
+        """Let the runs that failed be tried again."""
+        for run in self.procedure.known():
+            forget_failure(self.folder, run)
+
     def work(self) -> None:
-        """Train until no run is left. Raises RunError at the end if some failed; KeyboardInterrupt lets the running ones save first."""
-        pending: dict[Future, Run] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
+        """Train until no run is left.
+
+        Raises:
+            RunsFailed: at the end, if some did.
+            Stopped: by SIGINT, SIGTERM or SIGHUP; the runs have saved a checkpoint.
+        """
+        pending: dict[Future, tuple[Run, Claim]] = {}
+        with _signals() as received, ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while True:
-                    for run in self._startable({one.config.run_folder for one in pending.values()}):
-                        if len(pending) < self.jobs:
-                            pending[pool.submit(self._train, run)] = run
-                    if not pending:
+                    others = False
+                    for run in self._startable({run.config.run_folder for run, _ in pending.values()}):
+                        if len(pending) == self.jobs:
+                            break
+                        claim = self._claim(run)
+                        others |= claim is None
+                        if claim:
+                            pending[pool.submit(self._train, run, claim)] = run, claim
+                    if pending:
+                        for future in wait(pending, POLL_SECONDS if others else None, FIRST_COMPLETED).done:
+                            self._ended(*pending.pop(future), *future.result())
+                    elif others:
+                        time.sleep(POLL_SECONDS)
+                    else:
                         break
-                    for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                        self._ended(pending.pop(future), future.result())
+            except KeyboardInterrupt:
+                raise self._stopped(pending, received[-1] if received else signal.SIGINT) from None
             except BaseException:
-                self._stop()
+                self.stop(pending)
                 raise
-        if self.failed:
-            lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in self.failed.items())
-            raise RunError(f"{len(self.failed)} runs failed ({lines}); the same command tries them again")
+        self._report_failures()
 
-    def _startable(self, running: set[Path]) -> list[Run]:
-        """Runs that are not done, whose starting weights are."""
+    def _startable(self, running: set[Path]) -> Iterator[Run]:
+        """Runs that are not done and have not failed, whose starting weights are there."""
         known = self.procedure.known()
         done = {str(one.config.run_folder) for one in known if one.outcome.state == "finished" and one.config.run_folder not in running}
-        return [
-            one
-            for one in known
-            if not one.outcome.ended
-            and one.config.run_folder not in running | self.failed.keys()
-            and (not one.config.init_from or one.config.init_from in done)
-        ]
+        for run in known:
+            folder, source = run.config.run_folder, run.config.init_from
+            if run.outcome.ended or folder in running | self.failed.keys() or (source and source not in done):
+                continue
+            if failure := read_failure(self.folder, run):
+                self.failed[folder] = failure
+            else:
+                yield run
 
-    def _train(self, run: Run) -> tuple[int, float]:
+    def _claim(self, run: Run) -> Claim | None:
+        """The claim on a run that is still to be done; None if another process has it, or has just done it."""
+        claim = self.claims.take(str(Path(run.size) / run.config.name), lambda: self.children.stop_one(run))
+        if claim and (replace(run.outcome).ended or read_failure(self.folder, run)):  # by another, since we looked
+            self.claims.release(claim)
+            return None
+        return claim
+
+    def _train(self, run: Run, claim: Claim) -> tuple[int, float]:
         """The exit status of training a run, and the seconds it took."""
         begin = time.monotonic()
-        return self.launch(run), time.monotonic() - begin
+        status = self.launch(run) if self.launch else self.children.train(run, claim)
+        return status, time.monotonic() - begin
 
-    def _process(self, run: Run) -> int:
-        folder, logs = run.config.run_folder, self.procedure.experiment.folder / LOGS
-        config = logs / f"{folder.name}.yaml"
-        write_text(config, to_yaml(run.config))
-        if not self._free(folder):
-            return 128 + signal.SIGTERM
-        command = [sys.executable, "-m", "lm", "train", str(config), "resume=auto", "log.progress=none"]
-        with (logs / f"{folder.name}.log").open("ab") as log:
-            # a session of its own: Ctrl-C reaches it through `_stop` alone, once
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-            self._running[folder] = process
-            if self._stopping.is_set():
-                process.send_signal(signal.SIGTERM)
-            status = process.wait()
-            del self._running[folder]
-        return status
+    def _ended(self, run: Run, claim: Claim, status: int, seconds: float) -> None:
+        outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
+        try:
+            if outcome.ended:
+                self._seconds.append(seconds)
+                loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
+                known = self.procedure.known()
+                left = sum(not one.outcome.ended for one in known)
+                minutes = sum(self._seconds) / len(self._seconds) * left / self.jobs / 60
+                left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
+                print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
+            elif not status:
+                metric = self.procedure.experiment.primary.metric
+                raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; correct the file")
+            elif not claim.lost:
+                failure = failure_of(log_path(self.folder, run), status)
+                self.failed[folder] = failure
+                if not failure.interrupted:
+                    write_failure(self.folder, run, failure)
+                print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
+        finally:
+            self.claims.release(claim)
 
-    def _free(self, folder: Path) -> bool:
-        """Wait until no process trains in a run folder, as one that an earlier start of the experiment left may for a while; False if this
-        one is to stop first."""
-        while folder.is_dir() and not self._stopping.is_set():
-            try:
-                with locked_folder(folder, TRAINING):
-                    break
-            except RunError:
-                self._stopping.wait(1)
-        return not self._stopping.is_set()
+    def _report_failures(self) -> None:
+        """Raises RunError if runs failed: which, why, and what to do."""
+        if not self.failed:
+            return
+        lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+        remedy = {True: "the same command goes on with them", False: "--retry tries them again"}
+        kinds = [remedy[kind] for kind in (False, True) if any(one.interrupted is kind for one in self.failed.values())]
+        words = kinds[0] if len(kinds) == 1 else "--retry tries all of them again, without it the killed ones go on"
+        raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
-    def _ended(self, run: Run, result: tuple[int, float]) -> None:
-        status, seconds = result
-        outcome = replace(run.outcome)  # read anew
-        if outcome.ended:
-            self._seconds.append(seconds)
-            loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
-            known = self.procedure.known()
-            left = sum(not one.outcome.ended for one in known)
-            minutes = sum(self._seconds) / len(self._seconds) * left / self.jobs / 60
-            left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
-            print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
-        elif not status:
-            metric = self.procedure.experiment.primary.metric
-            raise RunError(
-                f"{run.config.run_folder}: primary.metric {metric} was not measured by sequence at the last step; correct the file"
-            )
-        else:
-            log = self.procedure.experiment.folder / LOGS / f"{run.config.run_folder.name}.log"
-            said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-            last = next((line for line in reversed(said) if line.strip()), "no output")
-            if status < 0:
-                last = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-            self.failed[run.config.run_folder] = f"status {status}: {last[:300]}"
-            print(f"{run.stage}: {run.label}: failed with status {status}: {last[:300]} ({log})", flush=True)
+    def _stopped(self, pending: dict[Future, tuple[Run, Claim]], number: int) -> Stopped:
+        """What to say once a signal has stopped the work."""
+        running = len(pending)
+        self.stop(pending)
+        saved = f"{running} runs were asked to save and have ended" if running else "no run was under way"
+        return Stopped(f"stopped by {signal.Signals(number).name}: {saved}; the same command goes on", number)
 
-    def _stop(self) -> None:
-        """Let the running ones save a checkpoint and end."""
-        self._stopping.set()
-        for process in list(self._running.values()):
-            process.send_signal(signal.SIGTERM)
+    def stop(self, pending: dict[Future, tuple[Run, Claim]]) -> None:
+        """Let the running ones save a checkpoint and end, and give their claims back; a second signal kills them."""
+        self.children.stop()
+        try:
+            wait(pending)
+        except KeyboardInterrupt:
+            self.children.stop(signal.SIGKILL)
+            wait(pending)
+        self.claims.release_all()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

@@ -56,6 +56,8 @@ def find_checkpoint(config: Config) -> Path | None:
         return path
     if config.resume == "auto":
         others = steps_saved(path.parent)
+        if len(others) == 1:  # what a kill leaves between the first checkpoint and its link
+            return others[0]
         if others:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None

@@ -1,0 +1,94 @@
+"""The processes that train the runs of an experiment: one for each command of a run, stopped with a checkpoint when this one ends."""
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from lm.config.load import to_yaml
+from lm.errors import RunError
+from lm.experiments.claims import Claim
+from lm.experiments.failures import log_path
+from lm.experiments.procedure import Run
+from lm.files import locked_folder, write_text
+from lm.runs.folder import TRAINING
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    """Ask to be stopped as by SIGTERM when the process that started this one ends, however that happens; on Linux alone."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Children:
+    """The processes of an experiment's runs.
+
+    Args:
+        experiment: its folder.
+    """
+
+    def __init__(self, experiment: Path):
+        self.experiment = experiment
+        self._running: dict[Path, subprocess.Popen] = {}
+        self._stopping = threading.Event()
+
+    def train(self, run: Run, claim: Claim) -> int:
+        """Train a run, or go on with it; the exit status of the last of its commands, negative: of the signal that killed it."""
+        config = log_path(self.experiment, run, "yaml")
+        write_text(config, to_yaml(run.config))
+        status = self._wait_for_earlier(run.config.run_folder)
+        for command in [] if status else [["train", str(config), "resume=auto", "log.progress=none"]]:
+            status = self._execute(run, command, claim)
+            if status:
+                break
+        return status
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Let all processes save a checkpoint and end, and start no others."""
+        self._stopping.set()
+        for process in list(self._running.values()):
+            process.send_signal(number)
+
+    def stop_one(self, run: Run) -> None:
+        """Let the process of a run save and end."""
+        if process := self._running.get(run.config.run_folder):
+            process.send_signal(signal.SIGTERM)
+
+    def _execute(self, run: Run, command: list[str], claim: Claim) -> int:
+        """One `lm` command of a run, to its end."""
+        folder = run.config.run_folder
+        with log_path(self.experiment, run).open("ab") as log:
+            # a session of its own: Ctrl-C reaches it through `stop` alone, once
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lm", *command],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+            self._running[folder] = process
+            try:
+                claim.trained_by(process.pid)
+            finally:
+                if self._stopping.is_set() or claim.lost:
+                    process.send_signal(signal.SIGTERM)
+                status = process.wait()
+                del self._running[folder]
+        return status
+
+    def _wait_for_earlier(self, folder: Path) -> int:
+        """Wait until no process trains in a run folder, as one that an earlier start of the experiment left may for a while; the status of
+        a run that is stopped first."""
+        while folder.is_dir() and not self._stopping.is_set():
+            try:
+                with locked_folder(folder, TRAINING):
+                    break
+            except RunError:
+                self._stopping.wait(1)
+        return 128 + signal.SIGTERM if self._stopping.is_set() else 0
