@@ -128,6 +128,11 @@ class Normalizer(nn.Module, ABC):
         """(T, S) or (B, 1, T, S) bool: the keys that a query may give weight to."""
         return layout.visible()
 
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
+        """ln Z, (B, H, T): Z is the sum of a row's unnormalized weights over the keys that a query sees, whether or not they are divided by
+        it. None: the weights are no such function of each score, as those of a threshold. NaN where the sum is negative."""
+        return None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
 
@@ -171,6 +176,10 @@ class SoftmaxNormalizer(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """Of e^score."""
+        return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
+
 
 class DividedNormalizer(Normalizer):
     """f(score), of each score alone, over the row's sum (`n: sum`) or times a factor of n."""
@@ -186,6 +195,10 @@ class DividedNormalizer(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         a = self.f(scores).masked_fill(~layout.visible(), 0.0)
         return divided(a, a.sum(-1, keepdim=True), self.factor(layout))
+
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """Of f(score)."""
+        return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
 class _Definition(nn.Module):

@@ -34,6 +34,10 @@ class Sink(Normalizer):
         b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """Of e^score, without the sink's."""
+        return scores.masked_fill(~layout.visible(), -math.inf).logsumexp(-1)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it

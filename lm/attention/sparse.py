@@ -83,9 +83,18 @@ class Softpick(Normalizer):
     """
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        z, visible = scores, layout.visible()
+        a, _ = self._unnormalized(scores, layout)
+        return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
+
+    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """Of |e^z - 1|."""
+        a, top = self._unnormalized(scores, layout)
+        return a.abs().sum(-1).log() + top.squeeze(-1)
+
+    def _unnormalized(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        """(e^z - 1) / e^top of the keys that a query sees, and top (B, H, T, 1): their largest score, at least 0."""
+        visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
         large, small = torch.exp(z.clamp(max=top) - top) - torch.exp(-top), torch.expm1(z.clamp(max=1.0)) * torch.exp(-top)
-        a = torch.where(z < 1, small, large).masked_fill(~visible, 0.0)
-        return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
+        return torch.where(z < 1, small, large).masked_fill(~visible, 0.0), top

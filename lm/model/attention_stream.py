@@ -24,6 +24,7 @@ class AttentionBlock:
 
     Attributes:
         layer: from 0.
+        normalizer: of the layer.
         queries: (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1.
         layout: where those queries and keys stand in their documents.
         scores: (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see.
@@ -32,6 +33,7 @@ class AttentionBlock:
     """
 
     layer: int
+    normalizer: Normalizer
     queries: Tensor
     layout: AttentionLayout
     scores: Tensor
@@ -107,4 +109,4 @@ def _layer(
         n_keys = int(queries.max()) + 1  # no query sees a later one
         part = layout.select(queries, n_keys)
         scores = normalizer.scores(inputs.q[:, :, queries].to(dtype), inputs.k[:, :, :n_keys].to(dtype), part)
-        yield AttentionBlock(layer, queries, part, scores, normalizer.normalize(scores, part), inputs if keep else None)
+        yield AttentionBlock(layer, normalizer, queries, part, scores, normalizer.normalize(scores, part), inputs if keep else None)
