@@ -22,6 +22,7 @@ ROOMS = (
     "model",
     "runs",
     "statistics",
+    "diagnostics",
     "evaluation",
     "report",
     "experiments",

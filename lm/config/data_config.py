@@ -233,7 +233,9 @@ class DataConfig:
     on_error: Literal["fail", "skip"] = key(
         "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
     )
-    root: str = key("data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap")})
+    root: str = key(
+        "data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")}
+    )
     prepare_workers: int | None = key(
         None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1, le=1024
     )

@@ -14,6 +14,7 @@ from lm.schema import Plain, block_of, key, optional, section, sections, variant
 
 Suite = Literal["quick", "full"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
+DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
 MOST_LENGTHS = 65536  # training lengths in a sequence
 MOST_SEQUENCES = 10**6
 MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
@@ -220,6 +221,41 @@ class NeedleConfig(EvaluationConfig):
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
 
 
+Statistics = Literal["concentration"]
+
+
+@dataclass
+class DiagnosticsConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
+    statistics: list[Statistics] = key(["concentration"], f"families of statistics: {', '.join(get_args(Statistics))}")
+    length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MOST_LENGTHS)
+    sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
+    queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MOST_SEQUENCES)
+    by_position: bool = key(False, "also each head's numbers at each number of visible keys")
+    top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
+    nearest: list[int] = key([16, 64], "numbers of keys whose weight is summed, the nearest keys first", ge=1)
+    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+
+    def wanted(self, data: DataConfig) -> bool:
+        return True
+
+    def problems(self) -> list[Problem]:
+        """Contradictory options."""
+        lists = {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}
+        found = [Problem(name, list(given), "names something twice") for name, given in lists.items() if len(set(given)) < len(given)]
+        return found + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])
+
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = check_inference(self.inference, model.position)
+        if data.symbolic and self.length_factor != 1:
+            problems.append(Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"))
+        problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
+        return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        return {"sequences": min(4, self.sequences)} if name == "quick" else {}
+
+
 @dataclass
 class EvalConfig:
     """What is measured: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
@@ -234,6 +270,9 @@ class EvalConfig:
     by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
+    diagnostics: DiagnosticsConfig | None = optional(
+        DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": DIAGNOSE}
+    )
 
     @classmethod
     def known(cls) -> list[str]:

@@ -4,7 +4,7 @@
 `ConfigError` with every problem. Nothing here imports torch.
 """
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 
 from lm.attention.options import Options
@@ -15,7 +15,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, one_line
-from lm.schema import Effect, Plain, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
+from lm.schema import Effect, Plain, block_of, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
 
 MAX_BASES = 50  # files that inherit from each other in a row
 
@@ -158,8 +158,8 @@ def acting_in(command: str, schema: type = Config, above: Effect | None = None, 
         here, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
         if command in here.acts_in:
             found.append(where)
-        elif is_dataclass(spec.type):
-            found += acting_in(command, spec.type, here, f"{where}.")
+        elif block := block_of(spec):
+            found += acting_in(command, block, here, f"{where}.")
     return found
 
 

@@ -110,7 +110,7 @@ class Phase:
     warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9)
 
 
-EVERYWHERE = ("train", "eval", "swap", "harness")  # the commands that run a model
+EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands that run a model
 
 
 @dataclass

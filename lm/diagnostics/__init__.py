@@ -1,0 +1,1 @@
+"""Statistics of a model's attention: what its weights look like, by layer, head and position."""

@@ -1,0 +1,129 @@
+"""How concentrated attention is, and where: on how many keys, on the first token, on near ones.
+
+Magnitudes |a| stand for the weights where those may be negative or need not sum to one. Names that end in `, no first` are of the same
+rows without the first token of the document, which may be an attention sink: fractions are then of what the others have.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lm.diagnostics.rows import AttentionRows
+from lm.diagnostics.statistic import Family, Statistic
+
+MASS = 0.95  # of the weight, which the largest weights hold together: `keys with 95% of the weight`
+NO_FIRST = ", no first"
+
+
+def sparsity(rows: AttentionRows) -> Tensor:
+    """S = mean |a| / root mean a^2 over the visible keys: 1 / sqrt(n) of one key, 1 of equal weights (Su, kexue.fm 9889)."""
+    relative = rows.size / rows.descending[..., :1]  # squares of small weights would underflow
+    return relative.sum(-1) / (relative.square().sum(-1) * rows.n).sqrt()
+
+
+def effective_keys(rows: AttentionRows) -> Tensor:
+    """N_eff = n S^2, which is 1 / sum a^2 of weights that sum to one: 1 of one key, n of equal weights."""
+    return sparsity(rows).square() * rows.n
+
+
+def entropy(rows: AttentionRows) -> Tensor | None:
+    """-sum a ln a, nats, of normalizers whose weights sum to one; NaN of rows with a negative weight."""
+    options = rows.normalizer.options
+    if not (options.sums_to_one or getattr(options, "n", "") == "sum"):
+        return None
+    p = rows.weights / rows.total.unsqueeze(-1)
+    return -torch.special.xlogy(p, p).sum(-1)
+
+
+def relative_entropy(rows: AttentionRows) -> Tensor | None:
+    """H / ln n: 0 of one key, 1 of equal weights."""
+    found = entropy(rows)
+    return None if found is None else found / rows.n.log()
+
+
+def largest(rows: AttentionRows) -> Tensor:
+    """The largest |a|, as it is, whatever the row's sum."""
+    return rows.descending[..., 0]
+
+
+def mass_of_largest(k: int) -> Statistic:
+    """The fraction of the weight on the k keys that have most."""
+
+    def of(rows: AttentionRows) -> Tensor:
+        return rows.descending[..., :k].sum(-1) / rows.total
+
+    return Statistic(f"weight on the largest {k}", "fraction", of)
+
+
+def zeros(rows: AttentionRows) -> Tensor:
+    """The fraction of the visible keys whose weight is exactly 0."""
+    return ((rows.weights == 0) & rows.visible).sum(-1) / rows.n
+
+
+def mass_on_first(rows: AttentionRows) -> Tensor:
+    """The fraction of the weight on the first token of the document; 0 where a window does not reach it."""
+    return (rows.size * rows.first).sum(-1) / rows.total
+
+
+def row_sum(rows: AttentionRows) -> Tensor | None:
+    """The sum of the weights, of normalizers where it need not be one."""
+    options = rows.normalizer.options
+    return None if options.sums_to_one or getattr(options, "n", "") == "sum" else rows.weights.sum(-1)
+
+
+def keys_with_most(rows: AttentionRows) -> Tensor:
+    """The least number of keys that together have `MASS` of the weight."""
+    short = rows.descending.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
+    return (short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
+
+
+def mass_of_nearest(k: int) -> Statistic:
+    """The fraction of the weight on the k nearest keys, the query's own token among them."""
+
+    def of(rows: AttentionRows) -> Tensor:
+        return (rows.size * (rows.distance < k)).sum(-1) / rows.total
+
+    return Statistic(f"weight on the nearest {k}", "fraction", of)
+
+
+def mean_distance(rows: AttentionRows) -> Tensor:
+    """How many tokens back the weight is on average."""
+    return (rows.size * rows.distance).sum(-1) / rows.total
+
+
+def log_sum(rows: AttentionRows) -> Tensor | None:
+    """ln Z, Z the sum of the unnormalized weights (`Normalizer.log_sum`): of e^score in softmax attention, of relu(z)^2 in a GAU's.
+
+    Its exponent in n is what Su's argument on dividing by n turns on (kexue.fm 9019): dividing by Z is dividing by n only if it is 1.
+    """
+    found = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
+    return None if found is None else found[0]
+
+
+def family(top_k: list[int], nearest: list[int]) -> Family:
+    """All statistics of concentration, with the numbers of keys that they are taken over."""
+    of_rows = [
+        Statistic("effective keys", "keys", effective_keys, shown=True, fitted=True),
+        Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
+        Statistic("largest weight", "", largest, shown=True, fitted=True),
+        Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, fitted=True),
+        Statistic("S", "fraction", sparsity),
+        Statistic("entropy", "nats", entropy),
+        Statistic("exact zeros", "fraction", zeros),
+        Statistic("mean distance", "tokens", mean_distance),
+        *map(mass_of_largest, top_k),
+        *map(mass_of_nearest, nearest),
+    ]
+    whole = [
+        Statistic("weight on the first token", "fraction", mass_on_first, shown=True),
+        Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
+        Statistic("sum of weights", "", row_sum),
+    ]
+    return Family((*of_rows, *whole, *map(_no_first, of_rows)))
+
+
+def _no_first(one: Statistic) -> Statistic:
+    """The same without the first token of the document."""
+    return replace(one, name=one.name + NO_FIRST, of=lambda rows: one.of(rows.without_first), shown=False)

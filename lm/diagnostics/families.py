@@ -1,0 +1,16 @@
+"""The table of statistics: the families that `eval.diagnostics.statistics` names."""
+
+from collections.abc import Callable
+
+from lm.config.eval_config import DiagnosticsConfig
+from lm.diagnostics import concentration
+from lm.diagnostics.statistic import Family
+
+FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {
+    "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
+}
+
+
+def families(asked: DiagnosticsConfig) -> tuple[Family, ...]:
+    """The families that are asked for, with their options."""
+    return tuple(FAMILIES[name](asked) for name in asked.statistics)

@@ -1,0 +1,129 @@
+"""Rows of attention: the scores and the weights of single queries over the keys that they see, which all statistics are made of.
+
+Shapes: H heads, T queries, S keys; one sequence at a time.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import Normalizer
+from lm.model.attention_stream import AttentionBlock
+from lm.model.blocks import AttentionInputs
+
+LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics say more about the number of keys than about the model
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """Some queries of one layer and sequence.
+
+    Attributes:
+        layer: from 0.
+        normalizer: of the layer: `normalize` makes weights of other scores.
+        layout: where queries and keys stand in their documents.
+        scores: (H, T, S) fp32, what the normalizer normalizes (`Normalizer.scores`); of visible keys alone they mean anything.
+        weights: (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many.
+        visible: (T, S) bool, the keys that a query may give weight to: those of its document up to itself, or of its window.
+        inputs: the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence.
+    """
+
+    layer: int
+    normalizer: Normalizer
+    layout: AttentionLayout
+    scores: Tensor
+    weights: Tensor
+    visible: Tensor
+    inputs: AttentionInputs | None = None
+
+    @classmethod
+    def of(cls, block: AttentionBlock) -> "AttentionRows":
+        """Of a block of one sequence."""
+        visible = block.normalizer.visible(block.layout)
+        return cls(block.layer, block.normalizer, block.layout, block.scores[0], block.weights[0], _one(visible), block.inputs)
+
+    @cached_property
+    def n(self) -> Tensor:
+        """How many keys each query sees, (T,) fp32."""
+        return self.visible.sum(-1).float()
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(T, S) bool: the first token of each query's document."""
+        return _one(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """(T, S) fp32: how many tokens back each key is; negative for those ahead."""
+        return _one(self.layout.distance())
+
+    @cached_property
+    def size(self) -> Tensor:
+        """|weights|, (H, T, S)."""
+        return self.weights.abs()
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Sum of |weights| of each row, (H, T); NaN where it is 0, so that whatever is divided by it is undefined there."""
+        total = self.size.sum(-1)
+        return total.masked_fill(total == 0, math.nan)
+
+    @cached_property
+    def descending(self) -> Tensor:
+        """|weights| from the largest to the smallest, (H, T, S)."""
+        return self.size.sort(-1, descending=True).values
+
+    @cached_property
+    def is_finite(self) -> Tensor:
+        """(H, T) bool: whether all scores of visible keys and all weights are finite."""
+        return ((self.scores.isfinite() | ~self.visible) & self.weights.isfinite()).all(-1)
+
+    @cached_property
+    def is_defined(self) -> Tensor:
+        """(H, T) bool: whether a row can be described: its numbers are finite, and not all of its weights are 0."""
+        return self.is_finite & (self.size.sum(-1) > 0)
+
+    def select(self, queries: Tensor) -> "AttentionRows":
+        """Some of the queries, (T,) bool or int64."""
+        layout = self.layout.select(queries, self.visible.size(-1))
+        return AttentionRows(
+            self.layer, self.normalizer, layout, self.scores[:, queries], self.weights[:, queries], self.visible[queries], self.inputs
+        )
+
+    @cached_property
+    def without_first(self) -> "AttentionRows":
+        """The same rows as if the first token of the document were not there: it is not visible, the weights of the others stay."""
+        seen = self.visible & ~self.first
+        return replace(self, weights=self.weights.masked_fill(self.first, 0.0), visible=seen)
+
+    def shuffled(self, order: Tensor) -> "AttentionRows":
+        """The same scores of each query in another order among the keys that it sees, normalized again.
+
+        order: (T, S) numbers that tell the order: the visible keys, sorted by them, take over the scores of the visible keys in their own
+        order. It is the same for all heads. What is left is what the distribution of the scores gives, wherever the keys stand.
+        """
+        places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in their order
+        drawn = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, in the drawn order
+        scores = torch.empty_like(self.scores).scatter_(-1, drawn.expand(self.scores.shape), self._at(places))
+        return replace(self, scores=scores, weights=self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0])
+
+    def _at(self, places: Tensor) -> Tensor:
+        """Scores in the order of `places` (T, S): (H, T, S)."""
+        return self.scores.gather(-1, places.expand(self.scores.shape))
+
+
+def _one(of_batch: Tensor) -> Tensor:
+    """What is (T, S), or (1, 1, T, S) of one sequence, as (T, S)."""
+    return of_batch.reshape(of_batch.shape[-2:])
+
+
+def query_indices(length: int, count: int) -> list[int]:
+    """Up to `count` queries of a sequence, ascending: from the first that can see `LEAST_KEYS` keys to the last one, evenly spread over the
+    logarithm of the number of keys, so that each octave has as many. Fewer in short sequences, where indices are not repeated."""
+    spread = np.geomspace(LEAST_KEYS, length, count) if length >= LEAST_KEYS else []
+    return sorted({round(float(keys)) - 1 for keys in spread})
