@@ -208,6 +208,33 @@ def evaluate(
 
 
 @app.command()
+def diagnose(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|KEY=VALUE",
+            help="run folders, checkpoints or exports, and overrides, e.g. eval.diagnostics.sequences=32",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Checkpoint = "last",
+    out: Results = None,
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Describe the attention of trained models.
+
+    Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled scores
+    (docs/diagnostics.md). Those of runs are kept in evaluations/.
+    """
+    from lm.evaluation.diagnose import diagnose
+
+    sources = [Path(one) for one in arguments if "=" not in one]
+    if not sources:
+        raise ConfigError("no run folder, checkpoint or export given, e.g. runs/softmax")
+    diagnose(sources, checkpoint, [one for one in arguments if "=" in one], out)
+
+
+@app.command()
 def swap(
     source: Source,
     to: To,
@@ -359,6 +386,7 @@ def main() -> None:
 _SMALLER = {  # by command: what needs less memory
     "train": "lower trainer.micro_batch, data.seq_len or the model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
+    "diagnose": "lower eval.diagnostics.length_factor",
     "swap": "lower data.seq_len or eval.sequences",
     "generate": "shorten the prompt, or lower --max-new-tokens",
     "harness": "lower --max-length",

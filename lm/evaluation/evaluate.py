@@ -99,7 +99,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
             keep(folder, measurement, evaluation, where)
         else:
             evaluation = before
-        write_evaluation(folder, evaluation)
+        write_evaluation(folder, measurement, evaluation)
         found.append(Evaluated(folder, evaluation, before is not None))
     return found
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import ClassVar
 
@@ -15,6 +15,7 @@ from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.hashes import plain_sha256
 from lm.data.store import Store
+from lm.evaluation.pictures import draw
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.series import Series
@@ -54,6 +55,10 @@ class Measurement(ABC):
     @abstractmethod
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
         """The numbers. Collective; the decoder and the random state stay as they are."""
+
+    def picture(self, series: Sequence[Series]) -> bytes | None:
+        """A PNG file of its result; None if there is nothing to draw."""
+        return draw(series)
 
     def precision(self, where: Device) -> str:
         """What it computes in, as recorded."""

@@ -18,6 +18,8 @@ from lm.runs.folder import write_json
 from lm.runs.series import Series, listed, number, series_names
 from lm.statistics.intervals import interval_of
 
+MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
@@ -84,6 +86,9 @@ def print_results(found: list[Evaluated]) -> None:
         title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].evaluation.step}"
         title += " (cached)" if all(one.cached for one in same) else ""
         for metrics in together(row for one in same for row in one.rows):
+            if len(metrics) > MOST_COLUMNS:
+                _print_by_metric(console, title, metrics, same)
+                continue
             table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
             for name in ("run, step", "used", "where")[not several :]:
                 table.add_column(name)
@@ -100,6 +105,28 @@ def print_results(found: list[Evaluated]) -> None:
                     name = [f"{one.folder.name}, {one.evaluation.step}" if index == 0 else ""] if several else []
                     table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
             console.print(table)
+
+
+def _print_by_metric(console: Console, title: str, metrics: list[str], found: list[Evaluated]) -> None:
+    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting."""
+    columns: dict[tuple[str, str], dict[str, Row]] = {}
+    for one in found:
+        for row in one.rows:
+            if row.metric in metrics and not row.where:
+                columns.setdefault((f"{one.folder.name}, {one.evaluation.step}", row.setting), {})[row.metric] = row
+    several = len({name for name, _ in columns}) > 1
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name, setting in columns:
+        table.add_column(f"{name}\n{setting}" if several else setting, justify="right")
+    for metric in metrics:
+        values = [column.get(metric) for column in columns.values()]
+        if any(values):
+            table.add_row(metric, *("" if row is None else f"{row.value:.4g}" for row in values))
+    console.print(table)
+    more = sum(row.metric in metrics and bool(row.where) for one in found for row in one.rows)
+    if more:
+        console.print(f"{more:,} more numbers, by layer, position or the like, and all intervals: in a table with -o table.csv")
 
 
 def together(rows: Iterable[Row]) -> list[list[str]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lm.errors import RunError
 from lm.evaluation.measurement import Measurement, Progress, weights_sha256
-from lm.evaluation.pictures import draw
 from lm.files import write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -26,9 +25,9 @@ def measured(
     )  # fmt: skip
 
 
-def write_evaluation(run: Path, evaluation: Evaluation) -> Path:
-    """Write a result to its file, and draw its picture if it has one; returns the file's path."""
-    path, picture = evaluation_path(run, evaluation.kind, evaluation.step), draw(evaluation.series)
+def write_evaluation(run: Path, measurement: Measurement, evaluation: Evaluation) -> Path:
+    """Write the result of a measurement to its file, and draw its picture if it has one; returns the file's path."""
+    path, picture = evaluation_path(run, evaluation.kind, evaluation.step), measurement.picture(evaluation.series)
     pictures = {} if picture is None else {path.with_suffix(".png"): picture}
     write_together({path: json_bytes(evaluation.plain()), **pictures}, "the evaluation")
     return path

@@ -64,7 +64,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
         evaluation = measured(swap, new, where, loaded.stamp["step"], loaded.stamp["tokens_seen"])
-        write_evaluation(made, evaluation)
+        write_evaluation(made, swap, evaluation)
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
     print(f"{facts['normalizer']} -> {new.config.normalizer.label()}, step {evaluation.step}")
     if not evaluation.series:

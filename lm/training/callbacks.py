@@ -147,7 +147,7 @@ class Evaluations(StepCallback):
         try:
             result = measured(measurement, decoder.to(where.device), where, step, tokens)
             if trainer.is_global_zero:
-                path = write_evaluation(self.config.run_folder, result)
+                path = write_evaluation(self.config.run_folder, measurement, result)
                 keep(self.config.run_folder, measurement, result, where)
                 scores = logged(result)
                 self.record.write({"step": step, "tokens": tokens, **scores})

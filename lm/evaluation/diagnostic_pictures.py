@@ -1,0 +1,78 @@
+"""The picture of diagnostics: a row for each statistic that reports show, its curve by the number of visible keys and a map of heads."""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lm.evaluation.diagnostic_series import HEAD, KEYS
+from lm.evaluation.line_styles import colour_and_marker
+from lm.runs.series import Series, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw(series: Sequence[Series]) -> bytes | None:
+    """A PNG file; None if no statistic is defined anywhere."""
+    curves = [one for one in series if one.axis and one.axis.name == KEYS and one.shown]
+    metrics, settings = ([*dict.fromkeys(getattr(one, name) for one in curves)] for name in ("metric", "setting"))
+    maps = {(one.metric, one.setting): [] for one in curves}
+    for one in series:
+        if one.axis and one.axis.name == HEAD and (one.metric, one.setting) in maps and "," not in one.what:
+            maps[one.metric, one.setting].append(one.means)
+    if not curves:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns, layers = 1 + len(settings), max(map(len, maps.values()))
+    size = (5.5 + 3.2 * len(settings), max(2.6, 0.22 * layers + 1.2) * len(metrics))
+    figure, grid = plt.subplots(
+        len(metrics), columns, figsize=size, squeeze=False, layout="constrained", width_ratios=[5.5] + [3.2] * (columns - 1)
+    )
+    for row, metric in zip(grid, metrics, strict=True):
+        _curve(row[0], [one for one in curves if one.metric == metric])
+        found = {setting: np.array(maps[metric, setting]) for setting in settings if maps.get((metric, setting))}
+        limits = _limits(list(found.values()))
+        for axes, setting in zip(row[1:], settings, strict=True):
+            axes.set_title(f"{metric}\n{setting}", fontsize=9)
+            image = _map(axes, found.get(setting), limits)
+        if image is not None:
+            figure.colorbar(image, ax=row[1:].tolist())
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    plt.close(figure)
+    return png.getvalue()
+
+
+def _curve(axes: "Axes", lines: list[Series]) -> None:
+    for index, one in enumerate(lines):
+        axes.plot(one.axis.values, one.means, label=one.setting, markersize=4, **colour_and_marker(index))
+    first = lines[0]
+    axes.set_xscale("log", base=2)
+    ticks = [2**power for power in range(31) if first.axis.values[0] / 2 < 2**power < first.axis.values[-1] * 2]
+    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.axvline(first.seq_len, color="0.6", linewidth=1, label="training length")
+    axes.set(title=first.metric, xlabel="visible keys n", ylabel=first.unit)
+    axes.title.set_fontsize(9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+
+
+def _limits(maps: list[np.ndarray]) -> tuple[float, float]:
+    """One range of colours for all maps of a statistic."""
+    known = np.concatenate([one[np.isfinite(one)] for one in maps] or [np.empty(0)])
+    return (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+
+
+def _map(axes: "Axes", values: np.ndarray | None, limits: tuple[float, float]) -> object:
+    """Layers from the top to the bottom, heads from left to right."""
+    if values is None:
+        axes.set_visible(False)
+        return None
+    axes.set(xlabel="head", ylabel="layer", xticks=range(values.shape[1]), yticks=range(values.shape[0]))
+    return axes.imshow(values, vmin=limits[0], vmax=limits[1], cmap="viridis", aspect="auto")

@@ -1,0 +1,125 @@
+"""Diagnostics: statistics of attention weights (`lm.diagnostics`), of the model, of the untrained one, and with shuffled scores."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config.eval_config import DiagnosticsConfig
+from lm.config.tree import Config
+from lm.data.batches import long_starts, validation_starts
+from lm.data.store import Store
+from lm.diagnostics.families import families
+from lm.diagnostics.measured import Measures, orders
+from lm.diagnostics.rows import LEAST_KEYS, query_indices
+from lm.errors import ConfigError, Problem
+from lm.evaluation.diagnostic_pictures import draw
+from lm.evaluation.diagnostic_series import Models, series_of
+from lm.evaluation.held_out import HeldOut, task_sequences
+from lm.evaluation.measurement import Measurement, Progress
+from lm.evaluation.sequences import by_sequence
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.model.inference import for_inference
+from lm.runs.series import Series
+from lm.schema import Plain, to_plain
+
+SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
+
+
+def diagnostic_sequences(store: Store, config: Config, asked: DiagnosticsConfig) -> HeldOut:
+    """Up to `asked.sequences` held-out sequences: validation windows at the training length, else each within one document.
+
+    Raises:
+        ConfigError: no document is long enough, or no query of such a sequence would see `LEAST_KEYS` keys.
+    """
+    length = round(asked.length_factor * config.data.seq_len)
+    path, given = "eval.diagnostics.length_factor", asked.length_factor
+    if length < LEAST_KEYS:
+        reason = f"makes sequences of {length} tokens, in which no query sees the {LEAST_KEYS} keys that statistics need"
+        raise ConfigError([Problem(path, given, reason, "set it higher")])
+    if config.data.symbolic:
+        held_out = task_sequences(store, config)
+        chosen = np.arange(min(asked.sequences, len(held_out.sequences))) * len(held_out.sequences) // asked.sequences
+        return HeldOut(held_out.sequences[chosen], held_out.token_bytes)
+    if asked.length_factor == 1:
+        starts, isolate = validation_starts(store.val, length, asked.sequences), config.data.documents == "isolate"
+    else:
+        starts, isolate = long_starts(store.val, length, asked.sequences), False
+    if not len(starts):
+        reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
+        raise ConfigError([Problem(path, given, reason, "set it lower")])
+    return HeldOut.take(store, starts, length, isolate)
+
+
+class Diagnostics(Measurement):
+    """Statistics of attention weights by layer, head and number of visible keys, of three models.
+
+    Beside the model, under each inference setting: the untrained model of the same configuration and seed, and the model with the scores
+    of each query shuffled among the keys that it sees. What holds of those, too, says nothing about training. In fp32.
+    """
+
+    kind = "diagnostics"
+
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        self.held_out = diagnostic_sequences(store, config, self.asked)
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        asked = {name: value for name, value in to_plain(self.asked).items() if name not in ("every", "at", "max_seconds")}
+        measured = {"sequences": len(self.held_out.sequences), "length": self.held_out.length, "sequences_sha256": self.held_out.sha256}
+        return {"seq_len": self.config.data.seq_len, **asked, **measured, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
+
+    @property
+    def work(self) -> int:
+        return len(self.held_out.sequences) * len(self.asked.inference)
+
+    def precision(self, where: Device) -> str:
+        return "32"
+
+    def picture(self, series: Sequence[Series]) -> bytes | None:
+        return draw(series)
+
+    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
+        untrained = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=self.config.seed).to(where.device)
+        models: Models = {}
+        for setting in self.asked.inference:
+            words = "" if setting.label == "as trained" else f", {setting.label}"
+            pair = [for_inference(one, setting) for one in (decoder, untrained)]
+            measures, found = statistics_of(*pair, self.held_out, self.asked, where, progress)
+            values = [measures.values(found[:, number], decoder.seq_len) for number in range(3)]
+            models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
+        return series_of(models, measures, self.held_out, self.asked.by_position, self.store.fingerprint)
+
+
+def statistics_of(
+    decoder: Decoder,
+    untrained: Decoder,
+    held_out: HeldOut,
+    asked: DiagnosticsConfig,
+    where: Device,
+    progress: Progress = lambda sequences: None,
+) -> tuple[Measures, np.ndarray]:
+    """What is measured, and of each sequence the vectors of the model, of the untrained one and of shuffled scores: (N, 3, numbers) fp32.
+
+    Sequences are split over the ranks of `where`; every rank returns all. Collective.
+    """
+    queries = query_indices(held_out.length, asked.queries)
+    heads = max(one.layer.n_head for one in decoder.normalizers())
+    measures = Measures(families(asked), len(decoder.normalizers()), heads, queries, held_out.length)
+
+    def measure(part: list[int]) -> Tensor:
+        with torch.autocast(where.device.type, enabled=False):
+            return torch.stack([of_one(index) for index in part])
+
+    def of_one(index: int) -> Tensor:
+        batch = held_out.batch([index]).to(where.device)
+        where.check_time()
+        model, shuffled = measures.of(decoder, batch, orders(index, len(queries), held_out.length))
+        return torch.stack([model, *measures.of(untrained, batch), shuffled])
+
+    count = len(held_out.sequences)
+    shape = 3, measures.numbers
+    return measures, by_sequence([decoder, untrained], [held_out.length] * count, shape, where, measure, progress)
