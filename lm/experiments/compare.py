@@ -11,11 +11,11 @@ from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
+from lm.experiments.page import write_page
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, summary, tuning_means, tuning_table
 from lm.experiments.tuning_tables import csv_text
 from lm.files import write_text
-from lm.report.html import write_report
 from lm.runs.folder import write_json
 from lm.schema import Plain
 
@@ -52,7 +52,7 @@ def compare(
 
 
 def _conclude(procedure: Procedure) -> None:
-    """Print the verdicts; write them, what tuning found, and the report of the final runs into the experiment's folder.
+    """Print the verdicts; write them, what tuning found, and the report into the experiment's folder.
 
     Raises:
         RunError: nothing has been trained yet.
@@ -77,12 +77,7 @@ def _conclude(procedure: Procedure) -> None:
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
-    for size in experiment.sizes:
-        final = [one for one in procedure.final(size, procedure.rates(size) or {}) if one.outcome.state == "finished"]
-        final.sort(key=lambda one: one.arm != experiment.arms[0].name)
-        if final:
-            report = write_report([one.config.run_folder for one in final], experiment.folder / REPORT / size)
-            print(f"report, on all held-out text: {report.html}")
+    print(f"report: {write_page([procedure], experiment.folder / REPORT)}")
 
 
 def _shown(line: dict[str, Plain]) -> dict[str, Plain]:

@@ -26,7 +26,7 @@ def how_measured(comparison: Comparison) -> list[tuple[str, str]]:
         *(made for name, one in on.items() for made in (line(name, partial(_amount, one)), line(f"{name} (sha256)", one.sha256))),
         ("inference settings", ", ".join(settings) or "none"),
         line("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        line("data", _data),
+        line("data", corpus),
         *([line("tasks", _tasks)] if any(map(_tasks, comparison.runs)) else []),
         line("steps: evaluated / planned", lambda run: f"{_step(run)} / {show(run.flat.get('trainer.max_steps'))}"),
         line("tokens seen", lambda run: run.tokens_seen),
@@ -61,7 +61,8 @@ def _parameters(run: RunRecord) -> str:
     return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
 
 
-def _data(run: RunRecord) -> str | None:
+def corpus(run: RunRecord) -> str | None:
+    """Where the text or the tasks come from, and how much there is."""
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _pairs({**source, **counts})

@@ -1,0 +1,268 @@
+"""The pictures of an experiment's page, from its runs: every seed is in them."""
+
+import math
+from itertools import product
+
+import numpy as np
+
+from lm.experiments.outcomes import SELECTION
+from lm.experiments.page_words import interval_of
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.size_results import SizeResults
+from lm.experiments.tuning_tables import Tried, by_arm_and_rate
+from lm.report.along_axis import AlongAxis, differences_along, values_along
+from lm.report.panels import Map, Panel, Picture, Trace, doublings, picture, plain_ticks
+from lm.report.plots import FIRST_POSITION, smooth
+from lm.report.sections import Arm, Line, Section
+from lm.runs.folder import METRICS
+from lm.runs.metric_log import DIVERGED, Curve, curve, read_metrics
+from lm.runs.series import Series
+from lm.schema import Plain
+
+_POINTS = 250  # of a curve in a picture
+NORMALIZER = "normalizer/"  # beginning of the names of logged parameters
+_MOST_LINES = 3  # of one setting; more are drawn as a map
+_UNITS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+
+
+def curves(found: SizeResults) -> Picture | None:
+    """Training and validation loss, and the primary metric if it was measured while training, by tokens seen; None: nothing is logged."""
+    logs = {run.config.run_folder: read_metrics(run.config.run_folder / METRICS)[0] for run, _ in found.begun}
+    primary = found.experiment.primary.metric
+    titles = {"train/loss": "Training loss", SELECTION: "Validation loss"} | ({} if primary == SELECTION else {primary: primary})
+    panels = []
+    for name, title in titles.items():
+        by_run = [(run, curve(logs[run.config.run_folder], name)) for run, _ in found.begun]
+        if name in ("train/loss", SELECTION) or any(len(one.tokens) > 1 for _, one in by_run):
+            panels.append(_curves_panel(found, title, name, by_run, logs))
+    if not any(panel.traces for panel in panels):
+        return None
+    caption = "Thin: single seeds"
+    caption += "; training loss as a centred moving mean. " if panels[0].traces else ". "
+    caption += "Thick: mean over the seeds of an arm that have finished. All of the held-out text, the part that selects included."
+    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
+        caption += " Crosses at the top: where a run diverged."
+    return picture(panels, found.arm_names, caption)
+
+
+def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]], logs: dict) -> Panel:
+    last = max((one.tokens[-1] for _, one in by_run if len(one.tokens)), default=1)
+    unit, word = next(((size, word) for size, word in _UNITS if last >= size), (1, ""))
+    traces, settled = [], []
+    for run, one in by_run:
+        if not len(one.tokens):
+            continue
+        window = max(1, len(one.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
+        every, y = max(1, len(one.tokens) // _POINTS), smooth(one.loss, window)
+        traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[::every] / unit, y[::every], "seed"))
+        settled += y[(one.tokens > 0.1 * last) & np.isfinite(y)].tolist()
+        if any(DIVERGED in line for line in logs[run.config.run_folder]):
+            traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[-1:] / unit, one.loss[-1:], "diverged"))
+    if name != "train/loss":
+        for arm in found.arm_names:
+            same = [one for run, one in by_run if run.arm == arm and run.outcome.state == "finished" and len(one.tokens)]
+            if len({one.tokens.tobytes() for one in same}) == 1:
+                mean = np.mean([one.loss for one in same], axis=0)
+                traces.append(Trace(found.colour(arm), f"{arm}, mean of {len(same)} seeds", same[0].tokens / unit, mean, "mean"))
+    low, high = (min(settled), max(settled)) if settled else (0, 1)
+    pad = 0.06 * (high - low) or 0.1
+    label = "nats per token" if name in ("train/loss", SELECTION) else name
+    return Panel(title, f"tokens seen ({word})" if word else "tokens seen", label, traces, y_range=(low - pad, high + pad))
+
+
+def _of_seed(run: Run) -> str:
+    return f"{run.arm}, seed {run.seed}"
+
+
+def rates(procedure: Procedure, size: str) -> Picture | None:
+    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate; None without tuning."""
+    experiment, tried = procedure.experiment, procedure.tried(size)
+    names = [arm.name for arm in experiment.arms]
+    if not any(one.selection is not None for one in tried):
+        return None
+    chosen = procedure.rates(size) or {}
+    ticks = {rate: f"{rate:g}" for rate in sorted({one.rate for one in tried})}
+    losses = by_arm_and_rate([one for one in tried if one.selection is not None], size, "selection")
+    traces, rings = [], []
+    for number, arm in enumerate(names):
+        traces += _tried(number, arm, [one for one in tried if one.arm == arm and one.selection is not None])
+        mean = {rate: float(np.mean(some)) for rate, some in sorted(losses.get(arm, {}).items()) if all(map(math.isfinite, some))}
+        traces.append(Trace(number, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
+        rings += [(chosen[arm], mean[chosen[arm]], number)] if chosen.get(arm) in mean else []
+    first = Panel("Tuning runs", experiment.tune.key, f"{SELECTION}, selection text", traces, ticks, log=10, rings=rings)
+    metric, primary = experiment.primary.metric, by_arm_and_rate([one for one in tried if one.primary is not None], size, "primary")
+    apart = []
+    for number, arm in enumerate(names[1:], 1):
+        both = {
+            rate: zip(some, primary[names[0]][rate], strict=False)
+            for rate, some in primary.get(arm, {}).items()
+            if rate in primary.get(names[0], {})
+        }
+        found = {rate: [ours - theirs for ours, theirs in pairs if math.isfinite(ours - theirs)] for rate, pairs in sorted(both.items())}
+        found = {rate: some for rate, some in found.items() if some}
+        flat = [(rate, value) for rate, some in found.items() for value in some]
+        apart.append(Trace(number, f"{arm} - {names[0]}, single seeds", *np.array(flat).reshape(-1, 2).T, "dots"))
+        apart.append(
+            Trace(number, f"{arm} - {names[0]}, mean", np.array([*found]), np.array([np.mean(some) for some in found.values()]), "mean")
+        )
+    title = f"Difference to {names[0]}, both at the same rate"
+    second = Panel(
+        title, experiment.tune.key, f"{metric}, selection text", apart, ticks, log=10, zero=True, small=experiment.primary.matters
+    )
+    caption = "Left: dots are single tuning seeds, lines their means, rings the rates that were chosen."
+    if any(trace.kind == "diverged" for trace in traces):
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+    caption += f" Right: what the verdicts' rule about other rates looks at. Shaded: differences below {experiment.primary.matters:g}."
+    return picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
+
+
+def _tried(number: int, arm: str, mine: list[Tried]) -> list[Trace]:
+    lost, kept = ([one for one in mine if math.isfinite(one.selection) is good] for good in (False, True))
+    rates, seen = np.array([one.rate for one in kept]), np.array([one.selection for one in kept])
+    found = [Trace(number, f"{arm}, single seeds", rates, seen, "dots")]
+    if lost:
+        at = np.array([one.rate for one in lost])
+        found.append(Trace(number, f"{arm}, diverged", at, np.full(len(at), np.nan), "diverged"))
+    return found
+
+
+def differences(procedure: Procedure, lines: list[dict[str, Plain]]) -> Picture | None:
+    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size; `lines`: of `summary`."""
+    experiment = procedure.experiment
+    base, *others = experiment.arms
+    names, sizes, several = [arm.name for arm in experiment.arms], list(experiment.sizes), len(experiment.sizes) > 1
+    places = sizes if several else names[1:]
+    traces = []
+    for size, (number, arm) in product(sizes, enumerate(others, 1)):
+        single = procedure.comparison(size, base, arm).differences
+        (interval,) = (interval_of(line) for line in lines if (line["size"], line["arm"]) == (size, arm.name))
+        x = places.index(size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
+        label = ", ".join(filter(None, (size, arm.name)))
+        if len(single):
+            traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), np.array(single), "dots"))
+        if interval:
+            y, low, high = (np.array([value]) for value in interval.listed())
+            traces.append(Trace(number, label, np.array([x + 0.06]), y, "interval", low, high))
+    if not traces:
+        return None
+    small, metric = experiment.primary.matters, experiment.primary.metric
+    panel = Panel(
+        f"Difference to {base.name}" + (" by size" if several else ""), "", f"{metric}, report text", traces,
+        dict(enumerate(places)), zero=True, small=small,
+    )  # fmt: skip
+    caption = (
+        f"Dots: single seeds. Bars: mean with its 95% Student t interval over seeds, not adjusted. Shaded: differences below {small:g}."
+    )
+    return picture([panel], names, caption)
+
+
+def along_axis(found: SizeResults, section: Section) -> Picture | None:
+    """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
+    comparison, first = found.comparison, section.first
+    bins, panels, overs = section.shape == "bins", [], []
+    for line in section.lines:
+        series = {arm.label: section.of_arm(arm, line) for arm in comparison.arms}
+        title = ", ".join(filter(None, (line.metric, *line.of)))
+        values = {arm: made for arm, some in series.items() if some and (made := values_along(some)) is not None}
+        panels.append(_axis_panel(found, section, title, _traces(found, values), f"{line.metric} ({first.unit})"))
+        if any(one.control for some in series.values() for one in some):
+            continue
+        pairs = {arm.label: _pairs(section, line, arm, comparison.arms[0]) for arm in comparison.arms[1:]}
+        apart = {arm: made for arm, some in pairs.items() if some and (made := differences_along(some)) is not None}
+        if comparison.arms[0].label == found.arm_names[0] and apart:
+            overs += [one.over for one in apart.values() if one.over]
+            label = f"difference ({first.unit})"
+            panels.append(
+                _axis_panel(
+                    found, section, f"{title}: paired difference to {found.arm_names[0]}", _traces(found, apart), label, difference=True
+                )
+            )
+    caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}. Thin: single seeds; thick: their mean."
+    if overs:
+        caption += f" Bands of the differences: 95% intervals over {' or '.join(dict.fromkeys(overs))}, point by point, not adjusted."
+    caption += f" From position {FIRST_POSITION}." if bins else ""
+    caption += " On the documents that are reported on." if first.data_fingerprint else ""
+    return picture(panels, found.arm_names, caption)
+
+
+def _pairs(section: Section, line: Line, arm: Arm, base: Arm) -> list[tuple[Series, Series]]:
+    """The series of both arms, seed by seed."""
+    theirs = {run.seeds[-1]: run for run in base.runs}
+    both = [(run, theirs[run.seeds[-1]]) for run in arm.runs if run.seeds[-1] in theirs]
+    return [
+        (section.series[one, line], section.series[other, line])
+        for one, other in both
+        if {(one, line), (other, line)} <= section.series.keys()
+    ]
+
+
+def _traces(found: SizeResults, by_arm: dict[str, AlongAxis]) -> list[Trace]:
+    traces = []
+    for arm, one in by_arm.items():
+        number = found.colour(arm)
+        traces += [Trace(number, f"{arm}, one seed", one.x, row, "seed") for row in one.seeds if len(one.seeds) > 1]
+        ends = (one.low, one.high) if one.over else (None, None)
+        traces.append(Trace(number, f"{arm}, mean", one.x, one.mean, "mean", *ends))
+    return traces
+
+
+def _axis_panel(found: SizeResults, section: Section, title: str, traces: list[Trace], label: str, difference: bool = False) -> Panel:
+    axis, x = section.first.axis, np.concatenate([one.x for one in traces] or [np.ones(1)])
+    ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
+    name = f"{axis.name} ({axis.unit})" if axis.unit else axis.name
+    marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
+    levels = {} if difference else {level: name for one in section.series.values() for name, level in one.references.items()}
+    whole = section.first.unit == "fraction" and not difference
+    return Panel(
+        title, name, label, traces, ticks, log=2 if axis.log else 0, zero=difference, marks=marks, levels=levels,
+        y_range=(-0.03, 1.03) if whole else None,
+    )  # fmt: skip
+
+
+def maps(found: SizeResults) -> list[Picture]:
+    """Fractions that are measured in many places at once, such as needles by depth and length: a map an arm, of the mean over seeds."""
+    groups: dict[tuple[str, str, str], dict[str, dict[str, list[Series]]]] = {}
+    for arm in found.comparison.arms:
+        for run in arm.runs:
+            for one in (
+                one
+                for evaluation in run.evaluations
+                for one in evaluation.series
+                if one.shape == "points" and one.unit == "fraction" and not one.shown
+            ):
+                groups.setdefault((one.kind, one.metric, one.setting), {}).setdefault(arm.label, {}).setdefault(one.what, []).append(one)
+    pictures = []
+    for (kind, metric, setting), by_arm in groups.items():
+        if max(map(len, by_arm.values())) > _MOST_LINES:
+            panels = [
+                _map(arm, rows) for arm, rows in by_arm.items() if len({one.axis.values for some in rows.values() for one in some}) == 1
+            ]
+            caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
+            pictures += [picture(panels, found.arm_names, caption, columns=3)] if panels else []
+    return pictures
+
+
+def _map(arm: str, rows: dict[str, list[Series]]) -> Map:
+    axis = next(iter(rows.values()))[0].axis
+    values = np.array([np.mean([one.means for one in some], axis=0) for some in rows.values()])
+    label = f"{axis.name} ({axis.unit})" if axis.unit else axis.name
+    return Map(arm, label, list(plain_ticks(axis.values).values()), list(rows), values, 1.0)
+
+
+def normalizer_parameters(found: SizeResults) -> Picture | None:
+    """The normalizers' parameters by tokens seen; None: none are logged."""
+    by_name: dict[str, list[Trace]] = {}
+    for run, record in found.begun:
+        lines = [line for line in read_metrics(record.folder / METRICS)[0] if "tokens" in line]
+        logged = sorted({name for line in lines for name in line if name.startswith(NORMALIZER)})
+        for name in logged:
+            points = np.array(
+                [(line["tokens"], np.nan if line[name] is None else line[name]) for line in lines if name in line], dtype=float
+            )
+            parameter, _, place = name.removeprefix(NORMALIZER).partition("/")
+            points = points[:: max(1, len(points) // _POINTS)]
+            by_name.setdefault(parameter, []).append(Trace(found.colour(run.arm), f"{_of_seed(run)}, {place}", *points.T, "seed"))
+    if not by_name:
+        return None
+    panels = [Panel(name, "tokens seen", name, traces) for name, traces in by_name.items()]
+    return picture(panels, found.arm_names, "Parameters of the normalizers. A line for each seed, layer and head.")

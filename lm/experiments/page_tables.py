@@ -1,0 +1,143 @@
+"""The tables of an experiment's page."""
+
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from lm.experiments.definition import Experiment
+from lm.experiments.page_words import interval_of
+from lm.experiments.procedure import Run
+from lm.experiments.size_results import SizeResults
+from lm.report.comparison import Comparison, show
+from lm.report.methods import how_measured
+from lm.report.tables import Cell, Column, Table, digits, signed
+from lm.runs.folder import METRICS
+from lm.runs.identity import starts
+from lm.runs.metric_log import read_metrics
+from lm.runs.record import RunRecord
+from lm.schema import Plain
+
+_Made = tuple[Column, list[Cell]]
+
+
+def summary_table(experiment: Experiment, lines: list[dict[str, Plain]]) -> Table:
+    """A row for each size and arm, from the lines of `summary`."""
+
+    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[_Made]:
+        return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
+
+    metric = experiment.primary.metric
+    made = column("size", [line["size"] or None for line in lines], kind="label")
+    made += column("arm", [line["arm"] for line in lines], kind="label")
+    made += column(experiment.tune.key, [None if line["rate"] is None else f"{line['rate']:g}" for line in lines])
+    made += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
+    made += column(f"mean {metric}", [digits(line["mean"]) for line in lines], "report text")
+    over = "95% interval over seeds, not adjusted"
+    made += column(f"difference to {experiment.arms[0].name}", list(map(interval_of, lines)), over, "difference")
+    made += column("p", [f"{line['p']:.2g}" if "p" in line else None for line in lines], "adjusted")
+    made += column("verdict", [line.get("verdict") for line in lines], kind="words")
+    return Table("Summary", "", tuple(made))
+
+
+def seeds_table(found: SizeResults) -> Table:
+    """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
+    primary, base = found.experiment.primary.metric, found.arm_names[0]
+    runs = {(run.arm, run.seed): run for run in found.final}
+    values = {at: _value(run, primary) for at, run in runs.items()}
+    seeds = found.experiment.seeds
+    made: list[_Made] = [(Column("seed", kind="label"), list(map(str, seeds)))]
+    for arm in found.arm_names:
+        at = [(arm, seed) for seed in seeds]
+        words = [
+            digits(values[each]) if values.get(each) is not None else runs[each].outcome.state if each in runs else "no rate" for each in at
+        ]
+        made.append((Column(arm, primary), words))
+    for arm in found.arm_names[1:]:
+        both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
+        made.append((Column(f"{arm} - {base}", primary), [None if None in pair else signed(pair[0] - pair[1]) for pair in both]))
+    return Table("Every seed" + (f", {found.size}" if found.size else "") + ", on the report text", primary, tuple(made))
+
+
+def _value(run: Run, metric: str) -> float | None:
+    if run.outcome.state != "finished" or (values := run.outcome.values(metric)) is None:
+        return None
+    return values.part(selection=False).mean
+
+
+def cost_table(found: SizeResults) -> Table | None:
+    """What a run of each arm took, mean over its finished final runs; None if none has finished."""
+    by_arm = {arm: [record for run, record in found.finished if run.arm == arm] for arm in found.arm_names}
+    by_arm = {arm: records for arm, records in by_arm.items() if records}
+    times = {record.folder: _under_way(record) for _, record in found.begun}
+    units = {
+        "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
+        "speed": "tokens/s", "beside it": "other runs, mean",
+    }  # fmt: skip
+    costs = {arm: [dict(zip(units, _costs(record, times), strict=True)) for record in records] for arm, records in by_arm.items()}
+    made: list[_Made] = [(Column("arm", kind="label"), list(by_arm)), (Column("runs"), [str(len(records)) for records in by_arm.values()])]
+    for name, unit in units.items():
+        known = [[one[name] for one in some if one[name] is not None] for some in costs.values()]
+        made += [(Column(name, unit), [f"{np.mean(some):.4g}" if some else None for some in known])] if any(known) else []
+    devices = [", ".join(dict.fromkeys(show(record.used("device")) for record in records)) for records in by_arm.values()]
+    made.append((Column("device", kind="words"), devices))
+    return Table("What a run took" + (f", {found.size}" if found.size else ""), "", tuple(made)) if by_arm else None
+
+
+def _costs(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None]) -> tuple[float | None, ...]:
+    """In the order and units of the table; None where the run folder does not say."""
+    tokens, seconds = record.tokens_seen, _seconds(record)
+    total, normalizer, flops = (record.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
+    return (
+        total and total / 1e6,
+        normalizer,
+        tokens and tokens / 1e6,
+        flops and tokens and flops * tokens / 1e12,
+        seconds,
+        tokens and seconds and tokens / seconds,
+        _beside(record, times),
+    )
+
+
+def _seconds(record: RunRecord) -> float | None:
+    """Time spent in training steps, without evaluations, over all starts."""
+    logged = [line["elapsed_s"] for line in read_metrics(record.folder / METRICS)[0] if line.get("elapsed_s")]
+    return logged[-1] if logged else None
+
+
+def _under_way(record: RunRecord) -> tuple[datetime, datetime] | None:
+    """From when to when the last start of a run trained at least."""
+    begun, seconds = starts(record.environment), _seconds(record)
+    if not begun or not seconds or not begun[-1].get("time"):
+        return None
+    first = datetime.fromisoformat(begun[-1]["time"])
+    return first, first + timedelta(seconds=seconds)
+
+
+def _beside(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None]) -> float | None:
+    """How many other final runs were under way at a time, on average over this one's."""
+    mine = times[record.folder]
+    if mine is None:
+        return None
+    others = [one for folder, one in times.items() if one and folder != record.folder]
+    shared = sum(max(0.0, (min(mine[1], stop) - max(mine[0], start)).total_seconds()) for start, stop in others)
+    return shared / (mine[1] - mine[0]).total_seconds()
+
+
+def configuration_table(comparison: Comparison) -> Table:
+    """Every configuration key in which the arms differ."""
+    own = re.compile(r"name|runs|init_from|experiment(\..*)?")
+    lines = [(key, values) for key, values in comparison.config_diff if not own.fullmatch(key)]
+    made: list[_Made] = [(Column("key", kind="label"), [key for key, _ in lines])]
+    made += [(Column(arm.label, kind="words"), [values[number] for _, values in lines]) for number, arm in enumerate(comparison.arms)]
+    return Table("Configuration keys in which the arms differ", "", tuple(made))
+
+
+def environment_table(comparison: Comparison) -> Table:
+    """What is the same in all runs and what differs, and how they were measured."""
+    words = {True: "all runs", False: "differs", None: "not known of all"}
+    lines = [(check.what, words[check.ok], check.detail) for check in comparison.checks]
+    lines += [(what, "", value) for what, value in how_measured(comparison)]
+    columns = [Column("what", kind="label"), Column("same in", kind="label"), Column("value", kind="words")]
+    return Table("Runs and environment", "", tuple((column, [line[number] for line in lines]) for number, column in enumerate(columns)))

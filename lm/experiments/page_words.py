@@ -1,0 +1,175 @@
+"""What an experiment's page says in words: the question, the verdicts, what was lost, and how it was done."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lm.experiments.definition import Experiment
+from lm.experiments.outcomes import SELECTION, selects
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.size_results import SizeResults
+from lm.report.comparison import show
+from lm.report.methods import corpus, measuring_methods, models, training_methods
+from lm.report.tables import DIFFERENCE
+from lm.runs.folder import TOKENIZER
+from lm.schema import Plain
+from lm.statistics.intervals import Interval
+from lm.statistics.tuning import EXTENSIONS
+from lm.statistics.verdicts import ALPHA
+
+COST = (
+    "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
+    "device and with as many other runs beside: how many final runs of this experiment were under way at a time is known from their "
+    "starts, what else the machine did is not. FLOPs are computed, not measured."
+)
+
+
+def joined(names: list[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def question(experiment: Experiment) -> str:
+    """What the experiment asks, as its file settled it before any run."""
+    base, *others = (arm.name for arm in experiment.arms)
+    primary = experiment.primary
+    does = f"{'Does' if len(others) == 1 else 'Do'} {joined(others)}"
+    return (
+        f"{does} change {primary.metric} by more than {primary.matters:g}, compared with {base}? ({primary.better.capitalize()} is better.)"
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The verdict on an arm (and size), and what it rests on, in words."""
+
+    arm: str
+    verdict: str
+    because: str
+
+
+def answers(experiment: Experiment, lines: list[dict[str, Plain]]) -> list[Answer]:
+    """One for each arm and size; `lines`: of `summary`."""
+    base = experiment.arms[0].name
+    return [_answer(line, base) for line in lines if line["arm"] != base]
+
+
+def _answer(line: dict[str, Plain], base: str) -> Answer:
+    because = f"{line['reason'][:1].upper()}{line['reason'][1:]}."
+    if interval := interval_of(line):
+        shown = f"{DIFFERENCE.shown(interval)}, 95% interval over {interval.over}, not adjusted; adjusted p {line['p']:.2g}"
+        because = f"Difference to {base}: {shown}. {because}"
+    return Answer(", ".join(filter(None, (line["arm"], line["size"]))), line["verdict"], because)
+
+
+def interval_of(line: dict[str, Plain]) -> Interval | None:
+    """The difference of a line of `summary`, over seeds; None if there is none."""
+    if not line.get("difference"):
+        return None
+    return Interval(*(float("nan") if value is None else value for value in line["difference"]), f"{line['runs']} seeds")
+
+
+def family(experiment: Experiment) -> str:
+    """Which comparisons were adjusted for each other."""
+    count = (len(experiment.arms) - 1) * len(experiment.sizes)
+    if count == 1:
+        return "There is one comparison: p needs no adjustment."
+    sizes = f", {len(experiment.sizes)} sizes" if len(experiment.sizes) > 1 else ""
+    of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.metric}"
+    return f"Family: {of}. p values are adjusted after Holm over all of them, of differences and of equivalence apart; intervals are not."
+
+
+def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
+    """What is not in the numbers, or must be known beside them: unfinished and diverged runs, arms without a rate, notes."""
+    experiment, found = procedure.experiment, []
+    for one in sizes:
+        of = f"{one.size}: " if one.size else ""
+        if one.rates is None:
+            tried = procedure.tried(one.size)
+            ended = sum(each.selection is not None for each in tried)
+            found.append(
+                f"{of}tuning goes on: {ended} of the {len(tried)} tuning runs known so far have ended; there are no final runs yet"
+            )
+            continue
+        at_edge = [name for name in one.arm_names if name not in one.rates]
+        if at_edge:
+            found.append(
+                f"{of}no rate for {joined(at_edge)}: the best is at an edge of a grid that may not grow again, or every rate diverged"
+            )
+        states = Counter(run.outcome.state for run in one.final)
+        if states["unfinished"]:
+            found.append(f"{of}{states['unfinished']} of {len(one.final)} final runs have not ended: {_named(one.final, 'unfinished')}")
+        if states["diverged"]:
+            found.append(f"{of}diverged, counted and in no mean: {_named(one.final, 'diverged')}")
+    for size in experiment.sizes:
+        infinite = [one for one in procedure.tried(size) if one.selection == float("inf")]
+        named = joined([f"{one.arm} at {one.rate:g} seed {one.seed}" for one in infinite])
+        found += [f"{f'{size}: ' if size else ''}tuning runs that diverged: {named}"] if infinite else []
+    return found + procedure.notes()
+
+
+def _named(runs: list[Run], state: str) -> str:
+    return joined([f"{run.arm} seed {run.seed}" for run in runs if run.outcome.state == state])
+
+
+def methods(procedure: Procedure, found: SizeResults) -> str:
+    """A paragraph for a paper on one size: models, corpus, training, held-out text, tuning, tests."""
+    experiment, comparison = procedure.experiment, found.comparison
+    run, record = found.finished[0]
+    named = joined(found.arm_names)
+    text = [f"We trained {models(comparison)}: {named} (the configuration keys in which they differ are listed above)."]
+    text.append(f"Positions: {_options(record.config['model'].get('position'))}." if record.config["model"].get("position") else "")
+    text.append(f"Data: {corpus(record)}; tokenizer: {_options(record.config['data'].get('tokenizer'))}{_vocabulary(run)}.")
+    text.append(training_methods(comparison))
+    text.append(_held_out(run))
+    text.append(_tuning(procedure, found.size))
+    text.append(measuring_methods(comparison))
+    seeds = ", ".join(map(str, experiment.seeds))
+    text.append(
+        f"The primary metric, {experiment.primary.metric}, and the smallest difference of interest, {experiment.primary.matters:g}, were "
+        f"settled in the experiment's file. Final runs used seeds {seeds}, the same for every arm; arms are compared with "
+        f"{found.arm_names[0]} by paired t tests over seeds of no difference and two one-sided t tests of a difference that matters, at "
+        f"{ALPHA:g} after Holm's adjustment over arms and sizes."
+    )
+    return " ".join(filter(None, text))
+
+
+def _options(block: Plain) -> str:
+    if not isinstance(block, dict):
+        return show(block)
+    return ", ".join(
+        [show(block.get("name")), *(f"{key} {show(value)}" for key, value in block.items() if key != "name" and value not in ([], None))]
+    )
+
+
+def _vocabulary(run: Run) -> str:
+    path = run.config.run_folder / TOKENIZER
+    if not path.is_file():
+        return ""
+    from tokenizers import Tokenizer
+
+    return f" (vocabulary of {Tokenizer.from_file(str(path)).get_vocab_size():,})"
+
+
+def _held_out(run: Run) -> str:
+    values = run.outcome.values(SELECTION)
+    if values is None:
+        return ""
+    labels = set(values.groups.tolist())
+    chosen = sum(selects(values.identity[0], label) for label in labels)
+    what = "sequences of tasks" if run.config.data.symbolic else "documents"
+    return (
+        f"Of {len(labels)} held-out {what}, {chosen} select (learning rates) and {len(labels) - chosen} report, by a hash of the document."
+    )
+
+
+def _tuning(procedure: Procedure, size: str) -> str:
+    experiment, tried = procedure.experiment, procedure.tried(size)
+    tune, chosen = experiment.tune, procedure.rates(size) or {}
+    if not tried:
+        return "Nothing was tuned: arms are as the experiment's file gives them."
+    seeds, rates = sorted({one.seed for one in tried}), sorted({one.rate for one in tried})
+    how = f"{tune.key} was chosen for each arm by the lowest mean {SELECTION} on the selection text over seeds {', '.join(map(str, seeds))}"
+    how += f" at {', '.join(f'{rate:g}' for rate in rates)}"
+    grows = f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
+    how += f" (from {tune.table})" if tune.table else f" (planned: {', '.join(f'{rate:g}' for rate in tune.grid)}; {grows})"
+    return f"{how}: {', '.join(f'{arm} {rate:g}' for arm, rate in chosen.items())}."

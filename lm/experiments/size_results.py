@@ -1,0 +1,99 @@
+"""The final runs of one size of an experiment, as its page shows them: by arm, on the part of the held-out text that is reported on."""
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from lm.experiments.outcomes import selects
+from lm.experiments.procedure import Procedure, Run
+from lm.report.comparison import Comparison, comparison_of
+from lm.report.sections import Arm
+from lm.runs.evaluations import Evaluation
+from lm.runs.folder import CONFIG, ENVIRONMENT
+from lm.runs.record import RunRecord, read_run
+from lm.runs.series import Sample, Series
+
+
+class SizeResults:
+    """What there is of a size.
+
+    Attributes:
+        rates: of the arms; None while they are being tuned.
+        final: the final runs that are known, by seed and arm.
+    """
+
+    def __init__(self, procedure: Procedure, size: str):
+        self.experiment, self.size = procedure.experiment, size
+        self.rates = procedure.rates(size)
+        self.final: list[Run] = list(procedure.final(size, self.rates or {}))
+        self._records: dict[Path, RunRecord] = {}
+
+    @property
+    def arm_names(self) -> list[str]:
+        """Of all arms, the baseline first."""
+        return [arm.name for arm in self.experiment.arms]
+
+    def colour(self, arm: str) -> int:
+        """Number of an arm's colour: the same in all pictures."""
+        return self.arm_names.index(arm)
+
+    def record(self, run: Run) -> RunRecord | None:
+        """A run's folder as it was read; None where it has not begun."""
+        folder = run.config.run_folder
+        if folder not in self._records and all((folder / name).is_file() for name in (CONFIG, ENVIRONMENT)):
+            self._records[folder] = read_run(folder)
+        return self._records.get(folder)
+
+    @cached_property
+    def begun(self) -> list[tuple[Run, RunRecord]]:
+        """The final runs that have begun, finished, diverged or not, with their records."""
+        return [(run, record) for run in self.final if (record := self.record(run))]
+
+    @cached_property
+    def finished(self) -> list[tuple[Run, RunRecord]]:
+        """Those that have finished."""
+        return [(run, record) for run, record in self.begun if run.outcome.state == "finished"]
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """The arms that have finished runs, on the documents that are reported on; None if there are none. Without differences where the
+        baseline has none."""
+        by_arm = {name: [record for run, record in self.finished if run.arm == name] for name in self.arm_names}
+        arms = tuple(Arm(name, tuple(map(reported, records))) for name, records in by_arm.items() if records)
+        if not arms:
+            return None
+        made = comparison_of(arms)
+        return made if arms[0].label == self.arm_names[0] else replace(made, differences=())
+
+
+def reported(record: RunRecord) -> RunRecord:
+    """A run with its evaluations on the documents that are reported on."""
+    evaluations = tuple(replace(one, series=tuple(_series(one))) for one in record.evaluations)
+    return replace(record, evaluations=evaluations)
+
+
+def _series(evaluation: Evaluation) -> list[Series]:
+    of_text = any(one.data_fingerprint for one in evaluation.series)
+    found = [report_part(one) for one in evaluation.series if one.samples]
+    alone = [replace(one, metric=f"{one.metric}, all held-out text") if of_text else one for one in evaluation.series if not one.samples]
+    return [one for one in (*found, *alone) if one]
+
+
+def report_part(series: Series) -> Series | None:
+    """A series on the documents that are reported on; as it is if it is of no held-out text; None if none of these is left. Curves of
+    bins become as coarse as the bins are."""
+    if not series.data_fingerprint:
+        return series
+    samples = [_part(one, series.data_fingerprint) for one in series.samples]
+    if not all(len(one.weights) and one.weights.sum() for one in samples):
+        return None
+    means = np.concatenate([np.average(one.values, axis=0, weights=one.weights) for one in samples])
+    curve = np.repeat(means, np.diff(series.axis.values).astype(int)) if series.bins else None
+    return replace(series, samples=tuple(samples), means=means, curve=curve)
+
+
+def _part(sample: Sample, data: str) -> Sample:
+    kept = np.array([not selects(data, group) for group in sample.groups.tolist()], dtype=bool)
+    return replace(sample, values=sample.values[kept], weights=sample.weights[kept], groups=sample.groups[kept])

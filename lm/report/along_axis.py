@@ -1,0 +1,118 @@
+"""Values of several runs along an axis, and the paired differences of two arms there."""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+
+from lm.report.plots import FIRST_POSITION
+from lm.runs.series import Series
+from lm.statistics.intervals import FEWEST, mean_ends, over_seeds, sampled
+
+
+@dataclass(frozen=True, eq=False)
+class AlongAxis:
+    """Values of each seed along an axis, and their mean.
+
+    Attributes:
+        x: (points,) the points, or the middles of bins from position 16 on.
+        seeds: (seeds, points).
+        low, high: (points,) 95 % interval of the mean; NaN where there is none.
+        over: what the interval covers; empty: there is none.
+    """
+
+    x: np.ndarray
+    seeds: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    over: str
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Over seeds, (points,)."""
+        return self.seeds.mean(axis=0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """Values by unit at one place, each array (units,), and the identity of the sequences measured."""
+
+    values: np.ndarray
+    weights: np.ndarray
+    groups: np.ndarray
+    identity: tuple[str, str]
+
+    @property
+    def mean(self) -> float:
+        return float(np.average(self.values, weights=self.weights))
+
+
+def values_along(series: list[Series]) -> AlongAxis | None:
+    """The means of several runs where all have them; None if they share no place."""
+    x, columns = _columns(series)
+    nothing = np.full(len(x), np.nan)
+    return AlongAxis(x, np.array([[one.mean for one in row] for row in columns]), nothing, nothing, "") if len(x) else None
+
+
+def differences_along(pairs: list[tuple[Series, Series]]) -> AlongAxis | None:
+    """Differences of pairs of runs, one pair a seed, sequence by sequence, where all were measured on the same; None: nowhere.
+
+    Intervals are Student t over seeds, point by point; of one seed over documents. There is none where all seeds agree about a fraction.
+    """
+    x, columns = _columns([one for pair in pairs for one in pair if one.samples])
+    alike = np.array([len({one.identity for one in place}) == 1 for place in zip(*columns, strict=True)], dtype=bool)
+    if len(columns) < 2 * len(pairs) or not alike.any():
+        return None
+    x, columns = x[alike], [[one for one, same in zip(row, alike, strict=True) if same] for row in columns]
+    differences = [
+        [replace(one, values=one.values - other.values) for one, other in zip(ours, theirs, strict=True)]
+        for ours, theirs in zip(columns[::2], columns[1::2], strict=True)
+    ]
+    seeds = np.array([[one.mean for one in row] for row in differences])
+    low, high, over = _ends(differences, seeds)
+    if pairs[0][0].unit == "fraction":
+        low, high = (np.where(low == high, np.nan, np.clip(some, -1, 1)) for some in (low, high))
+    return AlongAxis(x, seeds, low, high, over)
+
+
+def _ends(differences: list[list[_Column]], seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
+    """Ends of the interval at each place, and what it covers."""
+    first = differences[0]
+    if len(seeds) > 1:
+        intervals = [over_seeds(column) for column in seeds.T]
+        return np.array([one.low for one in intervals]), np.array([one.high for one in intervals]), intervals[0].over
+    if any(len(np.unique(one.groups)) < FEWEST for one in first):
+        return np.full(len(first), np.nan), np.full(len(first), np.nan), ""
+    ends = [mean_ends(one.values[:, None], one.weights, one.groups) for one in first]
+    low, high = np.array(ends)[:, :, 0].T
+    return low, high, f"{sampled(first[0].groups)}, 1 seed"
+
+
+def _columns(series: list[Series]) -> tuple[np.ndarray, list[list[_Column]]]:
+    """Where all series have values, (points,), and of each the columns there; bins are joined to those that all have in common."""
+    shared = reduce(np.intersect1d, [np.array(one.axis.values, dtype=float) for one in series]) if series else np.empty(0)
+    if not series or not series[0].bins:
+        return shared, [[_column(one, int(np.searchsorted(one.axis.values, x))) for x in shared] for one in series]
+    shared = shared[shared >= min(FIRST_POSITION, shared[-2:].min())]
+    ends = list(pairwise(shared))
+    return np.sqrt(shared[:-1] * shared[1:]), [[_joined(one, *each) for each in ends] for one in series]
+
+
+def _column(one: Series, number: int) -> _Column:
+    if not one.samples:
+        return _Column(one.means[[number]], np.ones(1), np.zeros(1), ("", ""))
+    sample, values = one.column(number)
+    return _Column(values, sample.weights, sample.groups, (one.data_fingerprint, sample.sha256))
+
+
+def _joined(one: Series, start: float, stop: float) -> _Column:
+    """The mean over the bins between two edges."""
+    edges = np.array(one.axis.values)
+    inside = (edges[:-1] >= start) & (edges[1:] <= stop)
+    widths = np.diff(edges)[inside]
+    if not one.samples:
+        return _Column(one.means[inside] @ widths[:, None] / widths.sum(), np.ones(1), np.zeros(1), ("", ""))
+    (sample,) = one.samples
+    values = sample.values[:, inside] @ widths / widths.sum()
+    return _Column(values, sample.weights, sample.groups, (one.data_fingerprint, sample.sha256))

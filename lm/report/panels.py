@@ -1,0 +1,223 @@
+"""Pictures from plain data: lines of every seed, dots, intervals and maps, each with its numbers as CSV."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lm.evaluation.line_styles import colour_and_marker
+from lm.report.plots import GREY, SETTINGS, note
+from lm.runs.series import number
+
+_WIDTH, _HEIGHT = 6.4, 4.3  # inches, of a panel
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One arm, or one of its seeds, in a panel.
+
+    Attributes:
+        arm: number of its colour and marker.
+        label: whose it is, such as `ssmax, seed 3`.
+        x, y: (points,); NaN where nothing is known.
+        kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, or what
+            `diverged`, which is marked at the top of the panel.
+        low, high: (points,) ends of the interval; None: there is none.
+    """
+
+    arm: int
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    kind: Literal["seed", "mean", "dots", "interval", "diverged"]
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """Axes and what is drawn in them.
+
+    Attributes:
+        ticks: labels of the x axis by value; empty: as matplotlib chooses.
+        log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
+        y_range: ends of the y axis; None: as the traces need.
+        zero: whether a line is drawn at zero, as of differences.
+        small: differences within this of zero do not matter: shaded; 0: nothing is.
+        marks, levels: words by x of vertical and by y of horizontal reference lines.
+        rings: values of (x, y, arm) that are ringed, such as the rate that was chosen.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    traces: Sequence[Trace]
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    log: Literal[0, 2, 10] = 0
+    y_range: tuple[float, float] | None = None
+    zero: bool = False
+    small: float = 0.0
+    marks: Mapping[float, str] = field(default_factory=dict)
+    levels: Mapping[float, str] = field(default_factory=dict)
+    rings: Sequence[tuple[float, float, int]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """Numbers over two axes as colours, with the numbers in the cells: `values` (rows, columns), from 0 to `top`."""
+
+    title: str
+    x_label: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: np.ndarray
+    top: float = 1.0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture and its numbers; `width` in CSS pixels."""
+
+    svg: str
+    csv: str
+    caption: str
+    width: int
+
+
+def picture(panels: Sequence[Panel | Map], arms: Sequence[str], caption: str, columns: int = 2) -> Picture:
+    """Panels side by side, `columns` in a row, with the names of the arms above; maps name theirs in their titles."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    size = _WIDTH * columns, _HEIGHT * rows
+    if all(isinstance(panel, Map) for panel in panels):
+        size = 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in panels), 2.2)
+    return Picture(_drawn(panels, arms, rows, columns, *size), _csv(panels), caption, round(82 * size[0]))
+
+
+def _drawn(panels: Sequence[Panel | Map], arms: Sequence[str], rows: int, columns: int, width: float, height: float) -> str:
+    """SVG of so many inches, and more in height for the legend."""
+    shown = sorted({trace.arm for panel in panels if isinstance(panel, Panel) for trace in panel.traces})
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, height), dpi=100)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for each, panel in zip(axes, panels, strict=False):
+            _map(each, panel) if isinstance(panel, Map) else _panel(each, panel)
+        for each in axes[len(panels) :]:
+            each.set_visible(False)
+        legend_rows = 0
+        if shown:
+            handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown]
+            per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown) + 6))))
+            legend_rows = -(-len(handles) // per_row)
+            figure.legend(handles=handles, loc="upper center", ncols=per_row, fontsize=12)
+        height += 0.28 * legend_rows
+        figure.set_size_inches(width, height)
+        figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return svg.getvalue()
+
+
+def _panel(axes: Axes, panel: Panel) -> None:
+    if panel.log:
+        axes.set_xscale("log", base=panel.log)
+    draw: dict[str, Callable[[Axes, Trace], None]] = {
+        "seed": _seed, "mean": _mean, "dots": _dots, "interval": _bar, "diverged": _diverged,
+    }  # fmt: skip
+    if panel.small:
+        axes.axhspan(-panel.small, panel.small, color="#f0f0f0", zorder=0)
+    if panel.zero:
+        axes.axhline(0, color=GREY, linewidth=1)
+    for trace in panel.traces:
+        draw[trace.kind](axes, trace)
+    for x, y, arm in panel.rings:
+        axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    if panel.y_range:
+        axes.set_ylim(*panel.y_range)
+    if panel.ticks:
+        axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        axes.minorticks_off()
+    for x, text in panel.marks.items():
+        axes.axvline(x, color=GREY, linewidth=1)
+        note(axes, text, (x, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
+    for y, text in panel.levels.items():
+        axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
+        note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
+
+
+def _seed(axes: Axes, trace: Trace) -> None:
+    axes.plot(trace.x, trace.y, color=colour_and_marker(trace.arm)["color"], linewidth=0.8, alpha=0.5)
+
+
+def _mean(axes: Axes, trace: Trace) -> None:
+    style = colour_and_marker(trace.arm)
+    if trace.low is not None:
+        axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.plot(trace.x, trace.y, linewidth=1.9, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style)
+
+
+def _dots(axes: Axes, trace: Trace) -> None:
+    axes.plot(trace.x, trace.y, linestyle="none", markersize=4.5, alpha=0.55, markeredgewidth=0, **colour_and_marker(trace.arm))
+
+
+def _bar(axes: Axes, trace: Trace) -> None:
+    reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
+    style = colour_and_marker(trace.arm)
+    axes.errorbar(trace.x, trace.y, yerr=reach, linestyle="none", markersize=8, capsize=5, linewidth=1.8, zorder=3, **style)
+
+
+def _diverged(axes: Axes, trace: Trace) -> None:
+    colour = colour_and_marker(trace.arm)["color"]
+    above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
+    axes.plot(trace.x, above, "x", color=colour, markersize=9, markeredgewidth=2, transform=axes.get_xaxis_transform(), clip_on=False)
+
+
+def _map(axes: Axes, panel: Map) -> None:
+    rows, columns = panel.values.shape
+    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
+    axes.pcolormesh(*edges, panel.values, vmin=0, vmax=panel.top, cmap="viridis", edgecolors="white", linewidth=1)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    for (row, column), value in np.ndenumerate(panel.values):
+        text = f"{value:.2f}" if np.isfinite(value) else "-"
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if value > 0.6 * panel.top else "white")
+    axes.set_xticks(range(len(panel.columns)), panel.columns)
+    axes.set_yticks(range(len(panel.rows)), panel.rows)
+    axes.set(title=panel.title, xlabel=panel.x_label)
+
+
+def _csv(panels: Sequence[Panel | Map]) -> str:
+    """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["panel", "of", "kind", "x", "y", "low", "high"])
+    for panel in panels:
+        if isinstance(panel, Map):
+            for (row, column), value in np.ndenumerate(panel.values):
+                writer.writerow([panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""])
+            continue
+        for trace in panel.traces:
+            ends = ([""] * len(trace.x),) * 2 if trace.low is None else ([f"{x:.6g}" for x in some] for some in (trace.low, trace.high))
+            for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
+                writer.writerow([panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high])
+    return out.getvalue()
+
+
+def doublings(first: float, last: float) -> dict[float, str]:
+    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
+    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
+
+
+def plain_ticks(values: Sequence[float]) -> dict[float, str]:
+    """Ticks at values, in plain numbers, thousands in k."""
+    return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

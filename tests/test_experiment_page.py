@@ -1,0 +1,192 @@
+"""The page of an experiment: what it says first, what its numbers are of, and that nothing is lost. Runs are made up, not trained."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+from markupsafe import escape
+from reported import build_run
+
+from lm.config.load import to_yaml
+from lm.experiments.definition import read_experiment
+from lm.experiments.outcomes import selects
+from lm.experiments.page import write_page
+from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.size_results import report_part
+from lm.report.along_axis import differences_along
+from lm.runs.evaluations import evaluation_path
+from lm.runs.folder import CONFIG, step_path
+from lm.runs.series import Axis, Sample, Series, Shown
+
+STEPS = 200
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}},
+    "seeds": [1, 2, 3],
+    "tune": {"grid": [5e-3, 1e-2, 2e-2], "seeds": [101, 102]},
+    "primary": {"metric": "val/loss", "better": "lower", "matters": 0.02},
+}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures have their numbers, but nothing is drawn."""
+    monkeypatch.setattr("lm.report.panels._drawn", lambda *given: "<svg />")
+
+
+def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:
+    """An experiment in a folder, of which no run has begun."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
+    keys = {
+        "runs": folder / "runs",
+        "trainer.max_steps": STEPS,
+        "data.source.paths": "[texts]",
+        "data.seq_len": 64,
+        "eval.long_context.length_factor": 8,
+        "optim.batch_tokens": 8192,
+    }
+    return Procedure(read_experiment(path, [f"{key}={value}" for key, value in keys.items()]))
+
+
+def finish(run: Run, loss: float, **how: object) -> Path:
+    """A run folder as if the run had been trained to about this loss."""
+    folder = run.config.run_folder
+    build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **how)
+    (folder / CONFIG).write_text(to_yaml(run.config))
+    checkpoint = step_path(folder / "checkpoints", STEPS)
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    return folder
+
+
+def losses(run: Run) -> float:
+    """Lower for other arms than softmax, best at the middle rate."""
+    tuned = abs(np.log2(run.rate / 1e-2)) if run.rate else 0
+    return 3.8 - 0.1 * (run.arm != "softmax") + 0.2 * tuned + 0.001 * run.seed
+
+
+def finish_all(procedure: Procedure, loss=losses, **how: object) -> Procedure:
+    """Every run that the experiment asks for, tuning first."""
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended and not run.config.run_folder.exists()]:
+        for run in unfinished:
+            finish(run, loss(run), **how)
+    return Procedure(procedure.experiment)
+
+
+def text_of(page: Path) -> str:
+    """The words of a page, without pictures and markup."""
+    body = re.sub(r"<svg.*?</svg>|<style.*?</style>", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)).replace("&#43;", "+")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.open()))
+
+
+def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_a_file_too(tmp_path):
+    procedure = finish_all(made(tmp_path))
+    page = write_page([procedure], tmp_path / "out")
+    words = text_of(page)
+    assert words.index("Do ssmax and log_n change val/loss by more than 0.02, compared with softmax?") < 100
+    _, ssmax, log_n = summary(procedure)
+    assert ssmax["verdict"] == "better"
+    for line in (ssmax, log_n):
+        assert re.search(rf"{line['arm']}: {line['verdict']} \. Difference to softmax: {line['difference'][0]:+.4f} \[", words)
+    assert words.index("Family: 2 comparisons") < words.index("Summary ") + 200 < words.index("While training")
+    html = page.read_text()
+    assert not re.search(r"src=|url\((?!#)|@import|<script", html), "nothing is loaded"
+    linked = set(re.findall(r'<a href="([^"#]+)"', html))
+    assert linked == {path.name for path in page.parent.iterdir()} - {page.name}
+    tables, pictures = ("summary", "seeds", "cost", "configuration"), ("curves", "rates", "differences", "measured-2-picture")
+    for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
+        assert {f"{name}.{kind}" for kind in kinds} <= linked
+    assert escape(procedure.experiment.command) in html
+    for run in procedure.final("", procedure.rates("")):
+        assert f"{run.label} (finished)" in words
+
+
+def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
+    procedure = finish_all(made(tmp_path, tune=None))
+    page = write_page([procedure], tmp_path / "out")
+    found = {line["arm"]: line["mean"] for line in summary(procedure)}
+    table = [one for one in rows(page.parent / "measured-1.csv") if one["quantity"] == "val loss"]
+    assert {one["arm"]: one["value"] for one in table} == {arm: f"{mean:.4f}" for arm, mean in found.items()}
+    run = procedure.known()[0]
+    whole = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
+    kept = [not selects(whole["data_fingerprint"], group) for group in whole["samples"][0]["groups"]]
+    assert 0 < sum(kept) < len(kept)
+    series = Series.of(whole)
+    assert report_part(series).means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())
+    assert report_part(series).means[0] != series.means[0]
+
+
+def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn):
+    procedure = made(tmp_path, tune=None)
+    for run in procedure.known():
+        if (run.arm, run.seed) != ("log_n", 3):
+            finish(run, 9.0 if (run.arm, run.seed) == ("ssmax", 2) else losses(run))
+    page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
+    words = text_of(page)
+    assert "diverged, counted and in no mean: ssmax seed 2" in words
+    assert "1 of 9 final runs have not ended: log_n seed 3" in words
+    assert "ssmax: unstable" in words
+    cells = {(one["seed"], one["quantity"]): one["value"] for one in rows(page.parent / "seeds.csv")}
+    assert (cells["2", "ssmax"], cells["3", "log_n"]) == ("diverged", "unfinished")
+    assert ("2", "ssmax - softmax") not in cells
+    assert {one["of"] for one in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
+
+
+def test_a_page_before_anything_has_ended(tmp_path, undrawn):
+    words = text_of(write_page([made(tmp_path)], tmp_path / "out"))
+    assert "tuning goes on: 0 of the 18 tuning runs known so far have ended" in words
+    assert "not resolved" in words
+
+
+def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at_the_top(tmp_path, undrawn):
+    two = made(tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}})
+    one = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})
+    page = write_page([finish_all(two), finish_all(one)], tmp_path / "out")
+    html, words = page.read_text(), text_of(page)
+    assert words.count("ssmax, large: not resolved") == 2, "in the table of contents, and in its own part"
+    assert html.index('href="#one"') < html.index('id="two"')
+    assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
+    by_size = [(row["x"], row["of"]) for row in rows(page.parent / "two-differences.csv") if row["kind"] == "dots"]
+    assert {of for _, of in by_size} == {f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")}
+
+
+def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_measured_alike(tmp_path):
+    def by_position(seq_len: int, edges: tuple[int, ...], shift: float) -> Series:
+        values = np.arange(len(edges) - 1) + np.arange(6.0)[:, None] ** 2 + shift
+        curve = np.repeat(values.mean(0), np.diff(edges))
+        sample = Sample("same", values, np.ones(6), np.arange(6))
+        axis = Axis("position", "tokens", "at", edges, bins=True)
+        shown = Shown("By position", "sequences", "6", "loss by position")
+        return Series(
+            "long_context",
+            "loss",
+            "nats per token",
+            "lower",
+            seq_len,
+            values.mean(0),
+            axis=axis,
+            samples=(sample,),
+            curve=curve,
+            shown=shown,
+        )
+
+    ours, theirs = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
+    found = differences_along([(ours, theirs)])
+    assert found.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
+    assert found.seeds[0] == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
+    assert found.over == "sequences, 1 seed"
+    other = by_position(64, (0, 16, 64, 128, 256), 1.0)
+    assert (
+        differences_along([(ours, Series(**vars(other) | {"samples": (Sample("other", *list(vars(other.samples[0]).values())[1:]),)}))])
+        is None
+    )
