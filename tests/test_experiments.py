@@ -290,10 +290,13 @@ def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_na
     first, _ = procedure.known()
     before = replace(first.config, experiment=ExperimentConfig())
     assert config_hash(before) == config_hash(first.config)
-    config = dumped(tmp_path, before)
-    config.write_text(yaml.safe_dump({key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}))
-    assert train(load([str(config), "trainer.max_steps=40"])) == 0
+    assert train(load([str(dumped(tmp_path, before))])) == 0
+    config = before.run_folder / "config.yaml"
+    without = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
+    config.write_text(yaml.safe_dump(without))
     assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished"]
+    result = lm("eval", str(before.run_folder), "eval.sequences=32")
+    assert result.returncode == 0, result.stderr
     assert train(replace(first.config, resume="auto")) == 0, "the command of the experiment takes it up as it is"
 
 

@@ -43,8 +43,8 @@ class Config:
     eval: EvalConfig = section(
         EvalConfig, "what is measured while training and by `lm eval`", {"affects": "evaluation", "acts_in": ("train", "eval", "swap")}
     )
-    log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
     experiment: ExperimentConfig = section(ExperimentConfig, "the place of the run in an experiment", {"affects": "label"})
+    log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
 
     @property
     def run_folder(self) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from lm.config.load import parse
-from lm.config.tree import Config
+from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line
@@ -89,8 +89,8 @@ def read_config(folder: Path) -> Config:
         raise RunError(f"{folder}: not a run folder (no {CONFIG})")
     try:
         plain = parse_yaml(path.read_bytes(), path.name)
-        missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {})]
-        if missing:  # a run writes all of them, `log` last
+        missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {}) and spec.type is not ExperimentConfig]
+        if missing:  # a run writes all of them, `log` last; the experiment since there are experiments
             again = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
         return parse(plain)
