@@ -190,3 +190,17 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
         differences_along([(ours, Series(**vars(other) | {"samples": (Sample("other", *list(vars(other.samples[0]).values())[1:]),)}))])
         is None
     )
+
+
+def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
+    procedure = finish_all(made(tmp_path, tune=None, primary={"metric": "val/loss", "learned": 3.75}))
+    page = write_page([procedure], tmp_path / "out")
+    words = text_of(page)
+    assert "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at its end.)" in words
+    assert "3 of 3 have learned, 0 of 3 of the baseline" in words
+    assert "Fisher's exact test of the numbers of runs" in words.replace("&#39;", "'")
+    counts = {(one["arm"], one["quantity"]): one["value"] for one in rows(page.parent / "summary.csv")}
+    assert (counts["softmax", "have learned"], counts["ssmax", "have learned"]) == ("0 of 3", "3 of 3")
+    shown = rows(page.parent / "learned.csv")
+    assert sum(one["kind"] == "dots" for one in shown) == 9
+    assert [one["y"] for one in shown if one["kind"] == "interval"] == ["0", "1", "1"]

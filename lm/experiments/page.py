@@ -76,23 +76,25 @@ def write_page(procedures: list[Procedure], out: Path) -> Path:
 
 
 def _shown(procedure: Procedure, prefix: str) -> Shown:
-    experiment, lines = procedure.experiment, summary(procedure)
-    sizes = [SizeResults(procedure, size) for size in experiment.sizes]
+    experiment, lines, verdicts = procedure.experiment, summary(procedure), procedure.verdicts()
+    sizes = [SizeResults(procedure, size, verdicts) for size in experiment.sizes]
     sections = [_verdict(procedure, sizes, lines, prefix)]
     for one in sizes:
         sections += _of_size(procedure, one, f"{prefix}{one.size}-" if one.size else prefix)
     sections.append(_commands(procedure, sizes))
-    answers = page_words.answers(experiment, lines)
-    return Shown(experiment.name, page_words.question(experiment), answers, [one for one in sections if one.blocks])
+    return Shown(experiment.name, page_words.question(experiment), page_words.answers(sizes), [one for one in sections if one.blocks])
 
 
 def _verdict(procedure: Procedure, sizes: list[SizeResults], lines: list[dict[str, Plain]], prefix: str) -> PageSection:
     experiment, section = procedure.experiment, PageSection("Summary")
     section.add("note", page_words.family(experiment))
     section.add("warning", page_words.lost(procedure, sizes))
-    section.add("table", page_tables.summary_table(experiment, lines), f"{prefix}summary")
-    section.add("note", "Means and differences are over the same seeds, at the last step, on the held-out text that reports.")
-    section.add("picture", page_pictures.differences(procedure, lines), f"{prefix}differences")
+    section.add("table", page_tables.summary_table(sizes, lines), f"{prefix}summary")
+    section.add("note", page_words.BASIS if any(line["runs"] for line in lines) else None)
+    if experiment.primary.learned is None:
+        section.add("picture", page_pictures.differences(procedure, sizes), f"{prefix}differences")
+    else:
+        section.add("picture", page_pictures.learned(sizes, lines), f"{prefix}learned")
     for one in sizes:
         section.add("table", page_tables.seeds_table(one) if one.final else None, f"{prefix}{one.size}{'-' * bool(one.size)}seeds")
     return section
@@ -124,7 +126,6 @@ def _of_size(procedure: Procedure, found: SizeResults, prefix: str) -> list[Page
 
 def _commands(procedure: Procedure, sizes: list[SizeResults]) -> PageSection:
     section = PageSection("Commands", [Block("code", procedure.experiment.command)])
-    section.add("text", "The final runs, each with its configuration:")
     for run, record in (one for found in sizes for one in found.begun):
         section.add("details", (f"{run.label} ({run.outcome.state}): {show(record.measured('command'))}", dump_yaml(record.config)))
     return section

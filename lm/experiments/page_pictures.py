@@ -6,7 +6,6 @@ from itertools import product
 import numpy as np
 
 from lm.experiments.outcomes import SELECTION
-from lm.experiments.page_words import interval_of
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
@@ -126,23 +125,21 @@ def _tried(number: int, arm: str, mine: list[Tried]) -> list[Trace]:
     return found
 
 
-def differences(procedure: Procedure, lines: list[dict[str, Plain]]) -> Picture | None:
-    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size; `lines`: of `summary`."""
-    experiment = procedure.experiment
+def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | None:
+    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size."""
+    experiment, several = procedure.experiment, len(sizes) > 1
     base, *others = experiment.arms
-    names, sizes, several = [arm.name for arm in experiment.arms], list(experiment.sizes), len(experiment.sizes) > 1
-    places = sizes if several else names[1:]
+    names = [arm.name for arm in experiment.arms]
+    places = [found.size for found in sizes] if several else names[1:]
     traces = []
-    for size, (number, arm) in product(sizes, enumerate(others, 1)):
-        single = procedure.comparison(size, base, arm).differences
-        (interval,) = (interval_of(line) for line in lines if (line["size"], line["arm"]) == (size, arm.name))
-        x = places.index(size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
-        label = ", ".join(filter(None, (size, arm.name)))
+    for found, (number, arm) in product(sizes, enumerate(others, 1)):
+        single, interval = procedure.comparison(found.size, base, arm).differences, found.verdicts[arm.name].interval
+        x = places.index(found.size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
+        label = ", ".join(filter(None, (found.size, arm.name)))
         if len(single):
             traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), np.array(single), "dots"))
         if interval:
-            y, low, high = (np.array([value]) for value in interval.listed())
-            traces.append(Trace(number, label, np.array([x + 0.06]), y, "interval", low, high))
+            traces.append(_bar(number, label, x + 0.06, interval.listed()))
     if not traces:
         return None
     small, metric = experiment.primary.matters, experiment.primary.metric
@@ -154,6 +151,37 @@ def differences(procedure: Procedure, lines: list[dict[str, Plain]]) -> Picture 
         f"Dots: single seeds. Bars: mean with its 95% Student t interval over seeds, not adjusted. Shaded: differences below {small:g}."
     )
     return picture([panel], names, caption)
+
+
+def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
+    y, low, high = (np.array([value]) for value in interval)
+    return Trace(number, label, np.array([x]), y, "interval", low, high)
+
+
+def learned(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
+    """The primary metric of every final run with the level at which it has learned, and the fractions that have; None before any."""
+    experiment, places = sizes[0].experiment, {}
+    single, fractions = [], []
+    for found, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+        x, label = float(len(places)), " ".join(filter(None, (arm, found.size)))
+        places[x] = label
+        values = [found.value(run) for run in found.final if run.arm == arm]
+        values = np.array([value for value in values if value is not None])
+        if len(values):
+            single.append(Trace(number, f"{label}, single seeds", np.full(len(values), x), values, "dots"))
+        (line,) = (line for line in lines if (line["size"], line["arm"]) == (found.size, arm))
+        if line["ended"]:
+            fractions.append(_bar(number, label, x, line["fraction_learned"]))
+    if not single:
+        return None
+    primary = experiment.primary
+    level = {primary.learned: "has learned"}
+    panels = [
+        Panel("Every seed", "", f"{primary.metric}, at the end", single, places, levels=level),
+        Panel("Fraction of runs that have learned", "", "fraction", fractions, places, y_range=(-0.03, 1.03)),
+    ]
+    caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
+    return picture(panels, sizes[0].arm_names, caption)
 
 
 def along_axis(found: SizeResults, section: Section) -> Picture | None:
@@ -228,7 +256,7 @@ def maps(found: SizeResults) -> list[Picture]:
                 one
                 for evaluation in run.evaluations
                 for one in evaluation.series
-                if one.shape == "points" and one.unit == "fraction" and not one.shown
+                if one.shape == "points" and one.unit == "fraction" and not one.shown and not one.control
             ):
                 groups.setdefault((one.kind, one.metric, one.setting), {}).setdefault(arm.label, {}).setdefault(one.what, []).append(one)
     pictures = []

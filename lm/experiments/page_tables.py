@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.experiments.definition import Experiment
-from lm.experiments.page_words import interval_of
-from lm.experiments.procedure import Run
 from lm.experiments.size_results import SizeResults
 from lm.report.comparison import Comparison, show
 from lm.report.methods import how_measured
@@ -18,12 +15,14 @@ from lm.runs.identity import starts
 from lm.runs.metric_log import read_metrics
 from lm.runs.record import RunRecord
 from lm.schema import Plain
+from lm.statistics.intervals import Interval
 
 _Made = tuple[Column, list[Cell]]
 
 
-def summary_table(experiment: Experiment, lines: list[dict[str, Plain]]) -> Table:
+def summary_table(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Table:
     """A row for each size and arm, from the lines of `summary`."""
+    experiment, verdicts = sizes[0].experiment, [found.verdicts.get(arm) for found in sizes for arm in found.arm_names]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[_Made]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
@@ -34,10 +33,14 @@ def summary_table(experiment: Experiment, lines: list[dict[str, Plain]]) -> Tabl
     made += column(experiment.tune.key, [None if line["rate"] is None else f"{line['rate']:g}" for line in lines])
     made += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
     made += column(f"mean {metric}", [digits(line["mean"]) for line in lines], "report text")
-    over = "95% interval over seeds, not adjusted"
-    made += column(f"difference to {experiment.arms[0].name}", list(map(interval_of, lines)), over, "difference")
-    made += column("p", [f"{line['p']:.2g}" if "p" in line else None for line in lines], "adjusted")
-    made += column("verdict", [line.get("verdict") for line in lines], kind="words")
+    if experiment.primary.learned is not None:
+        made += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
+        fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
+        made.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
+    over, name = "95% interval over seeds, not adjusted", f"difference to {experiment.arms[0].name}"
+    made += column(name, [one and one.interval for one in verdicts], over, "difference")
+    made += column("p", [one and f"{one.p:.2g}" for one in verdicts], "adjusted")
+    made += column("verdict", [one and one.kind for one in verdicts], kind="words")
     return Table("Summary", "", tuple(made))
 
 
@@ -45,7 +48,7 @@ def seeds_table(found: SizeResults) -> Table:
     """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
     primary, base = found.experiment.primary.metric, found.arm_names[0]
     runs = {(run.arm, run.seed): run for run in found.final}
-    values = {at: _value(run, primary) for at, run in runs.items()}
+    values = {at: found.value(run) for at, run in runs.items()}
     seeds = found.experiment.seeds
     made: list[_Made] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in found.arm_names:
@@ -58,12 +61,6 @@ def seeds_table(found: SizeResults) -> Table:
         both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
         made.append((Column(f"{arm} - {base}", primary), [None if None in pair else signed(pair[0] - pair[1]) for pair in both]))
     return Table("Every seed" + (f", {found.size}" if found.size else "") + ", on the report text", primary, tuple(made))
-
-
-def _value(run: Run, metric: str) -> float | None:
-    if run.outcome.state != "finished" or (values := run.outcome.values(metric)) is None:
-        return None
-    return values.part(selection=False).mean
 
 
 def cost_table(found: SizeResults) -> Table | None:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lm.experiments.definition import Experiment
+from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION, selects
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
@@ -12,10 +13,13 @@ from lm.report.methods import corpus, measuring_methods, models, training_method
 from lm.report.tables import DIFFERENCE
 from lm.runs.folder import TOKENIZER
 from lm.schema import Plain
-from lm.statistics.intervals import Interval
 from lm.statistics.tuning import EXTENSIONS
-from lm.statistics.verdicts import ALPHA
+from lm.statistics.verdicts import ALPHA, Verdict
 
+BASIS = (
+    "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
+    "which both runs have finished."
+)
 COST = (
     "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
     "device and with as many other runs beside: how many final runs of this experiment were under way at a time is known from their "
@@ -31,8 +35,10 @@ def joined(names: list[str]) -> str:
 def question(experiment: Experiment) -> str:
     """What the experiment asks, as its file settled it before any run."""
     base, *others = (arm.name for arm in experiment.arms)
-    primary = experiment.primary
-    does = f"{'Does' if len(others) == 1 else 'Do'} {joined(others)}"
+    primary, does = experiment.primary, f"{'Does' if len(others) == 1 else 'Do'} {joined(others)}"
+    if primary.learned is not None:
+        reaches = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
+        return f"{does} learn more or less often than {base}? (A run has learned if {reaches}.)"
     return (
         f"{does} change {primary.metric} by more than {primary.matters:g}, compared with {base}? ({primary.better.capitalize()} is better.)"
     )
@@ -47,25 +53,20 @@ class Answer:
     because: str
 
 
-def answers(experiment: Experiment, lines: list[dict[str, Plain]]) -> list[Answer]:
-    """One for each arm and size; `lines`: of `summary`."""
-    base = experiment.arms[0].name
-    return [_answer(line, base) for line in lines if line["arm"] != base]
+def answers(sizes: list[SizeResults]) -> list[Answer]:
+    """One for each arm and size."""
+    return [_answer(found, arm, verdict) for found in sizes for arm, verdict in found.verdicts.items()]
 
 
-def _answer(line: dict[str, Plain], base: str) -> Answer:
-    because = f"{line['reason'][:1].upper()}{line['reason'][1:]}."
-    if interval := interval_of(line):
-        shown = f"{DIFFERENCE.shown(interval)}, 95% interval over {interval.over}, not adjusted; adjusted p {line['p']:.2g}"
-        because = f"Difference to {base}: {shown}. {because}"
-    return Answer(", ".join(filter(None, (line["arm"], line["size"]))), line["verdict"], because)
-
-
-def interval_of(line: dict[str, Plain]) -> Interval | None:
-    """The difference of a line of `summary`, over seeds; None if there is none."""
-    if not line.get("difference"):
-        return None
-    return Interval(*(float("nan") if value is None else value for value in line["difference"]), f"{line['runs']} seeds")
+def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
+    name = ", ".join(filter(None, (arm, found.size)))
+    if found.rates is None:
+        return Answer(name, "no verdict yet", "Rates are being tuned.")
+    because = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
+    if interval := verdict.interval:
+        shown = f"{DIFFERENCE.shown(interval)}, 95% interval over {interval.over}, not adjusted; adjusted p {verdict.p:.2g}"
+        because = f"Difference to {found.arm_names[0]}: {shown}. {because}"
+    return Answer(name, verdict.kind, because)
 
 
 def family(experiment: Experiment) -> str:
@@ -75,7 +76,8 @@ def family(experiment: Experiment) -> str:
         return "There is one comparison: p needs no adjustment."
     sizes = f", {len(experiment.sizes)} sizes" if len(experiment.sizes) > 1 else ""
     of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.metric}"
-    return f"Family: {of}. p values are adjusted after Holm over all of them, of differences and of equivalence apart; intervals are not."
+    apart = "" if experiment.primary.learned is not None else ", of differences and of equivalence apart"
+    return f"Family: {of}. p values are adjusted after Holm over all of them{apart}; intervals are not."
 
 
 def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -104,6 +106,9 @@ def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         infinite = [one for one in procedure.tried(size) if one.selection == float("inf")]
         named = joined([f"{one.arm} at {one.rate:g} seed {one.seed}" for one in infinite])
         found += [f"{f'{size}: ' if size else ''}tuning runs that diverged: {named}"] if infinite else []
+    for run in procedure.known():
+        if failure := read_failure(experiment.folder, run):
+            found.append(f"failed: {run.stage} run {run.label}: {failure}")
     return found + procedure.notes()
 
 
@@ -123,14 +128,21 @@ def methods(procedure: Procedure, found: SizeResults) -> str:
     text.append(_held_out(run))
     text.append(_tuning(procedure, found.size))
     text.append(measuring_methods(comparison))
-    seeds = ", ".join(map(str, experiment.seeds))
-    text.append(
-        f"The primary metric, {experiment.primary.metric}, and the smallest difference of interest, {experiment.primary.matters:g}, were "
-        f"settled in the experiment's file. Final runs used seeds {seeds}, the same for every arm; arms are compared with "
-        f"{found.arm_names[0]} by paired t tests over seeds of no difference and two one-sided t tests of a difference that matters, at "
-        f"{ALPHA:g} after Holm's adjustment over arms and sizes."
-    )
+    text.append(_tests(experiment))
     return " ".join(filter(None, text))
+
+
+def _tests(experiment: Experiment) -> str:
+    primary, base = experiment.primary, experiment.arms[0].name
+    text = f"The primary metric, {primary.metric}, was settled in the experiment's file, with "
+    test = "paired t tests over seeds of no difference and two one-sided t tests of a difference that matters"
+    if primary.learned is None:
+        text += f"the smallest difference of interest, {primary.matters:g}."
+    else:
+        text += f"the level at which a run has learned, {primary.learned:g}."
+        test = "Fisher's exact test of the numbers of runs that have learned, with Clopper-Pearson intervals of their fractions"
+    text += f" Final runs used seeds {', '.join(map(str, experiment.seeds))}, the same for every arm."
+    return f"{text} Arms are compared with {base} by {test}, at {ALPHA:g} after Holm's adjustment over arms and sizes."
 
 
 def _options(block: Plain) -> str:

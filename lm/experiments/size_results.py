@@ -14,18 +14,21 @@ from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord, read_run
 from lm.runs.series import Sample, Series
+from lm.statistics.verdicts import Verdict
 
 
 class SizeResults:
-    """What there is of a size.
+    """What there is of a size; `verdicts`: all of the procedure's.
 
     Attributes:
         rates: of the arms; None while they are being tuned.
+        verdicts: by arm, on all but the baseline.
         final: the final runs that are known, by seed and arm.
     """
 
-    def __init__(self, procedure: Procedure, size: str):
+    def __init__(self, procedure: Procedure, size: str, verdicts: dict[str, Verdict]):
         self.experiment, self.size = procedure.experiment, size
+        self.verdicts = {name: verdicts[f"{name}, {size}" if size else name] for name in self.arm_names[1:]}
         self.rates = procedure.rates(size)
         self.final: list[Run] = list(procedure.final(size, self.rates or {}))
         self._records: dict[Path, RunRecord] = {}
@@ -55,6 +58,11 @@ class SizeResults:
     def finished(self) -> list[tuple[Run, RunRecord]]:
         """Those that have finished."""
         return [(run, record) for run, record in self.begun if run.outcome.state == "finished"]
+
+    def value(self, run: Run) -> float | None:
+        """A final run's primary metric on the documents that report; None of a run that has not finished."""
+        values = run.outcome.values(self.experiment.primary.metric) if run.outcome.state == "finished" else None
+        return values and values.part(selection=False).mean
 
     @cached_property
     def comparison(self) -> Comparison | None:
@@ -89,7 +97,8 @@ def report_part(series: Series) -> Series | None:
     samples = [_part(one, series.data_fingerprint) for one in series.samples]
     if not all(len(one.weights) and one.weights.sum() for one in samples):
         return None
-    means = np.concatenate([np.average(one.values, axis=0, weights=one.weights) for one in samples])
+    means = np.concatenate([_mean(one) for one in samples])
+    means[~np.isfinite(series.means)] = np.nan
     curve = np.repeat(means, np.diff(series.axis.values).astype(int)) if series.bins else None
     return replace(series, samples=tuple(samples), means=means, curve=curve)
 
@@ -97,3 +106,9 @@ def report_part(series: Series) -> Series | None:
 def _part(sample: Sample, data: str) -> Sample:
     kept = np.array([not selects(data, group) for group in sample.groups.tolist()], dtype=bool)
     return replace(sample, values=sample.values[kept], weights=sample.weights[kept], groups=sample.groups[kept])
+
+
+def _mean(sample: Sample) -> np.ndarray:
+    """Over units, (columns,); a unit is left out where it has no value, as in the means of series."""
+    values = np.ma.masked_invalid(sample.values)
+    return np.ma.average(values, axis=0, weights=sample.weights).filled(np.nan)

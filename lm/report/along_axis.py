@@ -50,9 +50,16 @@ class _Column:
 
 def values_along(series: list[Series]) -> AlongAxis | None:
     """The means of several runs where all have them; None if they share no place."""
-    x, columns = _columns(series)
+    shared, x = _places(series)
+    seeds = np.array([[_mean(one, place) for place in shared] for one in series])
     nothing = np.full(len(x), np.nan)
-    return AlongAxis(x, np.array([[one.mean for one in row] for row in columns]), nothing, nothing, "") if len(x) else None
+    return AlongAxis(x, seeds, nothing, nothing, "") if len(x) else None
+
+
+def _mean(one: Series, place: tuple[float, float]) -> float:
+    inside = _inside(one, place)
+    widths = np.diff(one.axis.values)[inside] if one.bins else np.ones(1)
+    return float(one.means[inside] @ widths / widths.sum())
 
 
 def differences_along(pairs: list[tuple[Series, Series]]) -> AlongAxis | None:
@@ -60,7 +67,9 @@ def differences_along(pairs: list[tuple[Series, Series]]) -> AlongAxis | None:
 
     Intervals are Student t over seeds, point by point; of one seed over documents. There is none where all seeds agree about a fraction.
     """
-    x, columns = _columns([one for pair in pairs for one in pair if one.samples])
+    series = [one for pair in pairs for one in pair if one.samples]
+    shared, x = _places(series)
+    columns = [[_column(one, place) for place in shared] for one in series]
     alike = np.array([len({one.identity for one in place}) == 1 for place in zip(*columns, strict=True)], dtype=bool)
     if len(columns) < 2 * len(pairs) or not alike.any():
         return None
@@ -89,30 +98,26 @@ def _ends(differences: list[list[_Column]], seeds: np.ndarray) -> tuple[np.ndarr
     return low, high, f"{sampled(first[0].groups)}, 1 seed"
 
 
-def _columns(series: list[Series]) -> tuple[np.ndarray, list[list[_Column]]]:
-    """Where all series have values, (points,), and of each the columns there; bins are joined to those that all have in common."""
+def _places(series: list[Series]) -> tuple[list[tuple[float, float]], np.ndarray]:
+    """Where all series have values, (start, stop), and where that is drawn: their common points, or bins between their common edges."""
     shared = reduce(np.intersect1d, [np.array(one.axis.values, dtype=float) for one in series]) if series else np.empty(0)
     if not series or not series[0].bins:
-        return shared, [[_column(one, int(np.searchsorted(one.axis.values, x))) for x in shared] for one in series]
+        return [(x, x) for x in shared], shared
     shared = shared[shared >= min(FIRST_POSITION, shared[-2:].min())]
-    ends = list(pairwise(shared))
-    return np.sqrt(shared[:-1] * shared[1:]), [[_joined(one, *each) for each in ends] for one in series]
+    return list(pairwise(shared)), np.sqrt(shared[:-1] * shared[1:])
 
 
-def _column(one: Series, number: int) -> _Column:
-    if not one.samples:
-        return _Column(one.means[[number]], np.ones(1), np.zeros(1), ("", ""))
-    sample, values = one.column(number)
-    return _Column(values, sample.weights, sample.groups, (one.data_fingerprint, sample.sha256))
+def _inside(one: Series, place: tuple[float, float]) -> np.ndarray:
+    """The columns of a place, (columns,) bool."""
+    values = np.array(one.axis.values)
+    return (values[:-1] >= place[0]) & (values[1:] <= place[1]) if one.bins else values == place[0]
 
 
-def _joined(one: Series, start: float, stop: float) -> _Column:
-    """The mean over the bins between two edges."""
-    edges = np.array(one.axis.values)
-    inside = (edges[:-1] >= start) & (edges[1:] <= stop)
-    widths = np.diff(edges)[inside]
-    if not one.samples:
-        return _Column(one.means[inside] @ widths[:, None] / widths.sum(), np.ones(1), np.zeros(1), ("", ""))
-    (sample,) = one.samples
-    values = sample.values[:, inside] @ widths / widths.sum()
+def _column(one: Series, place: tuple[float, float]) -> _Column:
+    inside = _inside(one, place)
+    if one.bins:
+        (sample,), widths = one.samples, np.diff(one.axis.values)[inside]
+        values = sample.values[:, inside] @ widths / widths.sum()
+    else:
+        sample, values = one.column(int(np.flatnonzero(inside)[0]))
     return _Column(values, sample.weights, sample.groups, (one.data_fingerprint, sample.sha256))
