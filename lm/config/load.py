@@ -35,7 +35,10 @@ def load(arguments: list[str]) -> Config:
         if "=" in argument:
             overrides.append(argument)
         else:
-            merged = merge(merged, read_yaml(Path(argument)))
+            plain = read_yaml(Path(argument))
+            if "arms" in plain:
+                raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
+            merged = merge(merged, plain)
             name = name or Path(argument).stem
     merged = merge(merged, read_overrides(overrides))
     with PLUGINS.trusted():

@@ -4,7 +4,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, read_table
+from lm.runs.folder import CONFIG
 from lm.schema import Plain, build, flatten, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
@@ -246,10 +247,16 @@ def _read(path: Path) -> dict[str, Plain]:
     try:
         with path.open("rb") as file:
             plain = parse_yaml(file.read(MAX_BYTES + 1), str(path))
+    except IsADirectoryError:
+        what = "a run folder, whose report lm report writes" if (path / CONFIG).is_file() else "a folder"
+        raise ConfigError(f"{path}: {what}; name an experiment's YAML file") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold the keys base, arms, seeds, tune, primary")
+    if "arms" not in plain and (keys := sorted(plain.keys() & {spec.name for spec in fields(Config)})):
+        reason = f"the configuration of one run (it has {', '.join(keys)} and no arms), not an experiment"
+        raise ConfigError(f"{path}: {reason}; train it with lm train {path}, or name it as an experiment's base")
     return plain
 
 

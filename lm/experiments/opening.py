@@ -13,10 +13,9 @@ from lm.errors import DataError, RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
-from lm.runs.folder import CONFIG, json_bytes, read_json
+from lm.runs.folder import CONFIG, RESOLVED, json_bytes, read_json
 from lm.schema import Plain
 
-RESOLVED = "resolved.json"  # in the experiment's folder: what its first start settled
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 
 

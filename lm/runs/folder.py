@@ -17,6 +17,7 @@ from lm.schema import Plain, convert, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
+RESOLVED = "resolved.json"  # in the folder of an experiment, around its run folders: what its first start settled for all of them
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # why a folder that is locked is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt
 
@@ -82,11 +83,21 @@ def read_sealed(path: Path) -> dict[str, Plain]:
     return content
 
 
+def require_run(folder: Path, *files: str) -> None:
+    """Raises RunError if `folder` is not a run folder that holds `files`: with what it is instead, and what takes it."""
+    if not folder.is_dir():
+        raise RunError(f"{folder}: no such run folder")
+    if (folder / RESOLVED).is_file():
+        use = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
+        raise RunError(f"{folder}: the folder of an experiment, not of a run; {use}")
+    if absent := [name for name in files if not (folder / name).is_file()]:
+        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent)}")
+
+
 def read_config(folder: Path) -> Config:
     """The run's resolved configuration. Raises RunError if `folder` is not a run folder, or the file was cut short."""
+    require_run(folder, CONFIG)
     path = folder / CONFIG
-    if not path.is_file():
-        raise RunError(f"{folder}: not a run folder (no {CONFIG})")
     try:
         plain = parse_yaml(path.read_bytes(), path.name)
         missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {}) and spec.type is not ExperimentConfig]

@@ -34,6 +34,7 @@ from lm.runs.folder import (
     TOKENIZER,
     check_fields,
     read_sealed,
+    require_run,
     step_of,
     step_path,
     steps_saved,
@@ -101,6 +102,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     if (path / DESCRIPTION).is_file():
         return _load_model(path)
     if path.is_dir():
+        require_run(path)
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
     file = _folder(path) / ENVIRONMENT

@@ -10,7 +10,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.runs import identity
 from lm.runs.evaluations import Evaluation, last_evaluations
-from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json
+from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json, require_run
 from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import KIND, validation_series
@@ -101,11 +101,7 @@ def read_run(folder: Path) -> RunRecord:
         RunError: not a run folder, or a file in it that can't be read.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise RunError(f"{folder}: no such run folder")
-    absent = [name for name in (CONFIG, ENVIRONMENT) if not (folder / name).is_file()]
-    if absent:
-        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent)}")
+    require_run(folder, CONFIG, ENVIRONMENT)
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
     missing = _missing_environment(config, environment, folder / ENVIRONMENT)

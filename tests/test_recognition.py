@@ -1,0 +1,46 @@
+"""A file or folder that is for another command: one line says what it is, and which command takes it."""
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, lm
+
+EXPERIMENT = str(ROOT / "configs" / "experiments" / "ssmax.yaml")
+CONFIGURATION = str(ROOT / "configs" / "softmax.yaml")
+
+
+def error_of(*arguments: str, status: int) -> str:
+    """The one line of a command that is refused."""
+    result = lm(*arguments)
+    assert (result.returncode, result.stdout) == (status, "")
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", [["train"], ["config"], ["prepare"], ["data", "inspect"]])
+def test_commands_on_one_configuration_refuse_an_experiment(command: list[str]):
+    line = error_of(*command, EXPERIMENT, "seed=2", status=2)
+    assert line == f"error: {EXPERIMENT}: an experiment, not the configuration of one run; it is for lm compare {EXPERIMENT} [--plan]"
+
+
+def test_compare_refuses_the_configuration_of_one_run():
+    line = error_of("compare", CONFIGURATION, "--plan", status=2)
+    assert f"{CONFIGURATION}: the configuration of one run (it has model and no arms), not an experiment" in line
+    assert line.endswith(f"train it with lm train {CONFIGURATION}, or name it as an experiment's base")
+
+
+def test_compare_refuses_folders(tmp_path: Path):
+    assert error_of("compare", str(tmp_path), status=2) == f"error: {tmp_path}: a folder; name an experiment's YAML file"
+    (tmp_path / "config.yaml").touch()
+    assert f"{tmp_path}: a run folder, whose report lm report writes; name an" in error_of("compare", str(tmp_path), status=2)
+
+
+@pytest.mark.parametrize("command", ["report", "eval", "export", "generate"])
+def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, command: str):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "resolved.json").touch()
+    line = error_of(command, str(folder), *(["-o", str(tmp_path / "out")] if command == "export" else []), status=1)
+    assert f"{folder}: the folder of an experiment, not of a run; name runs below it" in line
+    assert line.endswith("lm compare mine.yaml --report-only")
+    assert not (tmp_path / "out").exists()
