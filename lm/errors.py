@@ -67,9 +67,9 @@ class ConfigError(LMError):
     exit_code = 2
     most_lines = 30
 
-    def __init__(self, problems: list[Problem] | str):
-        self.problems = problems if isinstance(problems, list) else []
-        lines = [str(problem) for problem in self.problems] or [str(problems)]
+    def __init__(self, problems: list[Problem] | list[str] | str):
+        self.problems = [one for one in problems if isinstance(one, Problem)] if isinstance(problems, list) else []
+        lines = [str(problem) for problem in problems] if isinstance(problems, list) else [problems]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
         more = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []
         super().__init__(head + "\n  ".join(lines[: self.most_lines] + more))

@@ -9,33 +9,35 @@ from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import CHECKPOINTS, step_path, write_json
 from lm.runs.series import Sample, Series
 from lm.runs.validation import validation_series
+from lm.schema import Plain
 
 DOCUMENTS = 24
 FINGERPRINT = "fingerprint"
 
 
-def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0) -> None:
-    """Leave of a run what training leaves: a checkpoint and the validation at its last step, and `more` series of other evaluations."""
+def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
+    """Leave of a run what training leaves: a checkpoint and the validation at its last step, which was `asked` for with these keys of
+    `eval`, and `more` series of other evaluations."""
     folder, step = run.config.run_folder, run.outcome.last_step
     checkpoint = step_path(folder / CHECKPOINTS, step)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.touch()
-    validate(run, step, loss, unigram)
+    validate(run, step, loss, unigram, asked)
     for kind in {one.kind for one in more}:
         evaluated(run, kind, step, [one for one in more if one.kind == kind])
 
 
-def validate(run: Run, step: int, loss: float, unigram: float = 9.0) -> None:
+def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
     """A validation at a step: all documents have the same loss."""
     sample = Sample("held-out", np.full((DOCUMENTS, 1), loss), np.ones(DOCUMENTS), np.arange(DOCUMENTS))
     series = validation_series(loss, None, unigram, run.config.data.seq_len, sample, FINGERPRINT)
-    evaluated(run, "validation", step, series)
+    evaluated(run, "validation", step, series, asked)
 
 
-def evaluated(run: Run, kind: str, step: int, series: list[Series]) -> None:
+def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[str, Plain] | None = None) -> None:
     """An evaluation's file."""
     tokens = step * run.config.optim.batch_tokens
-    one = Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", "weights", tuple(series))
+    one = Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", "weights", tuple(series), asked or {})
     write_json(evaluation_path(run.config.run_folder, kind, step), one.plain())
 
 

@@ -12,7 +12,7 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError
 from lm.evaluation.by_length import ByLength
 from lm.evaluation.evaluate import evaluate_runs
-from lm.experiments.definition import config_hash
+from lm.experiments.experiment import config_hash
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.training.train import train

@@ -15,7 +15,8 @@ from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import compare
-from lm.experiments.definition import config_hash, read_experiment
+from lm.experiments.definition import read_experiment
+from lm.experiments.experiment import config_hash
 from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome, selects
@@ -270,9 +271,9 @@ def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrid
     config = read_experiment(written(tmp_path), overrides).first_config
     plain = to_plain(config)
     without = {key: value for key, value in plain["eval"].items() if key != "recall"}
-    monkeypatch.setattr("lm.experiments.definition.to_plain", lambda config: plain | {"eval": without})
+    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without})
     older = config_hash(config)
-    monkeypatch.setattr("lm.experiments.definition.to_plain", lambda config: plain | {"eval": without | {"recall": None}})
+    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without | {"recall": None}})
     assert config_hash(config) == older
 
 
@@ -341,7 +342,7 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
         ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"eval.sequences": 8}}}, "arms.b = .*is measured on other sequences than the baseline"),
-        ({"sizes": {"big": {"model.n_embd": 33}}}, "arm softmax, size big: .*n_embd"),
+        ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
         ({"base": 3}, "base = 3: must be a configuration file"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
         ({"colour": "red"}, "colour = 'red': unknown key"),

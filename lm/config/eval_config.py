@@ -10,7 +10,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.schema import Plain, block_of, key, optional, section, sections, variants
+from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
@@ -32,6 +32,9 @@ class Timing:
     def is_due(self, step: int, max_steps: int) -> bool:
         """True every so many steps, and at those fractions of the run."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
+
+
+_WHEN = tuple(spec.name for spec in fields(Timing))
 
 
 @dataclass
@@ -289,6 +292,13 @@ class EvalConfig:
         """Who measures each kind that is asked for of a model trained on `data`, the validation first."""
         further = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.text_loss:Validation"} | further
+
+    def asked(self, kind: str) -> dict[str, Plain]:
+        """The keys that say what a kind of evaluation measures, without those that are null; not when, and for how long."""
+        if kind == "validation":
+            return {"sequences": self.sequences}
+        plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
+        return {name: value for name, value in plain.items() if value is not None and name not in _WHEN}
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes that a named suite makes."""

@@ -21,7 +21,7 @@ def measured(
     series = measurement.measure(decoder, where, progress)
     return Evaluation(
         measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.options, measurement.precision(where), weights,
-        tuple(series),
+        tuple(series), measurement.config.eval.asked(measurement.kind),
     )  # fmt: skip
 
 
@@ -44,7 +44,8 @@ def kept(folder: Path, measurement: Measurement, weights: str, where: Device, st
     if not path.is_file():
         return None
     try:
-        return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen)
+        asked = measurement.config.eval.asked(measurement.kind)
+        return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=asked)
     except (RunError, KeyError, ValueError) as error:
         reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
         print(f"note: {reason}: measured again", file=sys.stderr)

@@ -5,14 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
-from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.claims import Claim
+from lm.experiments.commands import commands
 from lm.experiments.failures import log_path
 from lm.experiments.procedure import Run
-from lm.files import locked_folder, write_text
+from lm.files import locked_folder
 from lm.runs.folder import TRAINING
 
 _PR_SET_PDEATHSIG = 1
@@ -39,10 +40,8 @@ class Children:
 
     def train(self, run: Run, claim: Claim) -> int:
         """Train a run, or go on with it; the exit status of the last of its commands, negative: of the signal that killed it."""
-        config = log_path(self.experiment, run, "yaml")
-        write_text(config, to_yaml(run.config))
         status = self._wait_for_earlier(run.config.run_folder)
-        for command in [] if status else [["train", str(config), "resume=auto", "log.progress=none"]]:
+        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
             status = self._execute(run, command, claim)
             if status:
                 break
@@ -61,8 +60,9 @@ class Children:
 
     def _execute(self, run: Run, command: list[str], claim: Claim) -> int:
         """One `lm` command of a run, to its end."""
-        folder = run.config.run_folder
-        with log_path(self.experiment, run).open("ab") as log:
+        folder, output = run.config.run_folder, log_path(self.experiment, run)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as log:
             # a session of its own: Ctrl-C reaches it through `stop` alone, once
             process = subprocess.Popen(
                 [sys.executable, "-m", "lm", *command],

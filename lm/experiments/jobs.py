@@ -92,10 +92,10 @@ class Jobs:
     def _startable(self, running: set[Path]) -> Iterator[Run]:
         """Runs that are not done and have not failed, whose starting weights are there."""
         known = self.procedure.known()
-        done = {str(one.config.run_folder) for one in known if one.outcome.state == "finished" and one.config.run_folder not in running}
+        done = {one.config.run_folder for one in known if one.outcome.state == "finished" and one.config.run_folder not in running}
         for run in known:
-            folder, source = run.config.run_folder, run.config.init_from
-            if run.outcome.ended or folder in running | self.failed.keys() or (source and source not in done):
+            folder = run.config.run_folder
+            if run.outcome.ended or folder in running | self.failed.keys() or (run.before and run.before not in done):
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure

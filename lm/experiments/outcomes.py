@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from lm.runs.folder import CHECKPOINTS, METRICS, read_json, step_path
 from lm.runs.metric_log import DIVERGED, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
+from lm.schema import Plain
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 
@@ -72,12 +73,15 @@ class Outcome:
 
     Attributes:
         symbolic: trained on tasks over symbols, of whose answers a model that learned nothing says what single tokens say.
+        asked: kinds of evaluation that the run must have at that step, each with the keys of `eval` that it is asked for with; {}: those
+            that it was trained with will do.
     """
 
     folder: Path
     last_step: int
     metric: str
     symbolic: bool = False
+    asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> State:
@@ -87,11 +91,23 @@ class Outcome:
             return "unfinished"
         if any(DIVERGED in line for line in read_metrics(self.folder / METRICS)[0]):
             return "diverged"
-        found = self.series(SELECTION)
-        if found is None or not step_path(self.folder / CHECKPOINTS, self.last_step).exists() or self.values(self.metric) is None:
+        if not self.trained:
             return "unfinished"
+        found = self.series(SELECTION)
         level = math.inf if self.symbolic else found.references.get(UNIGRAM, math.inf)
-        return "finished" if found.means[0] <= level else "diverged"
+        if found.means[0] > level:
+            return "diverged"
+        return "finished" if self.measured and self.values(self.metric) is not None else "unfinished"
+
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the last checkpoint is there, and SELECTION was measured of it."""
+        return step_path(self.folder / CHECKPOINTS, self.last_step).exists() and self.series(SELECTION) is not None
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether all that is asked for was measured as it is asked for."""
+        return self.asked.items() <= {one.kind: one.asked for one in self._evaluations}.items()
 
     @property
     def ended(self) -> bool:
@@ -100,18 +116,21 @@ class Outcome:
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
+        return next((one for evaluation in self._evaluations for one in evaluation.series if metric in one.logged), None)
+
+    @cached_property
+    def _evaluations(self) -> list[Evaluation]:
+        """Those at the last step."""
+        found = []
         for (_, step), path in evaluation_files(self.folder).items():
-            content = read_json(path) if step == self.last_step else {}
-            if "series" not in content:
-                continue
-            try:
-                evaluation = Evaluation.of(content)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise RunError(f"{path}: not an evaluation: {one_line(error)}; delete it, and it is measured again") from None
-            for one in evaluation.series:
-                if metric in one.logged:
-                    return one
-        return None
+            if step == self.last_step:
+                try:
+                    content = read_json(path)
+                    found += [Evaluation.of(content)] if "series" in content else []
+                except (RunError, KeyError, TypeError, ValueError, AttributeError) as error:
+                    said = one_line(error).removeprefix(f"{path}: ")
+                    raise RunError(f"{path}: not an evaluation: {said}; delete it, and it is measured again") from None
+        return found
 
     def values(self, metric: str) -> Values | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""

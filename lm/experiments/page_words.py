@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from lm.experiments.definition import Experiment
+from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION, selects
 from lm.experiments.procedure import Procedure, Run

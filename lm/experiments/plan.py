@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lm.experiments.costs import Cost, cost
-from lm.experiments.definition import Primary
+from lm.experiments.experiment import Primary
 from lm.experiments.opening import SHARED, vocabulary
 from lm.experiments.procedure import Procedure
 from lm.statistics.learned import fewest_seeds

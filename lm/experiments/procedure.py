@@ -1,5 +1,6 @@
 """The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.definition import Arm, Experiment, config_hash
+from lm.experiments.arms import SWAPPED, Arm, Swap
+from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys, table_lines
 from lm.schema import Plain
@@ -23,7 +25,15 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment. `stage`: it chooses a rate (`tune`), or it is judged (`final`)."""
+    """One run of an experiment.
+
+    Attributes:
+        stage: it chooses a rate (`tune`), or it is judged (`final`).
+        before: folder of the run whose weights it starts from, if any.
+        swap: what their normalizer is swapped to first; None: it stays.
+        trained: False: the swapped weights are measured as they are.
+        evaluate: `KEY=VALUE` that it is measured with after training.
+    """
 
     size: str
     arm: str
@@ -32,6 +42,10 @@ class Run:
     seed: int
     config: Config
     outcome: Outcome
+    before: Path | None = None
+    swap: Swap | None = None
+    trained: bool = True
+    evaluate: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -52,35 +66,52 @@ class Procedure:
         self._folder = experiment.folder
         self._ended: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
+        self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
-        changes: dict[str, Plain] = {}
         before = None
         if arm.start:
             source = next(one for one in self.experiment.arms if one.name == arm.start)
             before = self.run(size, source, stage, rates[source.name], seed, rates)
-            changes["init_from"] = str(before.config.run_folder)
-        config = self._config(size, arm, stage, rate, seed, changes)
+        config = self._config(size, arm, stage, rate, seed, before.config.run_folder if before else None)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
-            symbolic = config.data.symbolic
-            outcome = Outcome(config.run_folder, config.trainer.max_steps, self.experiment.primary.metric, symbolic)
+            last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
+            metric, symbolic = self.experiment.primary.metric, config.data.symbolic
+            outcome = Outcome(config.run_folder, last_step, metric, symbolic, self._asked(size, arm, config))
             if outcome.ended:  # for good: it is not read again
                 self._ended[config.run_folder] = outcome
         if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
             outcome = before.outcome
-        return Run(size, arm.name, stage, rate, seed, config, outcome)
+        start = before and before.config.run_folder
+        overrides = tuple(self.experiment.evaluate_overrides)
+        return Run(size, arm.name, stage, rate, seed, config, outcome, start, arm.swap, arm.trained, overrides)
 
-    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, changes: dict[str, Plain]) -> Config:
-        """The configuration of a run, made once."""
-        known = size, arm.name, stage, rate, seed, *changes.values()
+    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, start: Path | None) -> Config:
+        """The configuration of a run that starts from the weights of another (None: random ones), made once."""
+        known = size, arm.name, stage, rate, seed, start
         if known not in self._configs:
-            config = self.experiment.config(size, arm, seed, rate, changes | {"runs": str(self._folder / size), "name": "run"})
-            name = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}", config_hash(config)])
+            changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
+            at = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}"])
+            if start and arm.swap and arm.trained:
+                origin = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
+                changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{origin}")
+            elif start:
+                changes["init_from"] = str(start)
+            config = self.experiment.config(size, arm, seed, rate, changes)
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
-            self._configs[known] = replace(config, name=name, experiment=place)
+            self._configs[known] = replace(config, name=f"{at}-{config_hash(config)}", experiment=place)
         return self._configs[known]
+
+    def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
+        """What the evaluations of an arm's runs must have been asked for with; {} where those in training will do."""
+        if not self.experiment.evaluate:
+            return {}
+        if (size, arm.name) not in self._evaluated:
+            evaluated = self.experiment.evaluated(config)
+            self._evaluated[size, arm.name] = {kind: evaluated.eval.asked(kind) for kind in evaluated.eval.wanted(evaluated.data)}
+        return self._evaluated[size, arm.name]
 
     def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
         """The tuning runs of a size by arm and rate, as far as they are known, and what they say; with a table there are none. Arms that
@@ -89,9 +120,11 @@ class Procedure:
         experiment, runs, rates = self.experiment, {}, {}
         if experiment.table:
             losses = by_arm_and_rate(experiment.table, size, "selection")
-            return {}, chosen({arm.name: losses[arm.name] for arm in experiment.arms})
+            found = chosen({arm.name: losses[arm.name] for arm in experiment.arms if arm.trained})
+            return {}, Tuned(self._with_untrained(found.rates), (), found.at_edge)
         for depth in sorted(set(map(self._depth, experiment.arms))):
-            layer = [arm for arm in experiment.arms if self._depth(arm) == depth]
+            rates = self._with_untrained(rates)
+            layer = [arm for arm in experiment.arms if self._depth(arm) == depth and arm.trained]
             known = [arm for arm in layer if not arm.start or arm.start in rates]
             asked: tuple[float, ...] = tuple(experiment.tune.grid)
             for arm in known:
@@ -103,13 +136,23 @@ class Procedure:
                 layer_runs = [one for arm in known for some in runs[arm.name].values() for one in some]
                 if not all(one.outcome.ended for one in layer_runs):
                     return runs, Tuned({}, asked)
-                _check_alike(layer_runs, SELECTION)
+                for arm in known:
+                    _check_alike([one for one in layer_runs if one.arm == arm.name], SELECTION)
                 losses = {arm.name: _losses(runs[arm.name], SELECTION) for arm in known}
                 found = tuned(experiment.tune.grid, losses, partial(self._possible, size, known))
                 asked = found.missing
             if known:
                 rates |= found.rates
+        rates = self._with_untrained(rates)
         return runs, Tuned(rates, (), tuple(arm.name for arm in experiment.arms if arm.name not in rates))
+
+    def _with_untrained(self, rates: dict[str, float]) -> dict[str, float]:
+        """Rates, and for arms that are not trained the rates of those that they start from."""
+        found = dict(rates)
+        for arm in self.experiment.arms:
+            if not arm.trained and arm.start in found:
+                found[arm.name] = found[arm.start]
+        return found
 
     def _possible(self, size: str, arms: list[Arm], rate: float) -> bool:
         """Whether the tuned key may have this value in all of these arms."""
@@ -142,7 +185,7 @@ class Procedure:
     def notes(self) -> list[str]:
         """What a reader must know beside the numbers, one sentence each."""
         experiment, found = self.experiment, []
-        for size, arm in product(experiment.sizes if experiment.table else (), experiment.arms):
+        for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.trained)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             ours = described(config, experiment.tune.key, arm.start)
             theirs = {one.configuration for one in experiment.table if (one.size, one.arm) == (size, arm.name)}

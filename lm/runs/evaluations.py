@@ -1,7 +1,7 @@
 """Evaluations of a run folder: one JSON file for each kind and step, and the series in it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lm.config.data_config import DataConfig
@@ -24,6 +24,7 @@ class Evaluation:
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]
+    asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` it was asked for with; {}: by an older version
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Evaluation:
         """What `plain` gave. Raises KeyError where it lacks something, ValueError where it isn't that."""
         try:
             series = tuple(Series.of(one) for one in content["series"])
-            return cls(**typed(cls, content) | {"series": series})
+            return cls(**typed(cls, {"asked": {}} | content) | {"series": series})
         except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
 

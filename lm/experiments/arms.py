@@ -1,0 +1,122 @@
+"""The arms of an experiment: what each changes, and which earlier arm's weights it starts from, swapped or not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lm.attention.catalogue import OPTIONS
+from lm.config.load import merge
+from lm.config.yaml_text import MAX_DEPTH
+from lm.errors import ConfigError, Problem, abbreviated
+from lm.schema import Plain, Unavailable, build, flatten, is_block, key, suggest
+
+SWAPPED = "swapped"  # folder of swapped weights that arms start from
+TAKEN = (".", "..", "claims", "logs", "report", SWAPPED)  # as folders in that of the experiment
+_NAME = "letters, digits, '-', '_' and '.'"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Another normalizer for the weights that an arm starts from, as `lm swap` gives it."""
+
+    to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
+    init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: match")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    Attributes:
+        changes: how its configuration differs from the base.
+        start: the earlier arm whose trained weights it starts from, if any.
+        swap: what becomes of their normalizer; None: it stays.
+        trained: False: the swapped weights are measured as they are.
+    """
+
+    name: str
+    changes: dict[str, Plain]
+    start: str = ""
+    swap: Swap | None = None
+    trained: bool = True
+
+
+def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
+    """The arms that an experiment's file gives; what is wrong is appended to `problems`."""
+    found: dict[str, Arm] = {}
+    for name, block in read_blocks("arms", given, problems).items():
+        where, own = f"arms.{name}", dict(block)
+        start, swap, trained = own.pop("from", None), own.pop("swap", None), own.pop("train", True)
+        changes = nested(own)
+        if start is not None and start not in found:
+            problems.append(Problem(f"{where}.from", start, "is no earlier arm", suggest(str(start), found)))
+        if swap is not None and start is None:
+            problems.append(Problem(f"{where}.swap", swap, "there are no weights to swap", "say of which arm: `from`"))
+        if not isinstance(trained, bool):
+            problems.append(Problem(f"{where}.train", trained, "must be true or false"))
+        elif not trained and swap is None:
+            problems.append(Problem(f"{where}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
+        made = None if swap is None else build(Swap, swap, f"{where}.swap", problems)
+        if made:
+            changes = _with_normalizer(changes, made, where, problems)
+        if trained is False and start in found:
+            given = flatten(nested(own)) if own else {}
+            for path in (path for path in given if not path.startswith("model.normalizer")):
+                reason = "has no effect on an arm that is not trained"
+                problems.append(Problem(f"{where}.{path}", given[path], reason, "drop it, or train the arm"))
+            changes = merge(merge(found[start].changes, {"phases": []}), changes)
+        found[name] = Arm(name, changes, str(start or ""), made, bool(trained))
+    if len(found) < 2 and not problems:
+        problems.append(Problem("arms", list(found), "needs a baseline and at least one other arm"))
+    return tuple(found.values())
+
+
+def _with_normalizer(changes: dict[str, Plain], swap: Swap, where: str, problems: list[Problem]) -> dict[str, Plain]:
+    """The changes of an arm with the normalizer that its weights are swapped to."""
+    try:
+        options = OPTIONS[swap.to]
+    except Unavailable as error:
+        problems.append(Problem(f"{where}.swap.to", swap.to, error.reason, error.remedy))
+        return changes
+    except KeyError:
+        problems.append(Problem(f"{where}.swap.to", swap.to, "unknown normalizer", suggest(swap.to, OPTIONS)))
+        return changes
+    given = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
+    if not is_block(given) or given.get("name", swap.to) != swap.to or "init" in given:
+        reason = f"the weights are swapped to {swap.to}"
+        problems.append(Problem(f"{where}.model.normalizer", given, reason, "give its options by their keys, and init in `swap`"))
+    starts = "init" in options.__dataclass_fields__
+    if swap.init is not None and not starts:
+        problems.append(Problem(f"{where}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
+    init = {"init": "match" if swap.init in (None, "fit") else swap.init} if starts else {}
+    return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
+
+
+def read_blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """A map from names to blocks of keys; an empty block may be left out."""
+    if not isinstance(given, dict):
+        problems.append(Problem(where, given, "must be a map from names to what they change"))
+        return {}
+    found = {}
+    for name, changes in given.items():
+        if not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40 or str(name) in TAKEN:
+            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN)}"))
+        elif str(name) in found:
+            problems.append(Problem(f"{where}.{name}", name, "is there twice"))
+        elif isinstance(changes, dict | None):
+            found[str(name)] = dict(changes or {})
+        else:
+            problems.append(Problem(f"{where}.{name}", changes, "must be a block of configuration keys"))
+    return found
+
+
+def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
+    """{"optim.lr": 1} as {"optim": {"lr": 1}}; what is nested already stays so."""
+    plain: dict[str, Plain] = {}
+    for path, value in changes.items():
+        names = str(path).split(".")
+        if len(names) > MAX_DEPTH:
+            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
+        for name in reversed(names):
+            value = {name: value}
+        plain = merge(plain, value)
+    return plain

@@ -1,0 +1,125 @@
+"""What is wrong with an experiment beyond single keys of its file: its arms' configurations, what they are compared on, its table."""
+
+from dataclasses import replace
+from itertools import product
+
+from lm.config.load import overrides_in
+from lm.config.tree import Config
+from lm.errors import ConfigError, Problem
+from lm.experiments.arms import Arm
+from lm.experiments.experiment import Experiment, config_hash
+from lm.experiments.tuning_tables import by_arm_and_rate
+from lm.schema import flatten
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS
+
+_OF_TRAINING_LENGTH = ("validation", "long_context")  # are measured in training lengths: arms of different ones read different text
+_KINDS = {"val": "validation", "long": "long_context"}  # of a metric by what its name begins with; else the kind itself
+
+
+def check(experiment: Experiment) -> None:
+    """Raises ConfigError: everything that is wrong with the configurations of all arms in all sizes, or with the tuning table."""
+    problems = _check_table(experiment) + _check_evaluate(experiment)
+    wrong: dict[str, list[tuple[str, str]]] = {}
+    made: dict[tuple[str, str], Config] = {}
+    places = list(product(experiment.sizes, experiment.arms))
+    for size, arm in places:
+        try:
+            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+            made[size, arm.name] = config
+            if not problems:
+                experiment.evaluated(config)
+        except ConfigError as error:
+            for one in error.problems or [str(error)]:
+                wrong.setdefault(str(one), []).append((size, arm.name))
+    for text, where in wrong.items():
+        problems.append(f"{_places(experiment, where)}{text}")
+    for size in experiment.sizes:
+        problems += _check_arms(experiment, [(arm, made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made])
+    if problems:
+        raise ConfigError(list(dict.fromkeys(map(str, problems))))
+
+
+def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
+    """Sizes and arms as the beginning of a message; nothing if they are all there are of several."""
+    if len(where) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
+        return ""
+    found = []
+    for size in experiment.sizes:
+        arms = [arm for at, arm in where if at == size]
+        of_size = f"size {size}" if size else ""
+        found += [of_size] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", of_size))) for arm in arms]
+    return "; ".join(found) + ": "
+
+
+def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[Problem]:
+    """That no two arms of a size are the same, all read the same data, and what is compared is measured alike."""
+    problems, seen, plans = [], {}, {}
+    for arm, config in arms:
+        first = arms[0][1]
+        same = f"{arm.start} {arm.swap} {arm.trained} {config_hash(config)}"
+        if same in seen:
+            problems.append(Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it"))
+        seen[same], plans[arm.name] = arm.name, config
+        if arm.start in plans and not arm.swap and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
+            reason = f"has another normalizer than {arm.start}, whose weights it starts from"
+            remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
+            problems.append(Problem(f"arms.{arm.name}.from", arm.start, reason, remedy))
+        texts = [repr((one.data.source, one.data.tokenizer, one.data.val_fraction)) for one in (first, config)]
+        if texts[0] != texts[1]:
+            reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
+            problems.append(Problem(f"arms.{arm.name}", arm.changes, reason, remedy))
+        if (first.data.seq_len, first.eval) != (config.data.seq_len, config.eval):
+            problems += _check_compared(experiment, arm, first, config)
+    return problems
+
+
+def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Config) -> list[Problem]:
+    """That an arm of another training length or other evaluations than the baseline is compared on the same sequences."""
+    metric = experiment.primary.metric
+    if not experiment.evaluate:
+        reason = "is measured on other sequences than the baseline"
+        remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
+        return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
+    kind = _KINDS.get(metric.partition("/")[0], metric.partition("/")[0])
+    asked = [experiment.evaluated(one).eval.asked(kind) for one in (first, config)]
+    if asked[0] != asked[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
+        reason = f"measures {metric} on other sequences than the baseline"
+        remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
+        return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
+    return []
+
+
+def _check_evaluate(experiment: Experiment) -> list[Problem]:
+    """That `evaluate` names keys of evaluations."""
+    given = flatten(experiment.evaluate) if experiment.evaluate else {}
+    others = [path for path in given if not path.startswith("eval.")]
+    if others:
+        reason = "is no key of an evaluation"
+        return [Problem(f"evaluate.{path}", given[path], reason, "name keys of `eval`") for path in others]
+    try:
+        overrides_in("eval", experiment.evaluate_overrides)
+    except ConfigError as error:
+        return [replace(one, path=f"evaluate.{one.path}") for one in error.problems]
+    return []
+
+
+def _check_table(experiment: Experiment) -> list[Problem]:
+    """That a tuning table has a finished run of every arm and size, at several rates and seeds, none of them final."""
+    where, problems = experiment.tune.table, []
+    if wrong := {one.key for one in experiment.table} - {experiment.tune.key}:
+        problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))
+    if both := sorted({*experiment.seeds} & {one.seed for one in experiment.table}):
+        problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
+    remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
+    for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.trained)):
+        name = " ".join(filter(None, (size, arm.name)))
+        by_rate = by_arm_and_rate(experiment.table, size, "selection").get(arm.name, {})
+        mine = [one for one in experiment.table if (one.size, one.arm) == (size, arm.name)]
+        if not mine:
+            problems.append(Problem("tune.table", where, f"has no {name}", remedy))
+        elif any(one.selection is None for one in mine):
+            problems.append(Problem("tune.table", where, f"has runs of {name} that have not ended", remedy))
+        elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
+            reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
+            problems.append(Problem("tune.table", where, reason, remedy))
+    return problems

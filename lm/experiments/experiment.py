@@ -1,0 +1,137 @@
+"""An experiment as its file describes it: base configuration, arms, seeds, tuning, primary metric; and the configuration of each run."""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lm.attention.plugins import PLUGINS
+from lm.config.effects import effect_of
+from lm.config.interpolation import interpolated
+from lm.config.load import merge, parse
+from lm.config.tree import Config
+from lm.errors import Problem
+from lm.experiments.arms import Arm, nested
+from lm.experiments.tuning_tables import Tried
+from lm.schema import Plain, flatten, is_block, key, to_plain
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS
+
+
+@dataclass
+class Tune:
+    """The grid every arm is tuned on."""
+
+    grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    table: str | None = key(None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid")
+    seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
+    key: str = key("optim.lr", "the configuration key that is tuned")
+
+    def problems(self) -> list[Problem]:
+        """What contradicts itself."""
+        found = []
+        if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
+            found.append(Problem("grid", self.grid, "must be at least 2 different values"))
+        if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
+            found.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
+        if self.grid and self.table:
+            found.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
+        return found
+
+
+@dataclass
+class Primary:
+    """The one metric that decides, settled before any run."""
+
+    metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
+    better: Literal["lower", "higher"] = key("lower", "which direction is better")
+    matters: float = key(0.01, "smallest difference of interest, in the metric's unit", gt=0)
+    learned: float | None = key(None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its file describes it; the first arm is the baseline.
+
+    Attributes:
+        name: the file's name; runs lie in the base configuration's `runs`, in a folder of this name.
+        base: plain configuration that all arms share.
+        sizes: changes by size, such as of model or steps; one without a name if there are none.
+        file, overrides: where it was read from, and what was changed in it.
+        table: the lines of `tune.table`.
+        evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
+    """
+
+    name: str
+    base: dict[str, Plain]
+    arms: tuple[Arm, ...]
+    sizes: dict[str, dict[str, Plain]]
+    seeds: tuple[int, ...]
+    tune: Tune
+    primary: Primary
+    file: Path
+    overrides: tuple[str, ...]
+    table: tuple[Tried, ...] = ()
+    evaluate: dict[str, Plain] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        """What trains and judges it, or goes on with it, in a shell."""
+        return shlex.join(["lm", "compare", str(self.file), *self.overrides])
+
+    @property
+    def tuned(self) -> bool:
+        """Whether each arm has a learning rate of its own, from a grid or a table."""
+        return bool(self.tune.grid or self.table)
+
+    @property
+    def first_rate(self) -> float | None:
+        """A value that the tuned key may have; None without tuning."""
+        return self.tune.grid[0] if self.tune.grid else self.table[0].rate if self.table else None
+
+    @property
+    def folder(self) -> Path:
+        """Where its runs and its report are kept."""
+        return Path(self.first_config.runs) / self.name
+
+    @property
+    def first_config(self) -> Config:
+        """The configuration of the baseline's first run."""
+        return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
+
+    def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
+        """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError."""
+        tuned = {} if rate is None else nested({self.tune.key: rate})
+        plain = self.base
+        for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
+            plain = merge(plain, more)
+        with PLUGINS.trusted():  # the user's own file names them
+            return parse(interpolated(plain))
+
+    def evaluated(self, config: Config) -> Config:
+        """The configuration that a run is measured with after training. Raises ConfigError."""
+        return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
+
+    @property
+    def evaluate_overrides(self) -> list[str]:
+        """`evaluate` as the `KEY=VALUE` of `lm eval`."""
+        return [f"{path}={json.dumps(value)}" for path, value in _leaves(self.evaluate)]
+
+
+def _leaves(plain: dict[str, Plain], above: str = "") -> Iterator[tuple[str, Plain]]:
+    """The values of nested blocks by their dotted paths; lists are values."""
+    for name, value in plain.items():
+        if is_block(value) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def config_hash(config: Config) -> str:
+    """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run. Keys that are
+    null (off) are left out, so that a later version's new keys do not make other runs of the same experiment."""
+    ours = ("model", "training", "seed", "numerics", "evaluation")
+    kept = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and effect_of(path).affects in ours}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -1,0 +1,138 @@
+"""What is left to do of a run: weights swapped before training, measurements after it, and nothing twice."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, lm
+from fabricated import finish
+
+from lm.errors import ConfigError
+from lm.experiments.commands import commands
+from lm.experiments.definition import read_experiment
+from lm.experiments.procedure import Procedure, Run, summary
+from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.folder import read_config, read_json
+
+ARMS = {
+    "softmax": {"model.normalizer": "softmax"},
+    "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
+    "trained": {"from": "softmax", "swap": {"to": "ssmax", "init": "unit"}, "model.normalizer.bias": True, "trainer.max_steps": 12},
+}
+
+
+def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    file = {"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, "seeds": [1], **changes}
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(file, sort_keys=False))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]))
+
+
+def named(run: Run) -> list[str]:
+    """The commands that are left."""
+    return [one[0] for one in commands(run, Path(run.config.runs))]
+
+
+def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
+    steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
+    overrides = [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+    by_length = {"eval.by_length": {"lengths": [16, 32], "sequences": 8}}
+    procedure = experiment(tmp_path, *overrides, evaluate=by_length, primary={"metric": "by_length/loss 16"})
+    softmax, as_it_is, trained = procedure.known()
+    assert (named(softmax), named(as_it_is), named(trained)) == (["train", "eval"], ["swap", "eval"], ["swap", "train", "eval"])
+    for run in procedure.known():
+        for command in commands(run, procedure.experiment.folder):
+            result = lm(*command)
+            assert result.returncode == 0, result.stderr
+    assert [one.outcome.state for one in procedure.known()] == ["finished"] * 3
+    assert [commands(one, procedure.experiment.folder) for one in procedure.known()] == [[]] * 3
+    assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
+    assert Path(trained.config.init_from).parent.name == "swapped"
+    assert "started_from" in read_json(trained.config.run_folder / "environment.json")
+    _, ours, theirs = summary(procedure)
+    assert ours["mean"] != theirs["mean"]
+
+    other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}
+    procedure = experiment(tmp_path, *overrides, evaluate=other, primary={"metric": "by_length/loss 8"})
+    assert [named(one) for one in procedure.known()] == [["eval"]] * 3, "measured again, and nothing is trained"
+    again = experiment(tmp_path, *overrides, primary={"metric": "val/loss"})
+    assert [one.outcome.state for one in again.known()] == ["finished"] * 3
+
+
+def test_what_was_measured_otherwise_is_measured_again(tmp_path):
+    procedure = experiment(tmp_path, evaluate={"eval.sequences": 4})
+    softmax = procedure.known()[0]
+    finish(softmax, 5.0)
+    assert named(procedure.known()[0]) == ["eval"]
+    assert commands(procedure.known()[0], procedure.experiment.folder)[0][2:] == ["eval.sequences=4"]
+    path = evaluation_path(softmax.config.run_folder, "validation", softmax.outcome.last_step)
+    assert Evaluation.of(read_json(path)).asked == {}, "as older versions wrote it"
+    finish(softmax, 5.0, asked={"sequences": 4})
+    assert procedure.known()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
+
+
+def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
+    procedure = experiment(tmp_path, seeds=[1, 2], tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    while left := [one for one in procedure.known() if not one.outcome.ended]:
+        for run in left:
+            finish(run, 5 + abs(run.rate - (2e-3 if run.arm == "softmax" else 4e-3)))
+    assert procedure.rates("") == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
+    tuned = {(one.arm, one.rate) for one in procedure.known() if one.stage == "tune"}
+    assert not {arm for arm, _ in tuned} & {"as-it-is"}
+    final = {(one.arm, one.seed): one for one in procedure.known() if one.stage == "final"}
+    for seed in (1, 2):
+        assert final["trained", seed].before == final["as-it-is", seed].before == final["softmax", seed].config.run_folder
+    folders = [one.config.init_from for one in procedure.known() if one.arm == "trained"]
+    assert len(set(folders)) == len(folders), "two processes never fill one folder"
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ({"from": "softmax", "swap": {"to": "ssmx"}}, "arms.b.swap.to = 'ssmx': unknown normalizer; did you mean 'ssmax'"),
+        ({"from": "softmax", "swap": {"init": "match"}}, "arms.b.swap.to = '': unknown normalizer"),
+        ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
+        ({"from": "softmax", "train": False}, "arms.b.train = False: would be the arm it starts from"),
+        ({"from": "softmax", "swap": {"to": "ssmax"}, "train": "no"}, "arms.b.train = 'no': must be true or false"),
+        ({"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1}, "arms.b.optim.lr = 1: has no effect on an arm"),
+        ({"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"}, "arms.b.model.normalizer = .*swapped to ssmax"),
+        ({"from": "softmax", "swap": {"to": "log_n", "init": "unit"}}, "arms.b.swap.init = 'unit': log_n has no parameters to start"),
+        ({"from": "softmax", "swap": {"to": "ssmax", "init": "best"}}, "arm b: model.normalizer.init = 'best': must be"),
+    ],
+)
+def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, arms={"softmax": {}, "b": arm})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate": {"optim.lr": 1}}, "evaluate.optim.lr = 1: is no key of an evaluation"),
+        ({"evaluate": {"eval.sequence": 1}}, "eval.sequence = 1: unknown key"),
+        ({"evaluate": {"eval.by_length.lengths": [3, 32]}}, "eval.by_length.lengths = 3: does not divide"),
+        ({"evaluate": [1]}, r"evaluate = \[1\]: must be a block"),
+        ({"evaluate": {}}, "arms.b = .*: is measured on other sequences than the baseline"),
+        ({"evaluate": {"eval.by_length.lengths": [16, 32]}}, "arms.b = .*: measures val/loss on other sequences than the baseline"),
+    ],
+)
+def test_arms_of_other_lengths_need_something_to_be_compared_on(tmp_path, changes, message):
+    arms = {"softmax": {}, "b": {"data.seq_len": 16}}
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, arms=arms, **changes)
+
+
+def test_arms_of_other_lengths_may_be_compared_on_what_evaluate_measures(tmp_path):
+    changes = {"evaluate": {"eval.by_length.lengths": [16, 32]}, "primary": {"metric": "by_length/loss 32"}}
+    assert experiment(tmp_path, arms={"softmax": {}, "b": {"data.seq_len": 16}}, **changes).known()
+
+
+def test_everything_that_is_wrong_is_said_at_once_with_the_file(tmp_path):
+    arms = {"softmax": {}, "b": {"optim.lr": -1}, "c": {"optim.lr": -1}, "d": {"model.n_layers": 3}}
+    with pytest.raises(ConfigError) as found:
+        experiment(tmp_path, "eval.every=0", arms=arms, seeds=[1, 2])
+    text = str(found.value)
+    assert text.startswith(f"{tmp_path / 'trial.yaml'}: 3 problems in the configuration:")
+    assert "\n  eval.every = 0: must be >= 1" in text
+    assert "\n  arm b; arm c: optim.lr = -1: must be > 0" in text
+    assert "\n  arm d: model.n_layers = 3: unknown key; did you mean 'n_layer'?" in text
