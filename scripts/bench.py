@@ -7,6 +7,7 @@ python scripts/bench.py kernels                 attention alone, forward and bac
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
 python scripts/bench.py documents               step time where documents of one size or of many don't see each other,, over packed
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
+python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the models'
 python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its own options: --help
 """
 
@@ -32,8 +33,10 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
+from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
+from lm.evaluation.diagnostics import statistics_of
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -259,6 +262,33 @@ def measure_long(arguments: argparse.Namespace) -> None:
     )
 
 
+SIDES = {
+    "normalizers": normalizer_sides,
+    "nanogpt": nanogpt_sides,
+    "compile": compile_sides,
+    "kernels": kernel_sides,
+    "documents": document_sides,
+}
+LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072, "documents": 1024, "diagnose": 1024}
+
+
+def measure_diagnostics(arguments: argparse.Namespace) -> None:
+    """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of shuffled scores."""
+    where, asked = Device(torch.device(arguments.device), bf16=False), DiagnosticsConfig(sequences=arguments.sequences)
+    options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
+    models = [Decoder(options, arguments.vocab_size, 1024, seed).to(where.device) for seed in (0, 1)]
+    tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), asked, where)
+    seconds, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"{', '.join(asked.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of {arguments.seq_len:,} tokens, "
+        f"{asked.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
+        f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 1024:,.0f} MiB"
+    )
+
+
 def main() -> None:
     """Parse, build the sides, time them, print."""
     if sys.argv[1:2] == ["data"]:
@@ -266,15 +296,15 @@ def main() -> None:
 
         return bench_data.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["normalizers", "nanogpt", "compile", "kernels", "memory", "memory-of", "long", "documents"])
+    parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
     parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
-    parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long`")
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
+    parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`")
+    parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--compile", action="store_true")
@@ -282,23 +312,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "nanogpt" and not (arguments.path and arguments.path.is_file()):
         parser.error("give the path of nanoGPT's model.py")
-    arguments.seq_len = arguments.seq_len or {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072, "documents": 1024}.get(
-        arguments.what, 256
-    )
-    if arguments.what in ("memory", "memory-of"):
-        return print_memory(arguments) if arguments.what == "memory" else memory_of(arguments)
-    if arguments.what == "long":
-        return measure_long(arguments)
+    arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)
+    alone = {"memory": print_memory, "memory-of": memory_of, "long": measure_long, "diagnose": measure_diagnostics}
+    if arguments.what in alone:
+        return alone[arguments.what](arguments)
     torch.manual_seed(0)
     random.seed(0)
     sequences = torch.randint(arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device)
-    sides, base = {
-        "normalizers": normalizer_sides,
-        "nanogpt": nanogpt_sides,
-        "compile": compile_sides,
-        "kernels": kernel_sides,
-        "documents": document_sides,
-    }[arguments.what](arguments, sequences)
+    sides, base = SIDES[arguments.what](arguments, sequences)
     name = torch.cuda.get_device_name() if sequences.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     print_ratios(interleaved(sides, arguments.rounds), base, arguments.sequences * arguments.seq_len)
