@@ -1,10 +1,15 @@
 """Statistics of attention: streamed ones equal the dense definition, and what is undefined is said."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import lm
+from folders import metrics, series
+from torch import Tensor
 
 from lm.attention import catalogue
 from lm.attention import options as opt
@@ -13,11 +18,13 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics.families import families
-from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, orders
-from lm.diagnostics.rows import LEAST_KEYS
+from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, orders
+from lm.diagnostics.rows import LEAST_KEYS, query_indices
 from lm.diagnostics.statistic import Values
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
+from lm.runs.loading import load as load_model
+from lm.runs.loading import save_model
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 
@@ -117,3 +124,139 @@ SLOW = [(name, block, isolated) for name in catalogue.ENTRIES for block in ("att
 def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, isolated: bool):
     options = opt.Window(size=40) if name == "window" else catalogue.OPTIONS[name]()
     assert agrees_with_naive(make_decoder(options, block), batch(isolated)) > 100
+
+
+@torch.no_grad()
+def test_shuffled_scores_keep_their_distribution_and_lose_their_places():
+    decoder = make_decoder(opt.ALiBi())
+    own, shuffled = (measured(decoder, batch(), shuffle=shuffle).by_query for shuffle in (False, True))
+    for name in ("S", "effective keys", "entropy", "largest weight", "ln Z"):
+        np.testing.assert_allclose(shuffled[name], own[name], rtol=1e-4)
+    near, anywhere = (found["mean distance"][:, :, 0] for found in (own, shuffled))  # the head of the steeper slope
+    assert np.nanmean(near) < 16
+    assert np.nanmean(anywhere) == pytest.approx(np.mean([(n - 1) / 2 for n in range(LEAST_KEYS, LENGTH + 1)]), rel=0.1)
+
+
+@torch.no_grad()
+def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_describe_nothing(monkeypatch: pytest.MonkeyPatch):
+    decoder = make_decoder(opt.Relu2())
+    scores = type(decoder.normalizers()[0]).define_scores
+
+    def odd(self, q: Tensor, k: Tensor, layout) -> Tensor:
+        found = scores(self, q, k, layout)
+        found[:, 0, -1] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
+        found[:, 1, -1, 3] = math.nan
+        return found
+
+    monkeypatch.setattr(type(decoder.normalizers()[0]), "define_scores", odd)
+    values = measured(decoder, batch())
+    for name, array in values.by_query.items():
+        last = array[0, :, :, -1].tolist()
+        if name in (NOT_FINITE, NO_WEIGHT):
+            assert last == [[name == NO_WEIGHT, name == NOT_FINITE]] * 2
+        else:
+            assert np.isnan(last).all(), name
+    assert values.n[0, 0, -1] == LENGTH
+
+
+def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
+    n = np.geomspace(32, 512, 20)[None, None]
+    values = np.stack([3 * n[0] ** 0.7, 5 / n[0]], 1)[None]  # (1, 1, 2, 20)
+    found, fit = exponent(values, n)
+    assert found.tolist() == [pytest.approx([0.7, -1.0])]
+    assert fit.tolist() == [pytest.approx([1.0, 1.0])]
+    assert exponent(np.log(values), n, log=True)[0].tolist() == [pytest.approx([0.7, -1.0])]
+    assert np.isnan(exponent(values[..., :9], n[..., :9])[0]).all()
+    values[0, 0, 0, :5] = math.nan, 0.0, -1.0, math.inf, math.nan
+    assert exponent(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
+
+
+def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_length():
+    assert query_indices(1024, 6) == [31, 63, 127, 255, 511, 1023]
+    assert query_indices(LEAST_KEYS, 64) == [31]
+    assert query_indices(LEAST_KEYS - 1, 64) == []
+    n = np.array([32.0, 90, 91, 128, 129, 256, math.nan])
+    assert half_octaves(n, 128) == [(32, 32), (65, 91), (92, 128), (129, 181), (182, 256)]
+
+
+# ---------------------------------------------------------------- commands
+
+ASKED = "eval.diagnostics={sequences: 3, queries: 8}"
+
+
+def strict(path: Path) -> dict:
+    """JSON without NaN and infinities."""
+    return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
+
+
+def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):
+    run, out = tmp_path / "runs" / "relu", tmp_path / "numbers.json"
+    options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
+    assert lm("train", *arguments, *options).returncode == 0
+    assert [path.name for path in sorted((run / "evaluations").glob("diagnostics.*"))] == [
+        f"diagnostics.step-000008.{suffix}" for suffix in ("json", "png")
+    ]
+    (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
+    assert logged["step"] == 8
+
+    done = lm("diagnose", str(run), "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "diagnostics, relu, step 8 (cached)" in done.stdout
+    rows = strict(out)
+    value = {row["metric"]: row["value"] for row in rows if row["setting"] == "as trained" and not row["where"]}
+    assert value["effective keys"] == pytest.approx(logged["diagnostics/effective keys"])
+    assert {row["setting"] for row in rows} == {"as trained", "untrained weights", "shuffled scores"}
+    assert {"exact zeros, no first", "sum of weights", "ln Z"} <= value.keys()
+    assert "entropy" not in value, "the weights do not sum to one"
+    content = strict(run / "evaluations" / "diagnostics.step-000008.json")
+    assert (content["options"]["sequences"], content["options"]["query_indices"][:1]) == (3, [31])
+
+    exported = tmp_path / "exported"
+    assert lm("export", str(run), "-o", str(exported)).returncode == 0
+    for source in (exported, run / "checkpoints" / "last.ckpt"):
+        done = lm("diagnose", str(source), ASKED, "-o", str(out))
+        assert done.returncode == 0, done.stderr
+        again = {row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]}
+        assert again == pytest.approx(value, nan_ok=True)
+
+    bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("A text of few words. " * 60)
+    assert "set eval.diagnostics.text=FILE" in lm("diagnose", str(bare)).stderr
+    done = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, queries: 4}}", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert {row["step"] for row in strict(out)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("eval.diagnostics.length_factor=0.9", "makes sequences of 29 tokens, in which no query sees the 32 keys"),
+        ("eval.diagnostics.length_factor=4000", "needs held-out documents of 128,001 tokens, the longest has "),
+        ("eval.diagnostics.top_k=[8, 8]", "names something twice"),
+        ("eval.diagnostics.statistics=[]", "names nothing"),
+        ("eval.diagnostics.text=nowhere.txt", "nowhere.txt: No such file or directory"),
+        ("eval.sequences=3", "can't be changed in lm diagnose"),
+    ],
+)
+def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str, arguments: list[str], tmp_path: Path):
+    run = tmp_path / "runs" / "short"
+    assert lm("train", *arguments, "name=short", "trainer.max_steps=2", "eval.long_context.length_factor=0").returncode == 0
+    done = lm("diagnose", str(run), override)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list((run / "evaluations").glob("diagnostics.*"))
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
+    run = tmp_path / "runs" / "two"
+    options = ["name=two", "data.seq_len=64", "trainer.devices=2", "eval.long_context.length_factor=0", ASKED]
+    assert lm("train", *arguments, *options, process=True).returncode == 0
+    by_two = series(run, "diagnostics", 8)
+    for path in (run / "evaluations" / "cache").glob("diagnostics-*"):
+        path.unlink()
+    assert lm("diagnose", str(run)).returncode == 0
+    for one, other in zip(by_two, series(run, "diagnostics", 8), strict=True):
+        assert (one.metric, one.setting, one.what) == (other.metric, other.setting, other.what)
+        np.testing.assert_allclose(one.means, other.means, rtol=1e-5, atol=1e-6)

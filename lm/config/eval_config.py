@@ -234,6 +234,7 @@ class DiagnosticsConfig(EvaluationConfig):
     length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MOST_LENGTHS)
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MOST_SEQUENCES)
+    text: str | None = key(None, "UTF-8 file to read in place of held-out text")
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
     top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
     nearest: list[int] = key([16, 64], "numbers of keys whose weight is summed, the nearest keys first", ge=1)
@@ -250,6 +251,8 @@ class DiagnosticsConfig(EvaluationConfig):
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
+        if data.symbolic and self.text:
+            problems.append(Problem("text", self.text, "needs a model of text", "leave it out"))
         if data.symbolic and self.length_factor != 1:
             problems.append(Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"))
         problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)

@@ -1,6 +1,7 @@
 """What statistics give of a model on one sequence after the other, and with its scores shuffled."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -113,11 +114,16 @@ def orders(index: int, queries: int, length: int) -> Tensor:
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 
 
-def octaves(n: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Half octaves of the number of keys from `LEAST_KEYS` on, (first, last + 1), up to the largest of `n`."""
-    edges = np.rint(LEAST_KEYS * 2.0 ** (np.arange(2 * 40) / 2)).astype(int)
-    last = np.nanmax(n, initial=0)
-    return ((int(a), int(b)) for a, b in pairwise(edges) if a <= last)
+def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
+    """Ranges of the number of keys, (first, last), that some of `n` (NaN: not known) lie in: half octaves, one of which ends at the
+    training length."""
+    known = n[np.isfinite(n)]
+    if not len(known):
+        return []
+    steps = np.arange(math.floor(2 * math.log2(known.min() / train_length)) - 1, math.ceil(2 * math.log2(known.max() / train_length)) + 1)
+    edges = np.unique(np.rint(train_length * 2.0 ** (steps / 2)).astype(int))
+    ranges = ((max(a + 1, int(known.min())), min(b, int(known.max()))) for a, b in pairwise(edges.tolist()))
+    return [(a, b) for a, b in ranges if ((known >= a) & (known <= b)).any()]
 
 
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -1,33 +1,35 @@
 """`lm diagnose`: statistics of attention weights of runs, checkpoints and exports."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lm.config.load import merge, overrides_in, parse
+from lm.config.tree import Config
 from lm.data.prepare import check_sequences
 from lm.errors import ConfigError, RunError
+from lm.evaluation.diagnostic_series import KIND
+from lm.evaluation.diagnostics import describe, diagnostic_sequences, recorded, sequence_length, sequences_of_text
 from lm.evaluation.evaluate import evaluate, open_device, open_store
-from lm.evaluation.measurement import measurements
+from lm.evaluation.measurement import weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
-from lm.evaluation.results import measured
 from lm.progress import Progress
+from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
-
-KINDS = ["diagnostics"]
 
 
 def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None, out: Path | None = None) -> list[Evaluated]:
     """Diagnostics of models, printed and returned; those of run folders are kept in their evaluations/, as `lm eval` does.
 
     Args:
-        sources: run folders, checkpoints, or exports of runs.
+        sources: run folders, checkpoints, exports and other model folders; one without a training run needs eval.diagnostics.text.
         checkpoint: of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
         out: a .csv or .json file for all numbers.
 
     Raises:
-        LMError: no model there, no training behind it whose text could be read, other data than it was trained on.
+        LMError: no model there, no text that could be read, other data than it was trained on.
     """
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
@@ -38,7 +40,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         if (folder / CONFIG).is_file():
             config = parse(merge(to_plain(read_config(folder)), changes))
             path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
-            found += evaluate(config, folder, path, KINDS)
+            found += evaluate(config, folder, path, [KIND])
         else:
             found.append(_of_model(load(source, checkpoint), changes))
     print_results(found)
@@ -48,15 +50,28 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
 
 
 def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
-    """Of an export, on the held-out text of the run that it is of; kept nowhere."""
-    if loaded.config is None:
-        raise RunError(f"{loaded.path}: has no training run behind it, of whose held-out text attention could be described")
-    config = parse(merge(to_plain(loaded.config), changes))
-    store = open_store(config, loaded)
-    check_sequences(store, config)
-    (asked,) = measurements(config, store, KINDS)
-    where = open_device(config, loaded.environment)
-    decoder = loaded.decoder.to(where.device)
-    with Progress().bar(f"{loaded.folder.name}: {asked.kind}", asked.work) as advance:
-        evaluation = measured(asked, decoder, where, loaded.stamp["step"], loaded.stamp["tokens_seen"], advance)
+    """Of a model folder, kept nowhere: on the held-out text of the run that it is of, or on a text."""
+    config = parse(merge(to_plain(loaded.config or _untrained(loaded)), changes))
+    asked, seed, fingerprint = config.eval.diagnostics, config.seed, ""
+    if asked.text:
+        held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
+    elif loaded.config is None:
+        raise RunError(f"{loaded.path}: has no training run behind it, whose held-out text could be read; set eval.diagnostics.text=FILE")
+    else:
+        store = open_store(config, loaded)
+        check_sequences(store, config)
+        held_out, fingerprint = diagnostic_sequences(store, config, asked), store.fingerprint
+    where = replace(open_device(config, loaded.environment), bf16=False)
+    weights, decoder = weights_sha256(loaded.decoder), loaded.decoder.to(where.device)
+    with Progress().bar(f"{loaded.folder.name}: {KIND}", len(held_out.sequences) * len(asked.inference)) as advance:
+        series = describe(decoder, held_out, asked, where, seed, fingerprint, advance)
+    facts = loaded.stamp | {"data_fingerprint": fingerprint, "options": recorded(asked, held_out, loaded.spec.seq_len, seed)}
+    evaluation = Evaluation(kind=KIND, precision=where.precision, weights_sha256=weights, series=tuple(series), **facts)
     return Evaluated(loaded.folder, evaluation, cached=False)
+
+
+def _untrained(loaded: Loaded) -> Config:
+    """A configuration of the model, whose keys of training mean nothing."""
+    config = Config(name=loaded.folder.name, model=loaded.spec.model)
+    config.data.seq_len, config.optim.batch_tokens, config.eval.long_context.length_factor = loaded.spec.seq_len, loaded.spec.seq_len, 0
+    return config

@@ -51,7 +51,8 @@ def draw(series: Sequence[Series]) -> bytes | None:
 
 def _curve(axes: "Axes", lines: list[Series]) -> None:
     for index, one in enumerate(lines):
-        axes.plot(one.axis.values, one.means, label=one.setting, markersize=4, **colour_and_marker(index))
+        style = colour_and_marker(index) | {"linestyle": "--" if one.control else "-", "zorder": 3 if one.control else 2}
+        axes.plot(one.axis.values, one.means, label=one.setting, markersize=4, **style)
     first = lines[0]
     axes.set_xscale("log", base=2)
     ticks = [2**power for power in range(31) if first.axis.values[0] / 2 < 2**power < first.axis.values[-1] * 2]

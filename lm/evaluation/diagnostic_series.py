@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, octaves
+from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves
 from lm.diagnostics.rows import LEAST_KEYS
 from lm.diagnostics.statistic import Accumulated, Statistic, Values
 from lm.evaluation.held_out import HeldOut
@@ -30,8 +30,7 @@ class _Made:
     def __init__(self, models: Models, measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
         self.first = next(iter(models))
-        n = next(iter(models.values())).n
-        self.bins = [(a, b) for a, b in octaves(n) if ((n >= a) & (n < b)).any()]
+        self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
     def _each(self, statistics: tuple | list) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
         """Each statistic of each model, but for those that are defined nowhere."""
@@ -84,18 +83,20 @@ class _Made:
         for one, setting, values in self._each(self.measures.per_query):
             for bounds in self.bins:
                 by_head = self._within(one, values, bounds, (0, 3))
-                yield from self._by_head(one, setting, by_head, where=f"{bounds[0]:,} to {bounds[1] - 1:,} keys")
+                yield from self._by_head(one, setting, by_head, where=f"{bounds[0]:,} to {bounds[1]:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
         for one, setting, values in self._each([one for one in self.measures.per_query if one.fitted]):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
-            yield one, setting, *exponent(values.by_query[one.name], n, one.log)
+            exponents, fit = exponent(values.by_query[one.name], n, one.log)
+            if np.isfinite(exponents).any():
+                yield one, setting, exponents, fit
 
     def _within(self, one: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
         """Means over some axes of what queries give that see `bounds` keys."""
         n = values.n[:, :, None]
-        return _mean(np.where((n >= bounds[0]) & (n < bounds[1]), values.by_query[one.name], np.nan), axes)
+        return _mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[one.name], np.nan), axes)
 
     def _by_head(self, one: Statistic, setting: str, by_head: np.ndarray, metric: str = "", where: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
@@ -114,7 +115,7 @@ class _Made:
 
     def _keys(self) -> Axis:
         """Bins of the number of visible keys, each at its middle."""
-        middles = [float(round(np.sqrt(a * (b - 1)))) for a, b in self.bins]
+        middles = [float(round(np.sqrt(a * b))) for a, b in self.bins]
         return Axis(KEYS, "tokens", "where queries see about", tuple(middles))
 
     def _logged(self, one: Statistic | Accumulated, setting: str) -> tuple[str, ...]:

@@ -60,6 +60,10 @@ class Measurement(ABC):
         """A PNG file of its result; None if there is nothing to draw."""
         return draw(series)
 
+    def lasts(self, series: Sequence[Series]) -> bool:
+        """Whether a result is kept, so that it is not measured again: numbers that are not finite may be otherwise another time."""
+        return all(one.is_finite for one in series)
+
     def precision(self, where: Device) -> str:
         """What it computes in, as recorded."""
         return where.precision

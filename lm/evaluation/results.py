@@ -53,8 +53,8 @@ def kept(folder: Path, measurement: Measurement, weights: str, where: Device, st
 
 
 def keep(folder: Path, measurement: Measurement, evaluation: Evaluation, where: Device) -> None:
-    """Keep a result, unless some of its numbers are not finite: they may be otherwise another time."""
-    if all(one.is_finite for one in evaluation.series):
+    """Keep a result, if it is one that lasts."""
+    if measurement.lasts(evaluation.series):
         path = kept_at(folder, measurement, evaluation.weights_sha256, where)
         path.parent.mkdir(exist_ok=True, parents=True)
         write_sealed(path, evaluation.plain())
