@@ -51,7 +51,7 @@ def measured(decoder: Decoder, given: Batch, queries: list[int] = ALL, shuffle: 
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
-    vectors = measures.of(decoder, given, orders(0, len(queries), LENGTH) if shuffle else None)
+    vectors = measures.of(decoder, given, order=orders(0, len(queries), LENGTH) if shuffle else None)
     return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
 
 

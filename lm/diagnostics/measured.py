@@ -62,15 +62,18 @@ class Measures:
         return first.numel() + sum(one.numel() for one in others)
 
     @torch.no_grad()
-    def of(self, decoder: Decoder, batch: Batch, order: Tensor | None = None) -> list[Tensor]:
+    def of(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
         """The vector (numbers,) of a batch of one sequence; and with `order` (queries, tokens), random numbers, of the shuffled scores.
+
+        `index`: which sequence it is, the seed of what statistics draw.
 
         Scores and weights are fp32. Holds those of some queries of a layer at a time.
         """
         found = [self.empty() for _ in range(1 if order is None else 2)]
         device, done = batch.tokens.device, [0] * self.layers
+        embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
-            rows, start = AttentionRows.of(block), done[block.layer]
+            rows, start = AttentionRows.of(block, embedding, index), done[block.layer]
             stop = done[block.layer] = start + len(block.queries)
             self._add(found[0], rows, start)
             if order is not None:
@@ -102,11 +105,11 @@ class Measures:
         ends = np.cumsum([numbers.numel(), *(one.numel() for one in sums)])[:-1]
         by_query, *summed = np.split(vectors, ends, axis=1)
         n, *others = np.moveaxis(by_query.reshape(-1, *numbers.shape), 1, 0)
-        by_head = {
-            one.name: one.finish(found.reshape(-1, *total.shape).astype("f8"))
-            for one, found, total in zip(self.accumulated, summed, sums, strict=True)
+        totals = {
+            one.name: found.reshape(-1, *total.shape).astype("f8") for one, found, total in zip(self.accumulated, summed, sums, strict=True)
         }
-        return Values(n[:, :, 0], dict(zip(self.names[1:], others, strict=True)), by_head, train_length)
+        by_head = {one.name: one.finish(totals[one.name]) for one in self.accumulated if one.finish}
+        return Values(n[:, :, 0], dict(zip(self.names[1:], others, strict=True)), by_head, totals, self.length, train_length)
 
 
 def orders(index: int, queries: int, length: int) -> Tensor:

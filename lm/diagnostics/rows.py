@@ -31,6 +31,8 @@ class AttentionRows:
         weights: (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many.
         visible: (T, S) bool, the keys that a query may give weight to: those of its document up to itself, or of its window.
         inputs: the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence.
+        embedding: (1, L, C), their vectors in the embedding.
+        seed: tells sequences apart, for what is drawn at random.
     """
 
     layer: int
@@ -40,12 +42,15 @@ class AttentionRows:
     weights: Tensor
     visible: Tensor
     inputs: AttentionInputs | None = None
+    embedding: Tensor | None = None
+    seed: int = 0
 
     @classmethod
-    def of(cls, block: AttentionBlock) -> "AttentionRows":
+    def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
         """Of a block of one sequence."""
         visible = block.normalizer.visible(block.layout)
-        return cls(block.layer, block.normalizer, block.layout, block.scores[0], block.weights[0], _one(visible), block.inputs)
+        scores, weights = block.scores[0], block.weights[0]
+        return cls(block.layer, block.normalizer, block.layout, scores, weights, _one(visible), block.inputs, embedding, seed)
 
     @cached_property
     def n(self) -> Tensor:
@@ -91,9 +96,8 @@ class AttentionRows:
     def select(self, queries: Tensor) -> "AttentionRows":
         """Some of the queries, (T,) bool or int64."""
         layout = self.layout.select(queries, self.visible.size(-1))
-        return AttentionRows(
-            self.layer, self.normalizer, layout, self.scores[:, queries], self.weights[:, queries], self.visible[queries], self.inputs
-        )
+        scores, weights = self.scores[:, queries], self.weights[:, queries]
+        return replace(self, layout=layout, scores=scores, weights=weights, visible=self.visible[queries])
 
     @cached_property
     def without_first(self) -> "AttentionRows":

@@ -34,21 +34,22 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """One number for each head, from sums over all queries of each sequence, such as those of weights by the position of the key.
+    """Sums over all queries of each sequence by head, such as those of weights by the position of the key.
 
     Attributes:
         name, unit, shown: as of `Statistic`.
         size: tokens of a sequence -> how many sums P a head has.
         sums: rows, tokens of the sequence -> (H, P), which are added up over blocks of queries; None: it does not apply. It leaves out
             the rows that are not `is_defined`.
-        finish: sums of each sequence (N, layers, H, P) float64 -> (layers, H), NaN where it is not defined.
+        finish: sums of each sequence (N, layers, H, P) float64 -> one number for each head (layers, H), NaN where it is not defined; None:
+            there is none, `Family.derive` makes use of the sums.
     """
 
     name: str
     unit: str
     size: Callable[[int], int]
     sums: Callable[[AttentionRows, int], Tensor | None]
-    finish: Callable[[np.ndarray], np.ndarray]
+    finish: Callable[[np.ndarray], np.ndarray] | None = None
     shown: bool = False
 
 
@@ -59,25 +60,30 @@ class Values:
     Attributes:
         n: (N, layers, T), how many keys each query sees.
         by_query: (N, layers, H, T) of each `Statistic`, by its name.
-        by_head: (layers, H) of each `Accumulated`, by its name.
+        by_head: (layers, H) of each `Accumulated` that has such numbers, by its name.
+        sums: (N, layers, H, P) float64 of each `Accumulated`, by its name.
+        length: tokens in a sequence.
         train_length: tokens in a training sequence.
     """
 
     n: np.ndarray
     by_query: dict[str, np.ndarray]
     by_head: dict[str, np.ndarray]
+    sums: dict[str, np.ndarray]
+    length: int
     train_length: int
 
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Numbers made of the values of several statistics: one (1,), or one for each point of an axis."""
+    """Numbers made of the values of several statistics: one (1,), or one for each point of an axis; `what`: which of those of this name."""
 
     name: str
     unit: str
     values: np.ndarray
     axis: Axis | None = None
     shown: bool = False
+    what: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class _Made:
     def _each(self, statistics: tuple | list) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
         """Each statistic of each model, but for those that are defined nowhere."""
         for one in statistics:
-            arrays = [(values.by_query | values.by_head)[one.name] for values in self.models.values()]
-            if any(np.isfinite(array).any() for array in arrays):
+            arrays = [(values.by_query | values.by_head).get(one.name) for values in self.models.values()]
+            if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((one, setting, values) for setting, values in self.models.items())
 
     def numbers(self) -> Iterator[Series]:
@@ -67,7 +67,9 @@ class _Made:
         for family in self.measures.families:
             for setting, values in self.models.items():
                 for one in family.derive(values):
-                    yield self._series(one, setting, one.values, axis=one.axis, shown=self._shown(one) if one.shown else None)
+                    yield self._series(
+                        one, setting, one.values, what=one.what, axis=one.axis, shown=self._shown(one) if one.shown else None
+                    )
 
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""

@@ -180,8 +180,8 @@ def statistics_of(
     def of_one(index: int) -> Tensor:
         batch = held_out.batch([index]).to(where.device)
         where.check_time()
-        model, shuffled = measures.of(decoder, batch, orders(index, len(queries), held_out.length))
-        return torch.stack([model, *measures.of(untrained, batch), shuffled])
+        model, shuffled = measures.of(decoder, batch, index, orders(index, len(queries), held_out.length))
+        return torch.stack([model, *measures.of(untrained, batch, index), shuffled])
 
     count = len(held_out.sequences)
     shape = 3, measures.numbers
