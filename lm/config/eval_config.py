@@ -224,7 +224,31 @@ class NeedleConfig(EvaluationConfig):
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
 
 
-Statistics = Literal["concentration"]
+Statistics = Literal["concentration", "limits"]
+
+
+@dataclass
+class LimitsConfig:
+    """What the limits of normalization (arXiv 2508.17821) are measured with; the paper leaves the first three open."""
+
+    vectors: Literal["embedding", "input", "value"] = key(
+        "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
+    )
+    unit: bool = key(True, "divide each x by its length, as Theorem 2 supposes")
+    first_token: bool = key(True, "count the first token of the document, which may be an attention sink, among the keys")
+    queries: int = key(16, "queries of each sequence, among those that are described", ge=1, le=MOST_SEQUENCES)
+    sample_size: int = key(
+        144, "values in each sample of the tests for the critical number of keys: heads of the paper's model", ge=2, le=10**5
+    )
+    temperatures: list[float] = key([0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], "T of Lemma 2, ascending; of logits q.k / T", gt=0, le=10**6)
+    steps: list[float] = key([0.001, 0.1, 10.0], "lengths of the steps of Lemma 2's finite differences", gt=0, le=10**6)
+    directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
+
+    def problems(self) -> list[Problem]:
+        """Lists that are empty, or whose order is none."""
+        lists = {"temperatures": self.temperatures, "steps": self.steps}
+        wrong = [name for name, given in lists.items() if not given or sorted(set(given)) != list(given)]
+        return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in wrong]
 
 
 @dataclass
@@ -238,6 +262,7 @@ class DiagnosticsConfig(EvaluationConfig):
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
     top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
     nearest: list[int] = key([16, 64], "numbers of keys whose weight is summed, the nearest keys first", ge=1)
+    limits: LimitsConfig = section(LimitsConfig, "the limits of normalization: lemmas and theorems of arXiv 2508.17821")
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def wanted(self, data: DataConfig) -> bool:

@@ -1,0 +1,167 @@
+"""The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821) of a model's attention: the family `limits` of statistics.
+
+Lemmas 1 and 2 by row: `lm.diagnostics.lemmas`. Theorems 1 and 2 and the critical number of keys: made here of the sums of
+`lm.diagnostics.theorems`. What the paper leaves open (which vectors, divided by their length or not, with or without the first token) is an
+option, `eval.diagnostics.limits`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.config.eval_config import LimitsConfig
+from lm.diagnostics import lemmas
+from lm.diagnostics.critical import Compared, compared, samples
+from lm.diagnostics.rows import AttentionRows
+from lm.diagnostics.statistic import Accumulated, Derived, Family, Statistic, Values
+from lm.diagnostics.theorems import DIFFERENCES, DISTANCES, SEPARABLE, Theorems, few, many, means, octaves, parts
+from lm.runs.series import Axis
+
+LEVELS = (0.01, 0.05)  # of the tests for the critical number of keys: the paper names both
+TESTED = (1, 2, 4)  # of `DISTANCES`: expectations that the largest weights are compared with
+OVER_LENGTH = 5  # keys chosen, in the curves by the number of visible keys
+PLATEAU = 16  # keys chosen, from which on the paper has N_s / N between .70 and .85
+
+
+def family(asked: LimitsConfig, every: int) -> Family:
+    """Statistics of the lemmas and the theorems. `every`: of how many described queries one is taken, but for Lemma 1."""
+    theorems = Theorems(asked)
+
+    def some(of: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+        """Of every so many queries alone, NaN of the others."""
+
+        def sparse(rows: AttentionRows) -> Tensor | None:
+            chosen = _some(rows, every)
+            value = of(rows.select(chosen))
+            return None if value is None else torch.full_like(rows.n, math.nan).repeat(len(value), 1).index_copy(1, chosen, value.float())
+
+        return sparse
+
+    def norm(rows: AttentionRows) -> Tensor:
+        return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
+
+    def sums(of: Callable[[AttentionRows, int], Tensor | None]) -> Callable[[AttentionRows, int], Tensor | None]:
+        return lambda rows, length: of(rows.select(_some(rows, every)), length)
+
+    steps = len(asked.temperatures) * len(asked.steps)
+    return Family(
+        (
+            Statistic("n x largest weight", "", lemmas.n_times_largest, fitted=True),
+            Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
+            Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
+            Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
+            Statistic("norm of the Jacobian", "", some(norm), shown=True, fitted=True),
+            Statistic("bound on the norm of the Jacobian", "", some(lemmas.jacobian_ceiling)),
+        ),
+        (
+            Accumulated(
+                "distances", "", lambda length: 2 * len(octaves(length)) * len(DISTANCES) * len(many(length)), sums(theorems.distances)
+            ),
+            Accumulated(
+                "separability", "", lambda length: 2 * len(octaves(length)) * len(SEPARABLE) * len(few(length)), sums(theorems.separable)
+            ),
+            Accumulated("differences", "", lambda length: 2 * len(DIFFERENCES) * steps, sums(theorems.differences)),
+        ),
+        lambda values: [one for part in (_distances, _critical, _separable, _differences) for one in part(asked, values)],
+    )
+
+
+def _some(rows: AttentionRows, every: int) -> Tensor:
+    return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
+
+
+def _keys(length: int) -> Axis:
+    """Octaves of the number of visible keys, each at its middle."""
+    return Axis("visible keys", "tokens", "where queries see about", tuple(float(round(math.sqrt(a * b))) for a, b in octaves(length)))
+
+
+def _chosen(counts: list[int]) -> Axis:
+    return Axis("keys N", "", "for N =", tuple(map(float, counts)))
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Over layers and heads, the last two axes; NaN where no head has a number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of empty means
+        return np.nanmean(values, axis=(-2, -1))
+
+
+def _distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+    """d~ and its expectations: over N where most keys are visible, and by the number of visible keys at one N."""
+    counts = many(values.length)
+    found = _mean(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
+    for number, what in enumerate(DISTANCES):
+        yield Derived("d~", "", found[-1, number], _chosen(counts), shown=True, what=what)
+    if OVER_LENGTH in counts:
+        for number, what in enumerate(DISTANCES):
+            of_lengths = found[:, number, counts.index(OVER_LENGTH)]
+            yield Derived(f"d~ of {OVER_LENGTH} keys", "", of_lengths, _keys(values.length), shown=True, what=what)
+
+
+def _critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+    """Critical numbers of keys over visible ones, and the D that they follow from."""
+    counts, bounds = many(values.length), octaves(values.length)
+    found = {(octave, which): _compared(asked, values, octave, which) for octave in range(len(bounds)) for which in TESTED}
+    visible = [_mean_keys(values, *octave) for octave in bounds]
+    for which in TESTED:
+        last = found[len(bounds) - 1, which]
+        yield Derived(
+            "D of the largest weights", "", last.statistic, _chosen(counts), shown=True, what=f"to {DISTANCES[which]}, {last.size} values"
+        )
+        for level in LEVELS:
+            fractions = np.array([found[octave, which].critical(level) / keys for octave, keys in enumerate(visible)])
+            what = f"{DISTANCES[which]}, level {level:g}"
+            yield Derived("critical N / visible keys", "fraction", fractions, _keys(values.length), shown=True, what=what)
+
+
+def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> Compared:
+    """Heads' mean d~ of the largest weights and one expectation of it, of one octave."""
+    total, rows = parts(values.sums["distances"], DISTANCES, len(many(values.length)))  # (octaves, quantities, N, sequences, layers, H)
+    both = []
+    for quantity in (0, which):
+        one, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
+        flat = (len(one), -1, one.shape[-1])
+        both.append(samples(one.reshape(flat), count.reshape(flat), asked.sample_size))
+    return compared(*both, many(values.length))
+
+
+def _mean_keys(values: Values, low: int, high: int) -> float:
+    """How many keys the queries of an octave see on average."""
+    inside = values.n[(values.n >= low) & (values.n <= high)]
+    return float(inside.mean()) if len(inside) else math.nan
+
+
+def _separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+    """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
+    counts = few(values.length)
+    found = means(values.sums["separability"].sum(0), SEPARABLE, len(counts))[-1]  # (quantities, N, layers, H)
+    for name, lines in (("N_s / N", (0, 1, 2)), ("d~ of the largest weights / its bound", (3,))):
+        for number in lines:
+            what = SEPARABLE[number] if len(lines) > 1 else ""
+            yield Derived(name, "fraction", _mean(found[number]), _chosen(counts), shown=name == "N_s / N", what=what)
+    alone = np.nanmean(found[0], -1) if np.isfinite(found[0]).any() else found[0, ..., 0]  # p, by layer
+    predicted = 1 - (1 - alone) ** found.shape[-1]
+    title = "keys that at least one head separates"
+    yield Derived(title, "fraction", _mean(found[4]), _chosen(counts), what="measured")
+    yield Derived(title, "fraction", _mean(predicted[..., None]), _chosen(counts), what="1 - (1 - p)^H")
+    yield Derived("heads that choose a key", "heads", _mean(found[5]), _chosen(counts))
+    if PLATEAU in counts:
+        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _mean(found[0])[[counts.index(PLATEAU)]])
+
+
+def _differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+    """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
+    shape = len(asked.temperatures), len(asked.steps)
+    found = means(values.sums["differences"].sum(0), DIFFERENCES, shape[0] * shape[1])[0]
+    largest = np.nan_to_num(found, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
+    largest[np.isneginf(largest)] = np.nan
+    axis = Axis("temperature T", "", "at T =", tuple(asked.temperatures))
+    for index, step in enumerate(asked.steps):
+        for number in (0, 1):
+            what = f"{DIFFERENCES[number]}, step {step:g}"
+            yield Derived("change of weights", "", largest[number, :, index], axis, shown=True, what=what)
+    yield Derived("change of weights", "", largest[2, :, 0], axis, shown=True, what=DIFFERENCES[2])

@@ -1,0 +1,195 @@
+"""The family `limits`: the lemmas on random cases, sums against plain loops, and what is undefined."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lm.attention import catalogue
+from lm.attention import options as opt
+from lm.attention.options import Options
+from lm.config.eval_config import LimitsConfig
+from lm.config.model_config import ModelConfig
+from lm.data.batches import Batch
+from lm.diagnostics import lemmas
+from lm.diagnostics.limits import family
+from lm.diagnostics.measured import Measures
+from lm.diagnostics.rows import AttentionRows
+from lm.diagnostics.statistic import Values
+from lm.diagnostics.theorems import DISTANCES, SEPARABLE, few, many, means, octaves
+from lm.model.attention_stream import attention_blocks
+from lm.model.decoder import Decoder
+
+VOCAB, LENGTH, HEADS, LAYERS = 40, 96, 3, 2
+QUERIES = list(range(31, LENGTH, 8))
+
+
+def decoder(normalizer: Options) -> Decoder:
+    config = ModelConfig(n_layer=LAYERS, n_embd=24, n_head=HEADS, normalizer=normalizer, init_std=0.5)
+    return Decoder(config, VOCAB, 64).eval()
+
+
+def batch(index: int = 0) -> Batch:
+    return Batch.of(torch.randint(0, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(index)))
+
+
+@torch.no_grad()
+def rows_of(normalizer: Options, queries: list[int] = QUERIES) -> list[AttentionRows]:
+    """Of each layer."""
+    model, given = decoder(normalizer), batch()
+    return [AttentionRows.of(block, model.embedding(given.tokens), 0) for block in attention_blocks(model, given, queries, inputs=True)]
+
+
+def measured(normalizer: Options, sequences: int = 2, **asked: object) -> tuple[Values, list]:
+    """Values of some sequences, and what is derived of them."""
+    of = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **asked), every=1)
+    measures, model = Measures((of,), LAYERS, HEADS, QUERIES, LENGTH), decoder(normalizer)
+    vectors = np.stack([measures.of(model, batch(index), index)[0].numpy() for index in range(sequences)])
+    values = measures.values(vectors, model.seq_len)
+    return values, of.derive(values)
+
+
+def random_rows(number: int) -> AttentionRows:
+    """100 rows of softmax of several temperatures, Gaussian scores of several widths."""
+    first, drawn = rows_of(opt.Softmax(), [LENGTH - 1])[0], torch.Generator().manual_seed(number)
+    scores = torch.randn(1, 100, LENGTH, generator=drawn) * 10 ** (2 * torch.rand(1, 100, 1, generator=drawn) - 1)
+    visible = torch.rand(100, LENGTH, generator=drawn) < torch.rand(100, 1, generator=drawn)
+    visible[:, 0] = True
+    return replace(first, scores=scores, weights=scores.masked_fill(~visible, -math.inf).softmax(-1), visible=visible)
+
+
+def test_lemma_1_holds_in_2000_random_rows():
+    tightest = 0.0
+    for number in range(20):
+        rows = random_rows(number)
+        largest, smallest, bound = (of(rows) for of in (lemmas.log_n_times_largest, lemmas.log_n_times_smallest, lemmas.log_c2))
+        assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
+        assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
+        tightest = max(tightest, (largest / bound).max().item())
+    assert tightest > 0.3
+
+
+def test_corollary_1_holds_in_2000_random_rows():
+    """ln C2 = 2 |q| max |k| / T for softmax(q.k / T), which is no less than the lemma's."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2_000, 16, generator=drawn), torch.randn(50, 16, generator=drawn)
+    temperature = 0.1 + 8 * torch.rand(2_000, 1, generator=drawn)
+    a = (q @ k.T / temperature).double().softmax(-1)
+    bound = 2 * q.norm(dim=-1) * k.norm(dim=-1).max() / temperature.squeeze(1)
+    assert bool((50 * a.amax(-1)).log().le(bound + 1e-6).all())
+    assert bool((50 * a.amin(-1)).log().ge(-bound - 1e-6).all())
+
+
+# Of the default options and initial values: p_n and qassmax learn to depend on the length, llama4 does from 8,192 tokens on.
+APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", "p_n", "qassmax", "llama4"}
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
+    rows = rows_of(catalogue.ENTRIES[name].options(), [LENGTH - 1])[0]
+    assert lemmas.lemma_1_applies(rows) == (name in APPLIES)
+    assert (lemmas.log_c2(rows) is None) == (name not in APPLIES)
+
+
+@pytest.mark.parametrize(("options", "applies"), [(opt.Cosine(log_n=True), False), (opt.SSMax(n="fixed:64"), True), (opt.SSMax(), False)])
+def test_options_decide_whether_lemma_1_applies(options: Options, applies: bool):
+    assert lemmas.lemma_1_applies(rows_of(options, [LENGTH - 1])[0]) == applies
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
+    for rows in rows_of(catalogue.ENTRIES[name].options()):
+        bound = lemmas.jacobian_ceiling(rows)
+        if bound is None:
+            assert not rows.normalizer.score_map
+            continue
+        norm = lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
+        assert bool((norm <= bound * (1 + 1e-4))[rows.is_defined].all())
+
+
+def test_elementwise_attention_reaches_its_bound():
+    rows = rows_of(opt.Relu2())[0]
+    norm = lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
+    expected = 2 * rows.scores.masked_fill(~rows.visible, 0.0).relu().amax(-1) / rows.n
+    assert torch.allclose(lemmas.jacobian_ceiling(rows), expected, rtol=1e-4)
+    assert torch.allclose(norm, expected, rtol=0.05)
+
+
+@pytest.mark.parametrize("asked", [{}, {"vectors": "value", "unit": False}, {"vectors": "input", "first_token": False}])
+def test_sums_are_those_of_plain_loops(asked: dict[str, object]):
+    values, _ = measured(opt.Softmax(), sequences=1, **asked)
+    counts, numbers = many(LENGTH), few(LENGTH)
+    distances = means(values.sums["distances"][0], DISTANCES, len(counts))
+    separable = means(values.sums["separability"][0], SEPARABLE, len(numbers))
+    first = 0 if asked.get("first_token", True) else 1
+    for rows in rows_of(opt.Softmax()):
+        for octave, (low, high) in enumerate(octaves(LENGTH)):
+            for head in range(HEADS):
+                top, ratio = [], []
+                for query, position in enumerate(QUERIES):
+                    if not low <= position + 1 - first <= high:
+                        continue
+                    x = {"embedding": rows.embedding[0], "input": rows.inputs.x[0], "value": rows.inputs.v[0, head]}
+                    x = x[asked.get("vectors", "embedding")][first : position + 1].double()
+                    x = x / x.norm(dim=-1, keepdim=True) if asked.get("unit", True) else x
+                    a = rows.weights[head, query, first : position + 1].double()
+                    order = a.argsort(descending=True)
+                    for count, found in ((5, top), (8, ratio)):
+                        s = (a[order[:count], None] * x[order[:count]]).sum(0)
+                        far = (a[:, None] * x - s).norm(dim=-1)
+                        inside, others = far[order[:count]], far[order[count:]]
+                        found.append(others.sum().item() if found is top else (inside <= others.min()).double().mean().item())
+                assert distances[octave, 0, counts.index(5), rows.layer, head] == pytest.approx(np.mean(top), rel=1e-4)
+                assert separable[octave, 0, numbers.index(8), rows.layer, head] == pytest.approx(np.mean(ratio), abs=1e-6)
+
+
+def test_a_key_is_separable_by_at_least_as_many_heads_together():
+    _, derived = measured(opt.Softmax())
+    found = {(one.name, one.what): one.values for one in derived}
+    together = found["keys that at least one head separates", "measured"]
+    assert bool((together >= found["N_s / N", "N_s / N"] - 1e-6).all())
+    assert bool(((found["heads that choose a key", ""] >= 1) & (found["heads that choose a key", ""] <= HEADS)).all())
+
+
+def test_what_is_derived_has_a_value_for_each_point_of_its_axis():
+    _, derived = measured(opt.Softmax(), sample_size=6)
+    assert len({(one.name, one.what) for one in derived}) == len(derived)
+    for one in derived:
+        assert one.values.shape == ((len(one.axis.values),) if one.axis else (1,)), one.name
+    assert {"d~", "critical N / visible keys", "N_s / N", "change of weights"} <= {one.name for one in derived}
+
+
+def test_finite_differences_of_softmax_stay_below_their_ceiling():
+    _, derived = measured(opt.Softmax())
+    found = {one.what: one.values for one in derived if one.name == "change of weights"}
+    for step in (0.001, 0.1, 10.0):
+        for temperature, value in zip((0.1, 10.0), found[f"largest of all directions, step {step:g}"], strict=True):
+            assert 0 < value <= min(1 / (2 * temperature), math.sqrt(2) / step)
+    assert bool((found["one direction, step 0.001"] <= found["largest of all directions, step 0.001"]).all())
+    assert bool((found["largest of all directions, step 0.001"] <= found["spectral norm"] * 1.02).all())
+
+
+@pytest.mark.parametrize("name", ["relu2", "softpick", "linear"])
+def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name: str):
+    options = opt.Linear(features="identity", n="visible") if name == "linear" else catalogue.ENTRIES[name].options()
+    values, derived = measured(options)
+    for one in derived:
+        assert not np.isinf(one.values).any(), one.name
+    assert np.isfinite(values.sums["distances"]).all()
+
+
+@torch.no_grad()
+def test_scores_that_are_not_finite_leave_the_others_alone():
+    model, of = decoder(opt.Softmax()), family(LimitsConfig(temperatures=[1.0], directions=1), every=1)
+    measures = Measures((of,), LAYERS, HEADS, QUERIES, LENGTH)
+    before = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
+    model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head
+    after = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
+    for name, sums in after.sums.items():
+        assert np.isfinite(sums).all()
+        assert np.array_equal(sums[:, 0], before.sums[name][:, 0])
+        assert not np.array_equal(sums[:, 1], before.sums[name][:, 1])
+    assert np.isnan(after.by_query["norm of the Jacobian"][:, 1, 0]).all()
+    assert np.isfinite(after.by_query["norm of the Jacobian"][:, 1, 1:]).all()
