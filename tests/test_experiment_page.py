@@ -98,6 +98,10 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(rf"{line['arm']}: {line['verdict']} \. Difference to softmax: {line['difference'][0]:+.4f} \[", words)
+    other_text = {
+        one["arm"]: one["value"] for one in rows(page.parent / "summary.csv") if one["interval over"] == "3 seeds and 11 documents"
+    }
+    assert other_text == {line["arm"]: f"{line['difference'][0]:+.4f}" for line in (ssmax, log_n)}
     assert words.index("Family: 2 comparisons") < words.index("Summary ") + 200 < words.index("While training")
     html = page.read_text()
     assert not re.search(r"src=|url\((?!#)|@import|<script", html), "nothing is loaded"

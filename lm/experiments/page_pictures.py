@@ -12,7 +12,7 @@ from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.report.along_axis import AlongAxis, differences_along, values_along
 from lm.report.panels import Map, Panel, Picture, Trace, doublings, picture, plain_ticks
 from lm.report.plots import FIRST_POSITION, smooth
-from lm.report.sections import Arm, Line, Section
+from lm.report.sections import Section
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import DIVERGED, Curve, curve, read_metrics
 from lm.runs.series import Series
@@ -186,65 +186,54 @@ def learned(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture 
 
 def along_axis(found: SizeResults, section: Section) -> Picture | None:
     """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
-    comparison, first = found.comparison, section.first
-    bins, panels, overs = section.shape == "bins", [], []
+    first, panels, overs = section.first, [], []
+    base, *others = found.comparison.arms
     for line in section.lines:
-        series = {arm.label: section.of_arm(arm, line) for arm in comparison.arms}
+        series = {arm.label: {run.seeds[-1]: section.series[run, line] for run in arm.runs if (run, line) in section.series}
+                  for arm in (base, *others)}  # fmt: skip
+        every = [one for by_seed in series.values() for one in by_seed.values()]
         title = ", ".join(filter(None, (line.metric, *line.of)))
-        values = {arm: made for arm, some in series.items() if some and (made := values_along(some)) is not None}
-        panels.append(_axis_panel(found, section, title, _traces(found, values), f"{line.metric} ({first.unit})"))
-        if any(one.control for some in series.values() for one in some):
-            continue
-        pairs = {arm.label: _pairs(section, line, arm, comparison.arms[0]) for arm in comparison.arms[1:]}
-        apart = {arm: made for arm, some in pairs.items() if some and (made := differences_along(some)) is not None}
-        if comparison.arms[0].label == found.arm_names[0] and apart:
-            overs += [one.over for one in apart.values() if one.over]
-            label = f"difference ({first.unit})"
-            panels.append(
-                _axis_panel(
-                    found, section, f"{title}: paired difference to {found.arm_names[0]}", _traces(found, apart), label, difference=True
-                )
-            )
+        values = {arm: (list(by_seed), values_along(list(by_seed.values()))) for arm, by_seed in series.items()}
+        levels = {level: f"{name} {level:.3g}" for one in every for name, level in one.references.items()}
+        panels.append(_axis_panel(found, section, title, values, f"{line.metric} ({first.unit})", levels))
+        apart = {}
+        for arm in (arm.label for arm in others if base.label == found.arm_names[0] and not every[0].control):
+            shared = [seed for seed in series[arm] if seed in series[base.label]]
+            apart[arm] = shared, differences_along([(series[arm][seed], series[base.label][seed]) for seed in shared])
+        if any(one for _, one in apart.values()):
+            overs += [one.over for _, one in apart.values() if one and one.over]
+            title = f"{title}: paired difference to {base.label}"
+            panels.append(_axis_panel(found, section, title, apart, f"difference ({first.unit})", None))
+        else:
+            panels.append(None)
     caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}. Thin: single seeds; thick: their mean."
     if overs:
         caption += f" Bands of the differences: 95% intervals over {' or '.join(dict.fromkeys(overs))}, point by point, not adjusted."
-    caption += f" From position {FIRST_POSITION}." if bins else ""
+    caption += f" From position {FIRST_POSITION}." if first.bins else ""
     caption += " On the documents that are reported on." if first.data_fingerprint else ""
     return picture(panels, found.arm_names, caption)
 
 
-def _pairs(section: Section, line: Line, arm: Arm, base: Arm) -> list[tuple[Series, Series]]:
-    """The series of both arms, seed by seed."""
-    theirs = {run.seeds[-1]: run for run in base.runs}
-    both = [(run, theirs[run.seeds[-1]]) for run in arm.runs if run.seeds[-1] in theirs]
-    return [
-        (section.series[one, line], section.series[other, line])
-        for one, other in both
-        if {(one, line), (other, line)} <= section.series.keys()
-    ]
+_Along = dict[str, tuple[list[int], AlongAxis | None]]  # by arm: the seeds, and their values; None: there are none
 
 
-def _traces(found: SizeResults, by_arm: dict[str, AlongAxis]) -> list[Trace]:
-    traces = []
-    for arm, one in by_arm.items():
-        number = found.colour(arm)
-        traces += [Trace(number, f"{arm}, one seed", one.x, row, "seed") for row in one.seeds if len(one.seeds) > 1]
-        ends = (one.low, one.high) if one.over else (None, None)
-        traces.append(Trace(number, f"{arm}, mean", one.x, one.mean, "mean", *ends))
-    return traces
-
-
-def _axis_panel(found: SizeResults, section: Section, title: str, traces: list[Trace], label: str, difference: bool = False) -> Panel:
+def _axis_panel(found: SizeResults, section: Section, title: str, along: _Along, label: str, levels: dict[float, str] | None) -> Panel:
+    """`levels`: reference levels of values; None: they are differences."""
+    traces = [trace for arm, (seeds, one) in along.items() if one for trace in _along_traces(found.colour(arm), arm, seeds, one)]
     axis, x = section.first.axis, np.concatenate([one.x for one in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
     name = f"{axis.name} ({axis.unit})" if axis.unit else axis.name
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
-    levels = {} if difference else {level: name for one in section.series.values() for name, level in one.references.items()}
-    whole = section.first.unit == "fraction" and not difference
     return Panel(
-        title, name, label, traces, ticks, log=2 if axis.log else 0, zero=difference, marks=marks, levels=levels,
-        y_range=(-0.03, 1.03) if whole else None,
+        title, name, label, traces, ticks, log=2 if axis.log else 0, zero=levels is None, marks=marks, levels=levels or {},
+        y_range=(-0.03, 1.03) if section.first.unit == "fraction" and levels is not None else None,
     )  # fmt: skip
+
+
+def _along_traces(number: int, arm: str, seeds: list[int], one: AlongAxis) -> list[Trace]:
+    traces = [Trace(number, f"{arm}, seed {seed}", one.x, row, "seed") for seed, row in zip(seeds, one.seeds, strict=True)]
+    ends = (one.low, one.high) if one.over else (None, None)
+    return [*traces, Trace(number, f"{arm}, mean of {len(seeds)} seeds", one.x, one.mean, "mean", *ends)]
 
 
 def maps(found: SizeResults) -> list[Picture]:

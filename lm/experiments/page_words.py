@@ -18,7 +18,7 @@ from lm.statistics.verdicts import ALPHA, Verdict
 
 BASIS = (
     "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
-    "which both runs have finished."
+    "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
 )
 COST = (
     "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
@@ -64,8 +64,10 @@ def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
         return Answer(name, "no verdict yet", "Rates are being tuned.")
     because = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
     if interval := verdict.interval:
-        shown = f"{DIFFERENCE.shown(interval)}, 95% interval over {interval.over}, not adjusted; adjusted p {verdict.p:.2g}"
-        because = f"Difference to {found.arm_names[0]}: {shown}. {because}"
+        because = verdict.reason if verdict.reason.startswith("p =") else f"p = {verdict.p:.2g}. {because[:-1]}"
+        because = (
+            f"Difference to {found.arm_names[0]}: {DIFFERENCE.shown(interval)}, 95% interval over {interval.over}; adjusted {because}."
+        )
     return Answer(name, verdict.kind, because)
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 import matplotlib
@@ -92,27 +93,28 @@ class Picture:
     width: int
 
 
-def picture(panels: Sequence[Panel | Map], arms: Sequence[str], caption: str, columns: int = 2) -> Picture:
-    """Panels side by side, `columns` in a row, with the names of the arms above; maps name theirs in their titles."""
+def picture(panels: Sequence[Panel | Map | None], arms: Sequence[str], caption: str, columns: int = 2) -> Picture:
+    """Panels side by side, `columns` in a row (None: an empty place), the names of the arms above; maps name theirs in their titles."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     size = _WIDTH * columns, _HEIGHT * rows
-    if all(isinstance(panel, Map) for panel in panels):
-        size = 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in panels), 2.2)
+    if maps := [panel for panel in panels if isinstance(panel, Map)]:
+        size = 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), 2.2)
     return Picture(_drawn(panels, arms, rows, columns, *size), _csv(panels), caption, round(82 * size[0]))
 
 
-def _drawn(panels: Sequence[Panel | Map], arms: Sequence[str], rows: int, columns: int, width: float, height: float) -> str:
+def _drawn(panels: Sequence[Panel | Map | None], arms: Sequence[str], rows: int, columns: int, width: float, height: float) -> str:
     """SVG of so many inches, and more in height for the legend."""
     shown = sorted({trace.arm for panel in panels if isinstance(panel, Panel) for trace in panel.traces})
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), dpi=100)
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for each, panel in zip(axes, panels, strict=False):
-            _map(each, panel) if isinstance(panel, Map) else _panel(each, panel)
-        for each in axes[len(panels) :]:
-            each.set_visible(False)
+        for each, panel in zip_longest(axes, panels):
+            if panel is None:
+                each.set_visible(False)
+            else:
+                _map(each, panel) if isinstance(panel, Map) else _panel(each, panel)
         legend_rows = 0
         if shown:
             handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown]
@@ -149,7 +151,9 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.minorticks_off()
     for x, text in panel.marks.items():
         axes.axvline(x, color=GREY, linewidth=1)
-        note(axes, text, (x, 1), (-4, -2), axes.get_xaxis_transform(), ha="right", va="top", rotation=90)
+        at_left = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0] < 0.1
+        side, offset = ("left", 4) if at_left else ("right", -4)
+        note(axes, text, (x, 1), (offset, -2), axes.get_xaxis_transform(), ha=side, va="top", rotation=90)
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
@@ -196,12 +200,12 @@ def _map(axes: Axes, panel: Map) -> None:
     axes.set(title=panel.title, xlabel=panel.x_label)
 
 
-def _csv(panels: Sequence[Panel | Map]) -> str:
+def _csv(panels: Sequence[Panel | Map | None]) -> str:
     """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["panel", "of", "kind", "x", "y", "low", "high"])
-    for panel in panels:
+    for panel in filter(None, panels):
         if isinstance(panel, Map):
             for (row, column), value in np.ndenumerate(panel.values):
                 writer.writerow([panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""])
