@@ -90,6 +90,9 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
     if line.get("difference"):
         mean, low, high = (f"{value:+.4f}" if value is not None else "not finite" for value in line["difference"])
         shown["difference (95 % over seeds, unadjusted)"] = f"{mean} [{low}, {high}]"
+    if line.get("over_seeds_and_documents"):
+        _, low, high = line["over_seeds_and_documents"]
+        shown["(over seeds and documents)"] = f"[{low:+.4f}, {high:+.4f}]"
     return shown | {"verdict": line["verdict"], "because": line["reason"]} if "verdict" in line else shown
 
 

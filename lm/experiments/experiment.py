@@ -61,6 +61,7 @@ class Experiment:
         sizes: changes by size, such as of model or steps; one without a name if there are none.
         file, overrides: where it was read from, and what was changed in it.
         table: the lines of `tune.table`.
+        planned: the seeds at its first start, of an experiment that was started.
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
     """
 
@@ -75,6 +76,7 @@ class Experiment:
     overrides: tuple[str, ...]
     table: tuple[Tried, ...] = ()
     evaluate: dict[str, Plain] = field(default_factory=dict)
+    planned: tuple[int, ...] | None = None
 
     @property
     def command(self) -> str:

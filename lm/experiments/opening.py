@@ -37,7 +37,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedur
         raise RunError(f"{kept}: has no {', '.join(sorted(missing))}; bring it back, or delete it, and the next start writes it anew")
     asked = vars(experiment.first_config.trainer)
     left_open = {name: settled[name] for name in SHARED if asked[name] in ("auto", None)}
-    return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open})))
+    planned = tuple(settled["seeds"]) if "seeds" in settled else None
+    return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
 
 
 def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:

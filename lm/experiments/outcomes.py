@@ -89,15 +89,20 @@ class Outcome:
         cross-entropy of single tokens has diverged, like one that stopped at values that are not finite."""
         if not self.folder.is_dir():
             return "unfinished"
-        if any(DIVERGED in line for line in read_metrics(self.folder / METRICS)[0]):
+        if self.divergence:
             return "diverged"
         if not self.trained:
             return "unfinished"
-        found = self.series(SELECTION)
-        level = math.inf if self.symbolic else found.references.get(UNIGRAM, math.inf)
-        if found.means[0] > level:
-            return "diverged"
         return "finished" if self.measured and self.values(self.metric) is not None else "unfinished"
+
+    @cached_property
+    def divergence(self) -> str:
+        """How the run diverged, in words; empty if it didn't."""
+        if said := next((str(line[DIVERGED]) for line in read_metrics(self.folder / METRICS)[0] if DIVERGED in line), ""):
+            return said
+        found = self.series(SELECTION) if self.trained and not self.symbolic else None
+        loss, level = (found.means[0], found.references.get(UNIGRAM, math.inf)) if found else (0.0, math.inf)
+        return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
     @cached_property
     def trained(self) -> bool:

@@ -40,10 +40,10 @@ def summary_table(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Ta
     over, name = "95% interval over seeds, not adjusted", f"difference to {experiment.arms[0].name}"
     made += column(name, [one and one.interval for one in verdicts], over, "difference")
     if experiment.primary.learned is None:
-        both = [found.over_documents(arm) if arm in found.verdicts else None for found in sizes for arm in found.arm_names]
+        both = [one and one.over_documents for one in verdicts]
         made += column("on other text of the kind", both, "95% interval over seeds and documents", "difference")
     made += column("p", [one and f"{one.p:.2g}" for one in verdicts], "adjusted")
-    made += column("verdict", [one and one.kind for one in verdicts], kind="words")
+    made += column("verdict", [one and one.words for one in verdicts], kind="words")
     return Table("Summary", "", tuple(made))
 
 

@@ -68,7 +68,7 @@ def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
         because = (
             f"Difference to {found.arm_names[0]}: {DIFFERENCE.shown(interval)}, 95% interval over {interval.over}; adjusted {because}."
         )
-    return Answer(name, verdict.kind, because)
+    return Answer(name, verdict.words, because)
 
 
 def family(experiment: Experiment) -> str:

@@ -17,9 +17,9 @@ from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys, table_lines
 from lm.schema import Plain
-from lm.statistics.intervals import Interval
+from lm.statistics.intervals import Interval, over_seeds_and_documents
 from lm.statistics.learned import Learned, clopper_pearson, has_learned, learned_verdicts
-from lm.statistics.tuning import Tuned, chosen, elsewhere, mean_loss, tuned
+from lm.statistics.tuning import Tuned, chosen, differences, elsewhere, mean_loss, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
@@ -195,7 +195,22 @@ class Procedure:
         if experiment.table and all(one.primary is None for one in experiment.table) and experiment.primary.metric != SELECTION:
             missing = f"{experiment.tune.table} has no {experiment.primary.metric}"
             found.append(f"{missing}: whether a difference depends on the rate was not looked at")
+        if self.added:
+            seeds = ", ".join(map(str, self.added))
+            found.append(f"exploratory: seeds {seeds} were added after the first start; p values are too small")
+        if left := [seed for seed in experiment.planned or () if seed not in experiment.seeds]:
+            found.append(f"seeds {', '.join(map(str, left))} were planned at the first start, and are left out")
+        for size in experiment.sizes:
+            seeds = {arm.name: self.finished_seeds(size, arm) for arm in experiment.arms}
+            if len({some for some in seeds.values() if some}) > 1:
+                each = "; ".join(f"{name} has {', '.join(map(str, some)) or 'none'}" for name, some in seeds.items())
+                found.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
         return found
+
+    def finished_seeds(self, size: str, arm: Arm) -> tuple[int, ...]:
+        """The seeds of the final runs of an arm that are finished."""
+        runs = self.final(size, self.rates(size) or {})
+        return tuple(one.seed for one in runs if one.arm == arm.name and one.outcome.state == "finished")
 
     def _depth(self, arm: Arm) -> int:
         """How many arms it starts from, one after the other."""
@@ -236,8 +251,16 @@ class Procedure:
         primary, (base, *others) = self.experiment.primary, self.experiment.arms
         pairs = {(f"{arm.name}, {size}" if size else arm.name): (size, base, arm) for size in self.experiment.sizes for arm in others}
         if primary.learned is not None:
-            return learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
-        return verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, primary.better)
+            found = learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
+        else:
+            found = verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, primary.better)
+        return {name: replace(one, exploratory=self.added) for name, one in found.items()}
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """Seeds of the final runs that were not planned at the first start."""
+        planned = self.experiment.planned or self.experiment.seeds
+        return tuple(seed for seed in self.experiment.seeds if seed not in planned)
 
     def comparison(self, size: str, base: Arm, arm: Arm) -> Comparison:
         """What the runs so far show of an arm against the baseline."""
@@ -247,10 +270,14 @@ class Procedure:
         if not {arm.name, base.name} <= rates.keys():
             return Comparison((), tuned=False)
         pairs = list(zip(*(self._judged(size, one, rates) for one in (arm, base)), strict=True))
-        diverged = sum(one.outcome.state == "diverged" for pair in pairs for one in pair)
+        diverged = [one for pair in pairs for one in pair if one.outcome.state == "diverged"]
+        why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
         finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
         differences = [self._value(ours) - self._value(theirs) for ours, theirs in finished]
-        return Comparison(differences, diverged, self._elsewhere(size, base, arm, rates), planned=len(pairs))
+        text = [pair for pair in finished if not pair[0].config.data.symbolic]
+        crossed = _over_documents([[one.outcome.values(self.experiment.primary.metric) for one in pair] for pair in text])
+        other = self._elsewhere(size, base, arm, rates)
+        return Comparison(differences, len(diverged), other, planned=len(pairs), why=why, over_documents=crossed)
 
     def counted(self, size: str, base: Arm, arm: Arm) -> Learned:
         """How many of the runs so far have learned, of an arm and of the baseline."""
@@ -284,18 +311,36 @@ class Procedure:
         return found.part(selection=False).mean if found else math.nan
 
     def _elsewhere(self, size: str, base: Arm, arm: Arm, rates: dict[str, float | None]) -> dict[float, list[float]]:
-        """Arm minus baseline of the tuning seeds at other rates: of the primary metric, or of 1 for a run that has learned and 0 else."""
-        primary, measured = self.experiment.primary, by_arm_and_rate(self.tried(size), size, "primary")
-        if not self.experiment.tuned or not {arm.name, base.name} <= measured.keys():
-            return {}
+        """Arm minus baseline of the tuning seeds at other rates, as `by_rate` gives them."""
+        values = self._tried_values(size)
+        return elsewhere(arm.name, base.name, rates, values) if {arm.name, base.name} <= values.keys() else {}
+
+    def by_rate(self, size: str, arm: Arm) -> dict[float, list[float]]:
+        """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
+        run that has learned and 0 else. Infinite where one of them diverged."""
+        values, base = self._tried_values(size), self.experiment.arms[0]
+        return differences(arm.name, base.name, values) if {arm.name, base.name} <= values.keys() and self.rates(size) else {}
+
+    def _tried_values(self, size: str) -> dict[str, dict[float, list[float]]]:
+        """The primary metric of the tuning runs by arm, rate and seed."""
+        primary = self.experiment.primary
 
         def of_run(value: float) -> float:
             if primary.learned is not None:
                 return float(has_learned(value, primary.learned, primary.better))
             return -value if value == math.inf and primary.better == "higher" else value
 
-        values = {name: {rate: list(map(of_run, some)) for rate, some in by_rate.items()} for name, by_rate in measured.items()}
-        return elsewhere(arm.name, base.name, rates, values)
+        measured = by_arm_and_rate(self.tried(size), size, "primary") if self.experiment.tuned else {}
+        return {name: {rate: list(map(of_run, some)) for rate, some in by_rate.items()} for name, by_rate in measured.items()}
+
+
+def _over_documents(pairs: list[list[Values]]) -> Interval | None:
+    """The difference of pairs of runs, one a seed, over seeds and documents; None without held-out documents, or with too few of either."""
+    if not pairs or not pairs[0][0].held_out:
+        return None
+    parts = [[one.part(selection=False) for one in pair] for pair in pairs]
+    first = parts[0][0]
+    return over_seeds_and_documents(np.stack([ours.values - theirs.values for ours, theirs in parts]), first.weights, first.groups)
 
 
 def _check_alike(runs: list[Run], metric: str) -> None:
@@ -316,19 +361,25 @@ def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[fl
 
 
 def summary(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One entry for each size and arm: rate, final runs, mean of the primary metric on the reported documents, verdict, interval; if runs
-    learn or don't, how many `learned` of those that `ended`, and `fraction_learned` with its interval."""
+    """One entry for each size and arm: rate, finished runs, mean of the primary metric on the reported documents over the seeds that all
+    arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
+    over the tuning seeds at each rate; if runs learn or don't, how many `learned` of those that `ended`, and the fraction's interval."""
     experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
     counting = experiment.primary.learned is not None
     for size in experiment.sizes:
         rates = procedure.rates(size) or {}
+        finished = [seeds for arm in experiment.arms if (seeds := procedure.finished_seeds(size, arm))]
+        common = set(finished[0]).intersection(*finished) if finished else set()
         for number, arm in enumerate(experiment.arms):
             runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
-            found = [one.outcome.values(experiment.primary.metric) for one in runs if one.outcome.state == "finished"]
-            means = [one.part(selection=False).mean for one in found if one]
-            learned = [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in means] if counting else []
+            done = [one for one in runs if one.outcome.state == "finished"]
+            values = {one.seed: one.outcome.values(experiment.primary.metric).part(selection=False).mean for one in done}
+            means = [value for seed, value in values.items() if seed in common]
+            learned = (
+                [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in values.values()] if counting else []
+            )
             line: dict[str, Plain] = {
-                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(means), "of": len(experiment.seeds),
+                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(values), "of": len(experiment.seeds),
                 "mean": float(np.mean(means)) if means and np.isfinite(means).all() else None,
             }  # fmt: skip
             if counting:
@@ -336,8 +387,11 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
             if number:
                 verdict = judged[f"{arm.name}, {size}" if size else arm.name]
-                line |= {"verdict": verdict.kind, "reason": verdict.reason, "difference": _finite(verdict.interval), "p": verdict.p}
+                line |= {"verdict": verdict.words, "reason": verdict.reason, "difference": _finite(verdict.interval), "p": verdict.p}
+                line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
                 line |= {"p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
+                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in procedure.by_rate(size, arm).items() if some}
+                line["differences_by_rate"] = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
             lines.append(line)
     return lines
 

@@ -14,7 +14,6 @@ from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord, read_run
 from lm.runs.series import Sample, Series
-from lm.statistics.intervals import Interval, over_seeds_and_documents
 from lm.statistics.verdicts import Verdict
 
 
@@ -64,16 +63,6 @@ class SizeResults:
         """A final run's primary metric on the documents that report; None of a run that has not finished."""
         values = run.outcome.values(self.experiment.primary.metric) if run.outcome.state == "finished" else None
         return values and values.part(selection=False).mean
-
-    def over_documents(self, arm: str) -> Interval | None:
-        """Difference to the baseline of the primary metric, with its interval over seeds and documents; None: too few of either."""
-        metric, runs = self.experiment.primary.metric, {(run.arm, run.seed): run for run, _ in self.finished}
-        pairs = [[runs.get((name, seed)) for name in (arm, self.arm_names[0])] for seed in self.experiment.seeds]
-        parts = [[run.outcome.values(metric).part(selection=False) for run in pair] for pair in pairs if None not in pair]
-        if not parts or len(set(parts[0][0].groups.tolist())) == len(parts[0][0].groups):  # no documents, of which several units are
-            return None
-        differences = np.array([ours.values - theirs.values for ours, theirs in parts])
-        return over_seeds_and_documents(differences, parts[0][0].weights, parts[0][0].groups)
 
     @cached_property
     def comparison(self) -> Comparison | None:

@@ -103,6 +103,10 @@ def elsewhere(arm: str, base: str, rates: Mapping[str, float], losses: Mapping[s
     """
     chosen = {rates[arm], rates[base]}
     others = chosen if len(chosen) == 2 else {next_rate(rates[base], losses[base], direction) for direction in ("lower", "higher")}
-    measured = sorted(others & losses[arm].keys() & losses[base].keys())
-    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in measured}
+    return {rate: some for rate, some in differences(arm, base, losses).items() if rate in others}
+
+
+def differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[float, list[float]]:
+    """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed, as `elsewhere`."""
+    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}
     return {rate: [ours - theirs for ours, theirs in both if math.isfinite(ours) or math.isfinite(theirs)] for rate, both in pairs.items()}

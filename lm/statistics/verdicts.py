@@ -33,6 +33,8 @@ class Comparison:
         elsewhere: differences at other learning rates, one value a tuning seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
+        why: which runs diverged and how, in words.
+        over_documents: the difference with its interval over seeds and documents, where there are enough of both.
     """
 
     differences: Sequence[float]
@@ -40,6 +42,8 @@ class Comparison:
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
     planned: int | None = None
+    why: str = ""
+    over_documents: Interval | None = None
 
     @property
     def whole(self) -> bool:
@@ -58,6 +62,8 @@ class Verdict:
         p: two-sided, of no difference, adjusted after Holm over all comparisons; 1 where nothing was tested.
         p_equivalent: of a difference that matters, adjusted likewise.
         seeds_needed: for a difference that matters to be found with probability `POWER`, judged by the spread so far; None: unknown.
+        over_documents: the difference with its interval over seeds and documents; None where there is none.
+        exploratory: seeds that were added after the first start: p is then too small.
     """
 
     kind: Kind
@@ -66,6 +72,13 @@ class Verdict:
     p: float
     p_equivalent: float
     seeds_needed: int | None
+    over_documents: Interval | None = None
+    exploratory: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The verdict, and that it is exploratory if it is."""
+        return f"exploratory: {self.kind}" if self.exploratory else self.kind
 
 
 def verdicts(comparisons: Mapping[str, Comparison], matters: float, better: Literal["lower", "higher"]) -> dict[str, Verdict]:
@@ -106,10 +119,12 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
     needed = None if spread is None else seeds_needed(spread, matters, ALPHA / family)
 
     def verdict(kind: Kind, reason: str) -> Verdict:
-        return Verdict(kind, reason, interval, p, q, needed)
+        return Verdict(kind, reason, interval, p, q, needed, one.over_documents)
 
     if one.diverged or not np.isfinite(one.differences).all():
-        return verdict("unstable", f"{one.diverged} final runs diverged" if one.diverged else "a difference is not finite")
+        return verdict(
+            "unstable", f"{one.diverged} final runs diverged{one.why and ': '}{one.why}" if one.diverged else "a difference is not finite"
+        )
     if not one.tuned:
         return verdict("not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged")
     if not one.whole:

@@ -1,0 +1,105 @@
+"""What the runs of an experiment are judged on: seeds planned and added, documents, other rates, runs that learned nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import FINGERPRINT, evaluated, finish, finish_all
+
+from lm.errors import RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.opening import open_experiment
+from lm.experiments.outcomes import selects
+from lm.experiments.procedure import Procedure, Run, summary
+from lm.runs.evaluations import evaluation_path
+from lm.runs.folder import write_json
+from lm.runs.series import Sample
+from lm.runs.validation import validation_series
+from lm.statistics.intervals import over_seeds_and_documents
+
+
+def written(folder: Path, **changes: object) -> tuple[Path, list[str]]:
+    """An experiment's file, and overrides for it."""
+    arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": arms, **changes}, sort_keys=False))
+    return path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]
+
+
+def loss(run: Run) -> float:
+    """SSMax is better by 0.1 at any rate."""
+    return 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax")
+
+
+def experiment(folder: Path, **changes: object) -> Procedure:
+    return Procedure(read_experiment(*written(folder, **changes)))
+
+
+def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_path):
+    path, overrides = written(tmp_path, seeds=[1, 2, 3, 7])
+    before = finish_all(Procedure(read_experiment(path, overrides)), loss)
+    settled = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
+    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3, 4]})
+    procedure = open_experiment(path, overrides)
+    assert procedure.added == (7,)
+    assert summary(procedure)[1]["verdict"] == "exploratory: better"
+    assert any(note.startswith("exploratory: seeds 7 were added") for note in procedure.notes())
+    assert "seeds 4 were planned at the first start, and are left out" in procedure.notes()
+    assert summary(before)[1]["verdict"] == "better"
+
+
+def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
+    procedure = experiment(tmp_path)
+    for run in procedure.known():
+        if (run.arm, run.seed) != ("ssmax", 3):
+            finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
+    soft, scalable = summary(procedure)
+    assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
+    assert (soft["runs"], scalable["runs"]) == (3, 2)
+    expected = "arms have finished different seeds, means are over those in common: softmax has 1, 2, 3; ssmax has 1, 2"
+    assert expected in procedure.notes()
+
+
+def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
+    random, procedure = np.random.default_rng(0), experiment(tmp_path)
+    by_run = {}
+    for run in procedure.known():
+        finish(run, 5.0)
+        values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, (40, 1))
+        sample = Sample("held-out", values, np.ones(40), np.arange(40))
+        series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
+        evaluated(run, "validation", run.outcome.last_step, series)
+    report = [document for document in range(40) if not selects(FINGERPRINT, document)]
+    apart = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
+    expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report))
+    assert summary(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
+    assert expected.over == f"3 seeds and {len(report)} documents"
+
+
+def test_the_difference_is_shown_at_every_rate(tmp_path):
+    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
+    found = summary(procedure)[1]["differences_by_rate"]
+    assert found == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
+
+
+def test_a_run_that_learned_nothing_says_so(tmp_path):
+    procedure = experiment(tmp_path)
+    for run in procedure.known():
+        finish(run, 5.0 if run.arm == "softmax" else 6.25, unigram=6.0)
+    found = summary(procedure)[1]
+    assert found["verdict"] == "unstable"
+    assert "ssmax seed 1: final loss above the unigram cross-entropy (6.2500 > 6.0000)" in found["reason"]
+
+
+def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
+    procedure = experiment(tmp_path)
+    run = procedure.known()[0]
+    finish(run, 5.0)
+    path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
+    path.write_text('{"series": [')
+    with pytest.raises(RunError, match=r"not an evaluation: not readable as JSON: .*; delete it, and it is measured again"):
+        replace(run.outcome).state  # noqa: B018
