@@ -1,0 +1,163 @@
+"""The closed forms of S against sums, Monte Carlo and the figures of their source; moments of scores."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.diagnostics.sparsity import (
+    condensation_scale,
+    decay_sparsity,
+    exp_sparsity,
+    identity_sparsity,
+    independent_features_sparsity,
+    linear_sparsity,
+    relu2_sparsity,
+    relu_sparsity,
+    score_moments,
+    sparsity,
+)
+
+SCORES = ((0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (-2.0, 1.0), (2.0, 0.5), (0.5, 2.0))  # beta, gamma
+# S of 20,000,000 Gaussian scores at those
+MEASURED = {
+    "relu2": (0.40822, 0.61278, 0.20521, 0.07182, 0.90230, 0.46229),
+    "identity": (0.79784, 0.82493, 0.82496, 0.90205, 0.97016, 0.79805),
+    "relu": (0.56416, 0.78091, 0.30346, 0.11173, 0.97016, 0.62652),
+}
+MAPS = {"relu2": lambda z: z.relu().square(), "identity": lambda z: z, "relu": lambda z: z.relu()}
+FORMS = {"relu2": relu2_sparsity, "identity": identity_sparsity, "relu": relu_sparsity}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of(weights: Tensor) -> Tensor:
+    """S of weights that are all visible."""
+    return sparsity(weights, torch.ones_like(weights, dtype=torch.bool))
+
+
+def tensors(*values: float) -> list[Tensor]:
+    return [torch.tensor(value, dtype=torch.float64) for value in values]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_closed_forms_are_what_gaussian_scores_give(name: str):
+    drawn = normal(300_000)
+    for (beta, gamma), measured in zip(SCORES, MEASURED[name], strict=True):
+        closed = FORMS[name](*tensors(beta, gamma)).item()
+        assert closed == pytest.approx(measured, abs=2e-4)
+        assert closed == pytest.approx(of(MAPS[name](beta + gamma * drawn)).item(), abs=1e-2)
+
+
+@pytest.mark.parametrize(("gamma", "measured"), [(0.25, 0.96925), (0.5, 0.88254), (1.0, 0.60653), (1.5, 0.32506)])
+def test_exp_depends_on_the_standard_deviation_alone(gamma: float, measured: float):
+    closed = exp_sparsity(torch.tensor(gamma)).item()
+    assert closed == pytest.approx(measured, abs=1e-3)
+    for beta in (0.0, 1.3):
+        assert closed == pytest.approx(of((beta + gamma * normal(300_000)).exp()).item(), abs=1e-2)
+
+
+def test_relu2_depends_on_the_ratio_and_identity_cannot_concentrate():
+    ratios = torch.tensor([-4.0, -3, -2, -1, 0, 1, 2, 4], dtype=torch.float64)
+    published = torch.tensor([0.0025, 0.0167, 0.0720, 0.2053, 0.4082, 0.6128, 0.7617, 0.9023], dtype=torch.float64)
+    for gamma in (0.3, 5.0):
+        torch.testing.assert_close(relu2_sparsity(ratios * gamma, torch.tensor(gamma)), published, rtol=0, atol=6e-5)
+    assert relu2_sparsity(*tensors(0, 1)).item() == pytest.approx(1 / math.sqrt(6))
+    assert relu_sparsity(*tensors(0, 1)).item() == pytest.approx(1 / math.sqrt(math.pi))
+    lowest = identity_sparsity(torch.linspace(-5, 5, 1001, dtype=torch.float64), torch.tensor(1.0))
+    assert lowest.min().item() == pytest.approx(math.sqrt(2 / math.pi))
+
+
+def test_far_ratios_and_equal_scores_have_their_limits():
+    far, one = torch.tensor([-1e9, -1e3, -20.0], dtype=torch.float64), torch.tensor(1.0)
+    for form in (relu_sparsity, relu2_sparsity):
+        assert (form(far, one) >= 0).all()
+        assert (form(far, one) < 1e-40).all()
+        assert form(*tensors(1e9, 1)).item() == pytest.approx(1)
+    for form in FORMS.values():
+        assert form(*tensors(2, 0)).item() == pytest.approx(1)
+        assert form(*tensors(0, 0)).isnan()
+    near = torch.linspace(-19.9, -1, 500, dtype=torch.float64)
+    for form in (relu_sparsity, relu2_sparsity):
+        assert (form(near, one).diff() > 0).all()  # no rounding errors where terms cancel
+
+
+@pytest.mark.parametrize(("features", "seed"), [("relu", 1), ("exp", 2), ("elu", 3)])
+def test_linear_features_give_the_sparsity_of_their_products_exactly(features: str, seed: int):
+    phi = {"relu": torch.relu, "exp": torch.exp, "elu": lambda x: torch.nn.functional.elu(x) + 1}[features]
+    keys = phi(0.5 * normal(16, seed=seed) + normal(20_000, 16, seed=seed) @ normal(16, 16, seed=seed + 10) * 0.3)
+    query = phi(normal(16, seed=seed + 20))
+    closed = linear_sparsity(query, keys.mean(0), keys.T.cov(correction=0))
+    assert closed.item() == pytest.approx(of(keys @ query).item(), abs=1e-9)
+
+
+def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean():
+    """Not on their product, as published."""
+    keys = torch.distributions.Gamma(torch.tensor(0.3), torch.tensor(1.0))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drawn = keys.sample((200_000, 32)).double()
+    query = normal(32, seed=4).abs()
+    closed = independent_features_sparsity(query, drawn.mean(), drawn.std()).item()
+    assert closed == pytest.approx(of(drawn @ query).item(), abs=1e-2)
+    assert closed == pytest.approx(linear_sparsity(query, drawn.mean(0), drawn.T.cov(correction=0)).item(), abs=1e-2)
+    product = independent_features_sparsity(query, 1 / drawn.mean(), drawn.std()).item()
+    assert abs(product - closed) > 0.03
+
+
+@pytest.mark.parametrize(("decay", "n", "measured"), [
+    (0.9, 10, 0.95790), (0.9, 100, 0.43588), (0.99, 1000, 0.44608), (0.5, 16, 0.43301), (0.999, 512, 0.98929),
+])  # fmt: skip
+def test_decay_is_the_direct_sum(decay: float, n: int, measured: float):
+    closed = decay_sparsity(*tensors(math.log(decay), n)).item()
+    assert closed == pytest.approx(measured, abs=1e-5)
+    assert closed == pytest.approx(of(decay ** torch.arange(n, dtype=torch.float64)).item(), abs=1e-9)
+    assert decay_sparsity(*tensors(0, n)).item() == 1
+    assert decay_sparsity(*tensors(-1e-12, n)).item() == pytest.approx(1)
+
+
+def test_decay_times_content_has_the_product_of_their_sparsities():
+    decay, content = 0.999 ** torch.arange(100_000, dtype=torch.float64), normal(100_000).mul(0.5).exp()
+    both = decay_sparsity(*tensors(math.log(0.999), 100_000)) * exp_sparsity(torch.tensor(0.5))
+    assert both.item() == pytest.approx(of(decay * content).item(), abs=1e-2)
+
+
+@pytest.mark.parametrize(("s", "closed", "measured", "condensed"), [(0.168, 0.508, 0.524, False), (0.43, 0.012, 0.112, True)])
+def test_the_closed_form_of_exp_ends_where_scores_condense(s: float, closed: float, measured: float, condensed: bool):
+    """SSMax's scale s ln n on unit Gaussian logits, n = 1,024."""
+    n = torch.tensor(1024.0, dtype=torch.float64)
+    gamma = s * n.log()
+    assert bool(gamma > condensation_scale(n)) == condensed
+    assert exp_sparsity(gamma).item() == pytest.approx(closed, abs=1e-3)
+    found = of((gamma * normal(2_000, 1024)).softmax(-1)).mean().item()
+    assert found == pytest.approx(measured, abs=5e-3)
+    assert (found > 5 * closed) == condensed
+
+
+def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
+    weights = torch.tensor([[1.0, 1, 1, 9], [0, 5, 0, 9], [0, 0, 0, 9], [1e-30, -1e-30, 1e-30, 9]])
+    visible = torch.tensor([True, True, True, False])
+    torch.testing.assert_close(sparsity(weights, visible), torch.tensor([1, 1 / math.sqrt(3), torch.nan, 1]), equal_nan=True)
+    a = normal(5, 100).softmax(-1)
+    torch.testing.assert_close(100 * of(a) ** 2, 1 / a.square().sum(-1))
+
+
+def test_moments_are_of_visible_keys():
+    scores, visible = normal(3, 1000).exp() + 50, torch.arange(1000) < 600
+    found, seen = score_moments(scores, visible), scores[:, :600]
+    standard = (seen - seen.mean(-1, keepdim=True)) / seen.std(-1, keepdim=True, correction=0)
+    torch.testing.assert_close(found.mean, seen.mean(-1))
+    torch.testing.assert_close(found.std, seen.std(-1, correction=0))
+    torch.testing.assert_close(found.skew, (standard**3).mean(-1))
+    torch.testing.assert_close(found.excess_kurtosis, (standard**4).mean(-1) - 3)
+    assert (found.skew > 1).all()
+    gaussian = score_moments(normal(200_000), torch.tensor(True).expand(200_000))
+    assert (gaussian.skew.abs() < 0.05, gaussian.excess_kurtosis.abs() < 0.1) == (True, True)
+    for scores in (torch.ones(8), torch.arange(8.0) * 1e-30):  # equal, or but for what a square in fp32 holds
+        equal = score_moments(scores, torch.ones(8, dtype=torch.bool))
+        assert equal.std == 0
+        assert equal.skew.isnan()
+        assert equal.excess_kurtosis.isnan()
