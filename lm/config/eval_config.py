@@ -224,7 +224,7 @@ class NeedleConfig(EvaluationConfig):
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
 
 
-Statistics = Literal["concentration", "limits"]
+Statistics = Literal["concentration", "sparsity", "limits"]
 
 
 @dataclass
@@ -254,7 +254,7 @@ class LimitsConfig:
 @dataclass
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
-    statistics: list[Statistics] = key(["concentration"], f"families of statistics: {', '.join(get_args(Statistics))}")
+    statistics: list[Statistics] = key(["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}")
     length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MOST_LENGTHS)
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MOST_SEQUENCES)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lm.diagnostics import sparsity
 from lm.diagnostics.rows import AttentionRows
 from lm.diagnostics.statistic import Family, Statistic
 
@@ -17,15 +18,14 @@ MASS = 0.95  # of the weight, which the largest weights hold together: `keys wit
 NO_FIRST = ", no first"
 
 
-def sparsity(rows: AttentionRows) -> Tensor:
+def s(rows: AttentionRows) -> Tensor:
     """S = mean |a| / root mean a^2 over the visible keys: 1 / sqrt(n) of one key, 1 of equal weights (Su, kexue.fm 9889)."""
-    relative = rows.size / rows.descending[..., :1]  # squares of small weights would underflow
-    return relative.sum(-1) / (relative.square().sum(-1) * rows.n).sqrt()
+    return sparsity.sparsity(rows.weights, rows.visible)
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
     """N_eff = n S^2, which is 1 / sum a^2 of weights that sum to one: 1 of one key, n of equal weights."""
-    return sparsity(rows).square() * rows.n
+    return s(rows).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
@@ -109,7 +109,7 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
         Statistic("largest weight", "", largest, shown=True, fitted=True),
         Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, fitted=True),
-        Statistic("S", "fraction", sparsity),
+        Statistic("S", "fraction", s),
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", zeros),
         Statistic("mean distance", "tokens", mean_distance),
@@ -121,9 +121,9 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
         Statistic("sum of weights", "", row_sum),
     ]
-    return Family((*of_rows, *whole, *map(_no_first, of_rows)))
+    return Family((*of_rows, *whole, *map(no_first, of_rows)))
 
 
-def _no_first(one: Statistic) -> Statistic:
+def no_first(one: Statistic) -> Statistic:
     """The same without the first token of the document."""
     return replace(one, name=one.name + NO_FIRST, of=lambda rows: one.of(rows.without_first), shown=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
+from lm.diagnostics.sparsity import Moments, score_moments
 from lm.model.attention_stream import AttentionBlock
 from lm.model.blocks import AttentionInputs
 
@@ -25,6 +26,7 @@ class AttentionRows:
 
     Attributes:
         layer: from 0.
+        queries: (T,) int64, index of each query in the sequence.
         normalizer: of the layer: `normalize` makes weights of other scores.
         layout: where queries and keys stand in their documents.
         scores: (H, T, S) fp32, what the normalizer normalizes (`Normalizer.scores`); of visible keys alone they mean anything.
@@ -33,9 +35,11 @@ class AttentionRows:
         inputs: the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence.
         embedding: (1, L, C), their vectors in the embedding.
         seed: tells sequences apart, for what is drawn at random.
+        is_shuffled: scores and weights are not where the inputs put them (`shuffled`).
     """
 
     layer: int
+    queries: Tensor
     normalizer: Normalizer
     layout: AttentionLayout
     scores: Tensor
@@ -44,13 +48,24 @@ class AttentionRows:
     inputs: AttentionInputs | None = None
     embedding: Tensor | None = None
     seed: int = 0
+    is_shuffled: bool = False
 
     @classmethod
     def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
         """Of a block of one sequence."""
         visible = block.normalizer.visible(block.layout)
-        scores, weights = block.scores[0], block.weights[0]
-        return cls(block.layer, block.normalizer, block.layout, scores, weights, _one(visible), block.inputs, embedding, seed)
+        return cls(
+            layer=block.layer,
+            queries=block.queries,
+            normalizer=block.normalizer,
+            layout=block.layout,
+            scores=block.scores[0],
+            weights=block.weights[0],
+            visible=_one(visible),
+            inputs=block.inputs,
+            embedding=embedding,
+            seed=seed,
+        )
 
     @cached_property
     def n(self) -> Tensor:
@@ -84,6 +99,32 @@ class AttentionRows:
         return self.size.sort(-1, descending=True).values
 
     @cached_property
+    def content(self) -> Tensor:
+        """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
+
+        Shuffled scores are as they are: which part was whose key's cannot be told any more.
+        """
+        log_decay = self.normalizer.log_decay(self.scores)
+        if self.is_shuffled or not log_decay.any():
+            return self.scores
+        if self.normalizer.score_map == "exp":
+            return self.scores - log_decay.view(-1, 1, 1) * self.distance
+        query, key = self.features
+        return query @ key.transpose(-2, -1)
+
+    @cached_property
+    def features(self) -> tuple[Tensor, Tensor]:
+        """Features of the queries (H, T, F) and of the keys (H, S, F) of linear attention (`Normalizer.features`), fp32."""
+        q, k = self.inputs.q[:, :, self.queries].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
+        query, key = self.normalizer.features(q, k)
+        return query[0], key[0]
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Moments of `content` over the keys that each query sees, (H, T) each."""
+        return score_moments(self.content, self.visible)
+
+    @cached_property
     def is_finite(self) -> Tensor:
         """(H, T) bool: whether all scores of visible keys and all weights are finite."""
         return ((self.scores.isfinite() | ~self.visible) & self.weights.isfinite()).all(-1)
@@ -96,8 +137,14 @@ class AttentionRows:
     def select(self, queries: Tensor) -> "AttentionRows":
         """Some of the queries, (T,) bool or int64."""
         layout = self.layout.select(queries, self.visible.size(-1))
-        scores, weights = self.scores[:, queries], self.weights[:, queries]
-        return replace(self, layout=layout, scores=scores, weights=weights, visible=self.visible[queries])
+        return replace(
+            self,
+            queries=self.queries[queries],
+            layout=layout,
+            scores=self.scores[:, queries],
+            weights=self.weights[:, queries],
+            visible=self.visible[queries],
+        )
 
     @cached_property
     def without_first(self) -> "AttentionRows":
@@ -114,7 +161,8 @@ class AttentionRows:
         places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in their order
         drawn = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, in the drawn order
         scores = torch.empty_like(self.scores).scatter_(-1, drawn.expand(self.scores.shape), self._at(places))
-        return replace(self, scores=scores, weights=self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0])
+        weights = self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
+        return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
     def _at(self, places: Tensor) -> Tensor:
         """Scores in the order of `places` (T, S): (H, T, S)."""

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.evaluation import sparsity_picture
 from lm.evaluation.diagnostic_series import HEAD, KEYS
 from lm.evaluation.line_styles import colour_and_marker
 from lm.runs.series import Series, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+THEORY_HEIGHT = 8.0  # inches of the panels below that compare with closed forms
 
 
 def draw(series: Sequence[Series]) -> bytes | None:
@@ -31,9 +34,10 @@ def draw(series: Sequence[Series]) -> bytes | None:
 
     columns, layers = 1 + len(settings), max(map(len, maps.values()))
     size = (5.5 + 3.2 * len(settings), max(2.6, 0.22 * layers + 1.2) * len(metrics))
-    figure, grid = plt.subplots(
-        len(metrics), columns, figsize=size, squeeze=False, layout="constrained", width_ratios=[5.5] + [3.2] * (columns - 1)
-    )
+    theory = THEORY_HEIGHT * sparsity_picture.has_closed_forms(series)
+    figure = plt.figure(figsize=(size[0], size[1] + theory), layout="constrained")
+    above, *below = figure.subfigures(2 if theory else 1, 1, squeeze=False, height_ratios=[size[1]] + [theory] * bool(theory))[:, 0]
+    grid = above.subplots(len(metrics), columns, squeeze=False, width_ratios=[5.5] + [3.2] * (columns - 1))
     for row, metric in zip(grid, metrics, strict=True):
         _curve(row[0], [one for one in curves if one.metric == metric])
         found = {setting: np.array(maps[metric, setting]) for setting in settings if maps.get((metric, setting))}
@@ -42,7 +46,9 @@ def draw(series: Sequence[Series]) -> bytes | None:
             axes.set_title(f"{metric}\n{setting}", fontsize=9)
             image = _map(axes, found.get(setting), limits)
         if image is not None:
-            figure.colorbar(image, ax=row[1:].tolist())
+            above.colorbar(image, ax=row[1:].tolist())
+    for one in below:
+        sparsity_picture.draw(one, series)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=110)
     plt.close(figure)

@@ -1,0 +1,115 @@
+"""Heads against theory: S of each head's weights by the spread of its scores, beside the closed forms and where that of exp ends."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.rows import LEAST_KEYS
+from lm.diagnostics.sparsity import (
+    condensation_scale,
+    exp_sparsity,
+    identity_sparsity,
+    relu2_sparsity,
+    relu_sparsity,
+    simulated_sparsity,
+)
+from lm.evaluation.diagnostic_series import HEAD, KEYS
+from lm.evaluation.line_styles import DASHES, colour_and_marker
+from lm.runs.series import Series, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
+
+CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
+    "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",
+)  # fmt: skip
+POINTS = 60  # of a curve
+Heads = dict[str, dict[str, np.ndarray]]  # by setting and metric: all heads of all layers, NaN where a metric is not defined
+
+
+def has_closed_forms(series: Sequence[Series]) -> bool:
+    """Whether there is anything to draw."""
+    return any(one.metric == CLOSED for one in series)
+
+
+def draw(figure: "FigureBase", series: Sequence[Series]) -> None:
+    """Three panels, and three more without the first token: S of e^score by the spread of scores, of other maps by their ratio of mean and
+    spread, and S by its closed form."""
+    keys = LEAST_KEYS, next(one.axis.values[-1] for one in series if one.axis and one.axis.name == KEYS)
+    grid = figure.subplots(2, 3, squeeze=False)
+    for row, ending in zip(grid, ("", NO_FIRST), strict=True):
+        heads = _heads(series, ending)
+        _exp(row[0], heads, keys)
+        _ratio(row[1], heads)
+        _both(row[2], heads)
+        for axes in row:
+            axes.set_visible(any(line.get_linestyle() == "None" for line in axes.lines))  # there are heads of its kind
+            axes.set_ylabel("S measured" + ending, fontsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=7)
+
+
+def _heads(series: Sequence[Series], ending: str) -> Heads:
+    """Of single layers (not of their parts by the number of keys), means over queries."""
+    found: dict[str, dict[str, list[np.ndarray]]] = {}
+    wanted = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
+    for one in series:
+        if one.axis and one.axis.name == HEAD and "," not in one.what and one.metric in wanted:
+            found.setdefault(one.setting, {}).setdefault(wanted[one.metric], []).append(one.means)
+    heads = {setting: {name: np.concatenate(parts) for name, parts in metrics.items()} for setting, metrics in found.items()}
+    for metrics in heads.values():
+        nowhere = np.full(len(metrics[STD]), np.nan)
+        metrics |= {name: metrics.get(name, nowhere) for name in (CLOSED, DIFFERENCE, CONDENSED)}
+    return heads
+
+
+def _exp(axes: "Axes", heads: Heads, keys: tuple[int, float]) -> None:
+    """Heads whose weights are e^score, with the closed form, S of so many Gaussian scores, and the spread where these condense."""
+    largest = 1.0
+    for index, (setting, found) in enumerate(heads.items()):
+        x = np.where(np.isfinite(found[CONDENSED]), found[STD], np.nan)
+        largest = max(largest, np.nanmax(x, initial=0.0))
+        _points(axes, x, found[CLOSED] + found[DIFFERENCE], index, setting)
+    scale = torch.linspace(0, 1.1 * largest, POINTS, dtype=torch.float64)
+    axes.plot(scale, exp_sparsity(scale), color="0.3", label="closed form, e^score")
+    for dashes, n in zip(DASHES[1:], keys, strict=False):
+        axes.plot(scale, simulated_sparsity(scale, int(n)), color="0.6", linestyle=dashes, label=f"{number(n)} Gaussian scores")
+        limit = condensation_scale(torch.tensor(float(n))).item()
+        axes.axvline(limit, color="0.8", linestyle=dashes, label=f"condensation of {number(n)}")
+    axes.set(xlabel="standard deviation of scores (logit scale)", ylim=(0, 1.02))
+
+
+def _ratio(axes: "Axes", heads: Heads) -> None:
+    """Heads of other maps, with the closed forms that depend on the ratio of mean and standard deviation."""
+    ratio, one = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
+    curves = {
+        "relu(score)^2": relu2_sparsity(ratio, one),
+        "relu(score)": relu_sparsity(ratio, one),
+        "score": identity_sparsity(ratio, one),
+        "products of non-negative features": torch.where(ratio > 0, ratio / (1 + ratio.square()).sqrt(), torch.nan),
+    }
+    for dashes, (name, curve) in zip(DASHES, curves.items(), strict=False):
+        axes.plot(ratio, curve, color="0.6", linestyle=dashes, label=f"closed form, {name}")
+    for index, (setting, found) in enumerate(heads.items()):
+        x = np.where(np.isfinite(found[CONDENSED]), np.nan, found[MEAN] / found[STD])
+        _points(axes, x, found[CLOSED] + found[DIFFERENCE], index, setting)
+    axes.set(xlabel="mean of scores over their standard deviation", xlim=(-4.2, 4.2), ylim=(0, 1.02))
+
+
+def _both(axes: "Axes", heads: Heads) -> None:
+    """S measured by S in closed form, whatever the map."""
+    axes.plot((0, 1), (0, 1), color="0.6", label="equal")
+    for index, (setting, found) in enumerate(heads.items()):
+        _points(axes, found[CLOSED], found[CLOSED] + found[DIFFERENCE], index, setting)
+    axes.set(xlabel="S in closed form at the measured moments", xlim=(-0.02, 1.02), ylim=(0, 1.02))
+
+
+def _points(axes: "Axes", x: np.ndarray, y: np.ndarray, index: int, setting: str) -> None:
+    known = np.isfinite(x) & np.isfinite(y)
+    if known.any():
+        fill = "none" if index else "full"  # what lies behind is seen, too
+        axes.plot(x[known], y[known], linestyle="", markersize=4 + index, fillstyle=fill, label=setting, **colour_and_marker(index))

@@ -1,0 +1,135 @@
+"""Moments, closed forms and what positions explain, measured of decoders: streamed ones equal a dense computation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lm.attention import options as opt
+from lm.attention.options import Options
+from lm.config.eval_config import DiagnosticsConfig
+from lm.config.model_config import GAUBlock, ModelConfig
+from lm.data.batches import Batch
+from lm.diagnostics import sparsity
+from lm.diagnostics.families import families
+from lm.diagnostics.measured import Measures, orders
+from lm.diagnostics.statistic import Values
+from lm.model.attention_stream import attention_blocks
+from lm.model.decoder import Decoder, batch_layout
+
+VOCAB, LENGTH, LAYERS, HEADS, SIZE = 50, 96, 2, 2, 8
+QUERIES = list(range(40, LENGTH, 5))
+BY_KEY, BY_DISTANCE, BY_BOTH = (f"variance explained by {what}" for what in ("key position", "distance", "both, last query"))
+
+
+def make_decoder(normalizer: Options, block: str = "attention", std: float = 0.3) -> Decoder:
+    shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": HEADS}
+    return Decoder(ModelConfig(n_layer=LAYERS, n_embd=2 * SIZE, normalizer=normalizer, init_std=std, **shape), VOCAB, 64).eval()
+
+
+def batch(seed: int, isolated: bool = False) -> Batch:
+    tokens = torch.randint(1, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    tokens[0, 20] = 0
+    return Batch.of(tokens, end_of_text=0 if isolated else None)
+
+
+def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuffle: bool = False) -> Values:
+    heads = decoder.normalizers()[0].layer.n_head
+    measures = Measures(families(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
+    order = [orders(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
+    vectors = [measures.of(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
+    return measures.values(torch.stack(vectors).numpy(), decoder.seq_len)
+
+
+def closed_form(options: Options, scores: np.ndarray) -> float:
+    beta, gamma = (torch.tensor(value, dtype=torch.float64) for value in (scores.mean(), scores.std()))
+    form = {"relu2": sparsity.relu2_sparsity, "linear": sparsity.identity_sparsity}.get(options.name)
+    return float(form(beta, gamma) if form else sparsity.exp_sparsity(gamma))
+
+
+CASES = [
+    (opt.SSMax(), "attention", False), (opt.Softmax(), "attention", True), (opt.Relu2(), "gau", False),
+    (opt.Linear(features="identity"), "attention", False), (opt.ALiBi(), "attention", True), (opt.Entmax15(), "attention", False),
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("options", "block", "isolated"), CASES, ids=lambda given: getattr(given, "name", str(given)))
+def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, block: str, isolated: bool):
+    decoder, given = make_decoder(options, block), batch(0, isolated)
+    values, layout, compared = measured(decoder, isolated=isolated), batch_layout(given), 0
+    for one in attention_blocks(decoder, given, QUERIES, dtype=torch.float64):
+        slopes = [2.0 ** (-8 * (head + 1) / HEADS) if options.name == "alibi" else 0.0 for head in range(HEADS)]
+        visible = one.layout.visible().reshape(len(QUERIES), -1).numpy()
+        for head in range(one.scores.size(1)):
+            for place, query in enumerate(QUERIES):
+                keys = np.flatnonzero(visible[place])
+                scores = one.scores[0, head, place].numpy()[keys] + slopes[head] * (query - keys)
+                found = {name: array[0, one.layer, head, place] for name, array in values.by_query.items()}
+                weights = np.abs(one.weights[0, head, place].numpy()[keys])
+                if len(keys) < 32 or not weights.any():
+                    assert np.isnan(found["score mean"])
+                    continue
+                standard = (scores - scores.mean()) / scores.std()
+                expected = {
+                    "score mean": scores.mean(), "score standard deviation": scores.std(),
+                    "score skew": (standard**3).mean(), "score excess kurtosis": (standard**4).mean() - 3,
+                    "score mean, no first": scores[1:].mean(), "score standard deviation, no first": scores[1:].std(),
+                }  # fmt: skip
+                if options.name != "entmax15":
+                    decay = np.exp(-slopes[head] * np.arange(len(keys)))
+                    closed = closed_form(options, scores) * decay.mean() / math.sqrt((decay**2).mean())
+                    expected |= {"S, closed form": closed, "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed}
+                for name, value in expected.items():
+                    assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, one.layer, head, query)
+                    compared += 1
+    assert compared > 50
+    assert layout.positions.max() == LENGTH - 1 - 20 * isolated
+
+
+@torch.no_grad()
+def test_non_negative_features_have_the_closed_form_of_independent_components():
+    decoder = make_decoder(opt.Linear(features="relu", decay=True), std=1.0)
+    found, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], inputs=True)
+    q, k = block.normalizer.features(block.inputs.q, block.inputs.k)
+    for head in range(HEADS):
+        query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()
+        decay = torch.arange(len(keys)).double().mul(block.normalizer.log_decay(keys)[head]).exp()
+        expected = (
+            sparsity.independent_features_sparsity(query, keys.mean(), keys.std(correction=0)) * decay.mean() / decay.square().mean().sqrt()
+        )
+        assert found.by_query["S, closed form"][0, 0, head, 3] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@torch.no_grad()
+def test_shuffling_leaves_the_moments_and_takes_closed_forms_of_what_depends_on_distance():
+    kept, shuffled = (measured(make_decoder(opt.SSMax()), shuffle=shuffle).by_query for shuffle in (False, True))
+    for name in ("score standard deviation", "S, closed form", "S minus closed form"):
+        np.testing.assert_allclose(kept[name], shuffled[name], rtol=1e-4, atol=1e-5)
+    for options in (opt.ALiBi(), opt.Linear()):
+        assert np.isnan(measured(make_decoder(options), shuffle=True).by_query["S, closed form"]).all()
+    assert np.isfinite(measured(make_decoder(opt.Relu2(n="sum")), shuffle=True).by_query["S, closed form"]).any()
+
+
+@torch.no_grad()
+def test_weights_that_fall_with_distance_are_explained_by_it_until_they_are_shuffled():
+    decoder = make_decoder(opt.ALiBi(), std=0.02)  # scores are the slopes
+    found, shuffled = (measured(decoder, 4, shuffle=shuffle).by_head for shuffle in (False, True))
+    assert (found[BY_DISTANCE] > 0.9).all()
+    assert (found[BY_BOTH] > 0.99).all()
+    assert (found[BY_KEY] < found[BY_DISTANCE]).all()
+    assert all(np.abs(shuffled[name]).max() < 0.15 for name in (BY_KEY, BY_DISTANCE, BY_BOTH))
+    assert np.isnan(measured(decoder, 1).by_head[BY_DISTANCE]).all()
+
+
+@torch.no_grad()
+def test_equal_scores_condensed_scores_and_dead_rows_are_told_apart():
+    flat, sharp = (measured(make_decoder(opt.SSMax(init=init), std=std)).by_query for init, std in ((1e-30, 0.02), (500.0, 1.0)))
+    assert (flat["queries beyond condensation"] == 0).all()
+    np.testing.assert_allclose(flat["S, closed form"], 1, atol=1e-6)
+    assert (sharp["queries beyond condensation"] == 1).all()
+    assert (sharp["S, closed form"] < 1e-6).all()
+    assert (sharp["S minus closed form"] > 0.05).all()
+    assert not any(np.isinf(array).any() for array in (*flat.values(), *sharp.values()))
+    assert "queries beyond condensation" in measured(make_decoder(opt.Relu2(), "gau")).by_query
