@@ -107,7 +107,7 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
     of_rows = [
         Statistic("effective keys", "keys", effective_keys, shown=True, fitted=True),
         Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
-        Statistic("largest weight", "", largest, shown=True, fitted=True),
+        Statistic("largest weight", "weight", largest, shown=True, fitted=True),
         Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, fitted=True),
         Statistic("S", "fraction", s),
         Statistic("entropy", "nats", entropy),
@@ -119,7 +119,7 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
     whole = [
         Statistic("weight on the first token", "fraction", mass_on_first, shown=True),
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
-        Statistic("sum of weights", "", row_sum),
+        Statistic("sum of weights", "weight", row_sum),
     ]
     return Family((*of_rows, *whole, *map(no_first, of_rows)))
 
