@@ -329,6 +329,12 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="drop final seeds, from the last on, until the estimate is no longer", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]", show_default=False)
+    ] = None,
 ) -> None:
     """Train and compare the arms of an experiment.
 
@@ -338,9 +344,9 @@ def compare(
     files = [Path(one) for one in arguments if "=" not in one]
     if not files:
         raise ConfigError("no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import compare
+    from lm.experiments.compare import Work, compare
 
-    compare(files, [one for one in arguments if "=" in one], plan, jobs, report_only, retry)
+    compare(files, [one for one in arguments if "=" in one], Work(jobs, retry, minutes), plan, report_only, out)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from conftest import ROOT, lm
 from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
-from lm.experiments.compare import compare
+from lm.experiments.compare import Work, compare
 from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
 from lm.experiments.jobs import Jobs, Stopped
@@ -67,6 +67,7 @@ class Inline(Executor):
 @pytest.fixture(autouse=True)
 def inline(monkeypatch):
     monkeypatch.setattr("lm.experiments.jobs.ThreadPoolExecutor", Inline)
+    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: {("", "softmax"): 60.0})
 
 
 def here(run: Run) -> int:
@@ -94,7 +95,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
-    compare([path], overrides, report_only=True)
+    compare([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "not resolved"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
@@ -358,6 +359,7 @@ def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
     result = lm("compare", str(written(tmp_path)), *overrides, "--plan")
     assert result.returncode == 0, result.stderr
     assert "12 runs" in result.stdout
+    assert "time: about 12 min for what is left, 1 at a time" in result.stdout
     assert "done: 0 of the 8 runs known so far" in result.stdout
     assert "primary metric val/loss" in result.stdout
     missing = lm("compare", str(tmp_path / "no.yaml"))

@@ -1,19 +1,22 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from lm.errors import RunError
+from lm.errors import DataError, RunError
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
+from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import write_page
-from lm.experiments.plan import plan
+from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure, summary, tuning_means, tuning_table
+from lm.experiments.timing import Times, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.files import write_text
 from lm.runs.folder import write_json
@@ -22,33 +25,102 @@ from lm.schema import Plain
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 
+@dataclass(frozen=True)
+class Work:
+    """How experiments are worked on.
+
+    Attributes:
+        jobs: runs at a time.
+        retry: whether runs that failed are tried again.
+        minutes: final seeds are dropped until all experiments are estimated to take no longer; None: nothing is dropped.
+    """
+
+    jobs: int = 1
+    retry: bool = False
+    minutes: float | None = None
+
+
 def compare(
-    files: list[Path], overrides: list[str], plan_only: bool = False, jobs: int = 1, report_only: bool = False, retry: bool = False
+    files: list[Path], overrides: list[str], work: Work, plan_only: bool = False, report_only: bool = False, out: Path | None = None
 ) -> None:
     """Print the plans of experiments; then, unless `plan_only`, train what is missing (unless `report_only`) and judge what is there, one
-    experiment after the other. `retry`: also what has failed before.
+    experiment after the other. `out`: a folder for one report of all of them.
 
     Raises:
         LMError: an experiment's file is wrong, or runs failed.
     """
+    working = not plan_only and not report_only
+    procedures = [(start if working else open_experiment)(path, overrides, work.jobs) for path in files]
+    if not report_only:
+        procedures = _planned(procedures, work, working)
+    if plan_only:
+        return
     failures = []
-    for path in files:
-        procedure = open_experiment(path, overrides, jobs)
-        print("\n".join(plan(procedure)), flush=True)
-        if plan_only:
-            continue
-        if not report_only:
-            procedure = start(path, overrides, jobs)
-            work = Jobs(procedure, jobs)
-            if retry:
-                work.retry()
+    for procedure in procedures:
+        if working:
+            jobs = Jobs(procedure, work.jobs)
+            if work.retry:
+                jobs.retry()
             try:
-                work.work()
+                jobs.work()
             except RunsFailed as error:
                 failures.append(str(error))
         _conclude(procedure)
+    if out:
+        print(f"report of all experiments: {write_page(procedures, out)}")
     if failures:
         raise RunsFailed("; ".join(failures))
+
+
+def _planned(procedures: list[Procedure], work: Work, working: bool) -> list[Procedure]:
+    """Print the plans; the experiments without the final seeds that do not fit into `work.minutes`. Which these are is decided once: by the
+    first call with this limit that works on the experiments (`working`)."""
+    decided = work.minutes is not None and all(limit_of(one.experiment) == work.minutes for one in procedures)
+    if not decided:
+        procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
+    taken = [costs(one) for one in procedures]
+    timed = [_times(procedure, each, work.jobs) for procedure, each in zip(procedures, taken, strict=True)]
+    if work.minutes is not None and not decided:
+        procedures = _fitted(procedures, timed, work.minutes, work.jobs)
+    for procedure, cost, (times, words) in zip(procedures, taken, timed, strict=True):
+        if times:
+            seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), work.jobs)
+            words = f"about {_duration(seconds)} for what is left, {work.jobs} at a time, by {words}"
+        print("\n".join([*plan(procedure, cost, words), *procedure.notes()]), flush=True)
+        if working and work.minutes is None:
+            forget_limit(procedure.experiment)
+        elif working and not decided:
+            write_limit(procedure.experiment, work.minutes)
+    return procedures
+
+
+def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes: float, jobs: int) -> list[Procedure]:
+    """The experiments with as many final seeds as fit. Raises RunError if it is not known how long they take."""
+    if untimed := [words for times, words in timed if not times]:
+        raise RunError(f"--minutes {minutes:g}: how long the runs take is {untimed[0]}")
+    times = [each for each, _ in timed]
+    counts = seeds_that_fit(procedures, times, minutes, jobs)
+    whole = sum(total_seconds(one, each, len(one.experiment.seeds), jobs) for one, each in zip(procedures, times, strict=True))
+    fitted = [limited(one.experiment, n_seeds, minutes, whole) for one, n_seeds in zip(procedures, counts, strict=True)]
+    return [Procedure(experiment) for experiment in fitted]
+
+
+def _times(procedure: Procedure, taken: Costs | None, jobs: int) -> tuple[Times, str]:
+    """Seconds of the runs and their source in words; no times, and why."""
+    if taken is None:
+        return {}, "not known before the text is there: lm prepare makes it"
+    try:
+        return run_times(procedure, taken, jobs)
+    except DataError:
+        return {}, "not known before there is text to time some steps on: lm prepare makes it"
+    except RunError as error:
+        return {}, f"not known: {error}"
+
+
+def _duration(seconds: float) -> str:
+    """A time in words."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 def _conclude(procedure: Procedure) -> None:

@@ -63,6 +63,7 @@ class Experiment:
         table: the lines of `tune.table`.
         planned: the seeds at its first start, of an experiment that was started.
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
+        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
     """
 
     name: str
@@ -77,6 +78,8 @@ class Experiment:
     table: tuple[Tried, ...] = ()
     evaluate: dict[str, Plain] = field(default_factory=dict)
     planned: tuple[int, ...] | None = None
+    dropped: tuple[int, ...] = ()
+    dropped_note: str = ""
 
     @property
     def command(self) -> str:

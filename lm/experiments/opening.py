@@ -11,6 +11,7 @@ from lm.data.prepare import open_prepared, prepare
 from lm.data.tokenizer import tokenizer_of, vocab_size
 from lm.errors import DataError, RunError
 from lm.experiments.definition import read_experiment
+from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
 from lm.runs.folder import CONFIG, RESOLVED, json_bytes, read_json
@@ -22,13 +23,13 @@ SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
-    Where the file leaves precision, compilation and threads open, they are as the first start has settled them; before it, as they would
-    be settled on this machine for so many runs at a time.
+    Final seeds that an earlier `--minutes` dropped are left out. Where the file leaves precision, compilation and threads open, they are
+    as the first start has settled them; before it, as they would be settled on this machine for so many runs at a time.
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
     """
-    experiment = read_experiment(path, overrides)
+    experiment = with_limit(read_experiment(path, overrides))
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     kept = experiment.folder / RESOLVED
@@ -52,7 +53,7 @@ def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     experiment = open_experiment(path, overrides, jobs).experiment
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    write_new(kept, json_bytes(settled | {"seeds": list(experiment.seeds)}))
+    write_new(kept, json_bytes(settled | {"seeds": [*experiment.seeds, *experiment.dropped]}))
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")

@@ -1,6 +1,7 @@
 """The plan of an experiment, printed before anything is done: its runs, what they take, and how many seeds a difference takes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lm.experiments.costs import Cost, cost
 from lm.experiments.experiment import Primary
@@ -9,8 +10,10 @@ from lm.experiments.procedure import Procedure
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
 
+Costs = dict[tuple[str, str], Cost]  # of a run, by size and arm
 
-def costs(procedure: Procedure) -> dict[tuple[str, str], Cost] | None:
+
+def costs(procedure: Procedure) -> Costs | None:
     """What a run of each size and arm takes; None where the size of the vocabulary can't be known before the text is prepared."""
     experiment = procedure.experiment
     known = vocabulary(experiment.first_config.data)
@@ -20,13 +23,15 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost] | None:
     found = {}
     for size in experiment.sizes:
         for arm in experiment.arms:
-            found[size, arm.name] = cost(experiment.config(size, arm, seed, rate, {"name": "any"}), known)
+            taken = cost(experiment.config(size, arm, seed, rate, {"name": "any"}), known)
+            found[size, arm.name] = taken if arm.trained else replace(taken, tokens=0, flops=0)
     return found
 
 
-def plan(procedure: Procedure) -> Iterator[str]:
-    """Lines: the runs, their tokens, FLOPs and disk, what they share, and how many seeds a difference of interest takes."""
-    experiment, taken = procedure.experiment, costs(procedure)
+def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
+    """Lines: the runs, their tokens, FLOPs and disk (`taken`, by `costs`) and `time`, what they share, and how many seeds a difference of
+    interest takes."""
+    experiment = procedure.experiment
     tune, primary, sizes = experiment.tune, experiment.primary, list(experiment.sizes)
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), each in (taken or {}).items():
@@ -43,6 +48,7 @@ def plan(procedure: Procedure) -> Iterator[str]:
     else:
         why = "the vocabulary is not known before the text is there: lm prepare makes it"
         yield f"{number} runs{more}; tokens, FLOPs and disk: {why}"
+    yield f"time: {time}"
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, (len(experiment.arms) - 1) * len(sizes))}"

@@ -184,7 +184,8 @@ class Procedure:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the numbers, one sentence each."""
-        experiment, found = self.experiment, []
+        experiment = self.experiment
+        found = [experiment.dropped_note] if experiment.dropped else []
         for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.trained)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             ours = described(config, experiment.tune.key, arm.start)

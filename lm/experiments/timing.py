@@ -1,0 +1,107 @@
+"""How long the runs of an experiment take: as its ended runs took, else as a pilot of a few real steps says."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from calendar import timegm
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.config.load import to_yaml
+from lm.data.prepare import open_prepared
+from lm.errors import RunError, one_line
+from lm.experiments.procedure import Procedure, Run
+from lm.files import write_text
+from lm.runs.evaluations import evaluation_files
+from lm.runs.folder import ENVIRONMENT, read_json, write_json
+
+if TYPE_CHECKING:
+    from lm.experiments.costs import Cost
+
+PILOT = "pilot.json"  # in the experiment's folder: seconds of a run, by its arm
+
+Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
+
+
+def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int) -> tuple[Times, str]:
+    """Seconds that a run of each size and arm takes, and where they come from in words.
+
+    Ended runs of this experiment count first. If there are none, every arm of the first size is timed for a few steps, as many at a time
+    as runs will be, once. What has not been measured is scaled by FLOPs from what has.
+
+    Raises:
+        RunError: the pilot failed.
+        DataError: there is no text to time it on yet.
+    """
+    measured, source = _ended(procedure), "the runs that have ended"
+    if not any(costs[one].flops for one in measured):
+        measured, source = _pilot(procedure, jobs), f"a pilot of some steps of each arm, {jobs} at a time"
+    nearest = next(one for one in measured if costs[one].flops)  # arms that are not trained take none
+    found = {}
+    for key, cost in costs.items():
+        like = next((one for one in measured if one[1] == key[1] and costs[one].flops), nearest)
+        found[key] = measured[key] if key in measured else measured[like] * cost.flops / costs[like].flops
+    return found, source
+
+
+def _ended(procedure: Procedure) -> Times:
+    """Mean seconds of the runs that were made in one go."""
+    taken = defaultdict(list)
+    for run in procedure.known():
+        if run.outcome.state == "finished" and (seconds := _seconds(run)):
+            taken[run.size, run.arm].append(seconds)
+    return {key: statistics.fmean(values) for key, values in taken.items()}
+
+
+def _seconds(run: Run) -> float:
+    """From a run's start to its last evaluation; 0 if it was not made in one go."""
+    try:
+        starts = read_json(run.config.run_folder / ENVIRONMENT)["starts"]
+        begin = timegm(time.strptime(starts[0]["time"], "%Y-%m-%dT%H:%M:%SZ"))
+    except (RunError, KeyError, IndexError, TypeError, ValueError):
+        return 0.0
+    last = [path.stat().st_mtime for (_, step), path in evaluation_files(run.config.run_folder).items() if step == run.outcome.last_step]
+    return max(0.0, max(last) - begin) if len(starts) == 1 and last else 0.0
+
+
+def _pilot(procedure: Procedure, jobs: int) -> Times:
+    """Seconds of a run of each arm in the first size: kept of an earlier pilot, or measured now."""
+    experiment = procedure.experiment
+    kept, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
+    if kept.exists():
+        content = read_json(kept)
+        if content.get("jobs") == jobs and content.get("seconds", {}).keys() >= {arm.name for arm in arms}:
+            return {(size, arm.name): float(content["seconds"][arm.name]) for arm in arms}
+    if not experiment.first_config.data.symbolic:
+        open_prepared(experiment.first_config.data)
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for arm in arms:
+            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"})
+            files.append(Path(folder) / f"{arm.name}.yaml")
+            write_text(files[-1], to_yaml(config))
+        took = _timed([sys.executable, "-m", "lm.training.pilot", *map(str, files)], jobs)
+    found = {arm.name: seconds for arm, seconds in zip(arms, took, strict=True)}
+    if experiment.folder.is_dir():
+        write_json(kept, {"jobs": jobs, "seconds": found})
+    return {(size, arm): seconds for arm, seconds in found.items()}
+
+
+def _timed(command: list[str], jobs: int) -> list[float]:
+    """Seconds of a run of each configuration, the start of its process included; the mean of `jobs` pilots at the same time."""
+    begin = time.monotonic()
+    pilots = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(jobs)]
+    found = []
+    for process in pilots:
+        out, err = process.communicate()
+        if process.returncode:
+            last = (err.strip() or "no output").splitlines()[-1]
+            raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last.removeprefix('error: ')))}")
+        found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    whole = time.monotonic() - begin
+    inside = statistics.fmean(sum(each["wall_seconds"] for each in one) for one in found)
+    return [statistics.fmean(one[number]["seconds"] for one in found) + max(0.0, whole - inside) for number in range(len(found[0]))]

@@ -1,0 +1,69 @@
+"""How long runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
+
+`seconds`: of the whole run with its evaluations, without the start of its process; `wall_seconds`: of timing it.
+"""
+
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+from lm.config.load import load
+from lm.config.tree import Config
+from lm.errors import LMError
+from lm.runs.folder import METRICS
+from lm.runs.metric_log import read_metrics
+from lm.training.train import train
+
+STEPS, WARM_UP = 10, 3  # optimizer steps that are made, and how many of the first are not timed
+
+
+def pilot(config: Config) -> dict[str, float]:
+    """Time a run of this configuration: all that it does but most of its steps, in a folder that is deleted."""
+    steps, real = min(STEPS, config.trainer.max_steps), config.trainer.max_steps
+    with tempfile.TemporaryDirectory() as folder:
+        short = replace(
+            config,
+            name="pilot",
+            runs=folder,
+            resume="",
+            init_from="",  # may not be there yet
+            model=config.model_in(0),
+            phases=[],
+            trainer=replace(config.trainer, max_steps=steps),
+            eval=replace(config.eval, every=steps),
+            log=replace(config.log, every=1, wandb="disabled", progress="none"),
+        )
+        begin = time.perf_counter()
+        train(short)
+        whole = time.perf_counter() - begin
+        ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS)[0] if "elapsed_s" in line]
+    took = [after - before for before, after in itertools.pairwise(ends)][WARM_UP:] or [ends[-1] / len(ends)]
+    step_seconds = statistics.median(took)
+    every = config.eval.every or max(1, real // 20)
+    forward = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
+    validations = step_seconds * forward * (-(-real // every) - 1)
+    return {"seconds": whole - ends[-1] + step_seconds * real + validations, "wall_seconds": whole}
+
+
+def main(paths: list[str]) -> None:
+    """Time each, and print."""
+    importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
+    for path in paths:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = pilot(load([path]))
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except LMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,106 @@
+"""How long experiments take, and `--minutes`: final seeds are dropped, said and kept."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, lm
+from fabricated import finish, finish_all
+
+from lm.errors import RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.minutes import limited, seeds_that_fit, total_seconds
+from lm.experiments.opening import open_experiment
+from lm.experiments.plan import costs
+from lm.experiments.procedure import Procedure
+from lm.experiments.timing import run_times
+from lm.runs.folder import write_json
+
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+    "seeds": [1, 2, 3],
+}
+
+
+def experiment(folder: Path, name: str = "trial", **changes: object) -> Procedure:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+
+
+def took(procedure: Procedure, seconds: float, now: float) -> None:
+    """Let the finished runs of an experiment have taken so long."""
+    for run in procedure.known():
+        if run.outcome.ended:
+            start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+            write_json(run.config.run_folder / "environment.json", {"starts": [{"time": start}]})
+            for path in (run.config.run_folder / "evaluations").glob("*.json"):
+                os.utime(path, (now + seconds, now + seconds))
+
+
+def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
+    procedure = experiment(tmp_path, sizes={"small": {}, "large": {"trainer.max_steps": 16}})
+    for run in procedure.known():
+        if run.size == "small" and run.arm == "softmax":
+            finish(run, 5.0)
+    procedure = Procedure(procedure.experiment)
+    took(procedure, 60, 1e9)
+    times, source = run_times(procedure, costs(procedure), 2)
+    assert source == "the runs that have ended"
+    assert times["small", "softmax"] == pytest.approx(60)
+    assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
+    assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
+    assert total_seconds(procedure, times, 3, 2) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
+
+
+def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp_path):
+    text, recall = experiment(tmp_path), experiment(tmp_path, "recall", seeds=[1, 2, 3, 4, 5])
+    times = [{("", "softmax"): 60.0, ("", "ssmax"): 60.0}, {("", "softmax"): 30.0, ("", "ssmax"): 30.0}]
+    assert seeds_that_fit([text, recall], times, 11, 1) == [3, 5]
+    assert seeds_that_fit([text, recall], times, 10.9, 1) == [3, 4]
+    assert seeds_that_fit([text, recall], times, 8, 1) == [2, 3], "of two that have as many left, the longer one loses a seed"
+    assert seeds_that_fit([text, recall], times, 0, 1) == [1, 1]
+    assert seeds_that_fit([text, recall], times, 5.5, 2) == [3, 5]
+    note = limited(recall.experiment, 3, 8, 660).dropped_note
+    assert note == "final seeds 4, 5 of every arm were dropped: all experiments were estimated at 11 minutes, 8 were given (--minutes)"
+
+
+def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, arguments, monkeypatch):
+    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: {("", "softmax"): 60.0, ("", "ssmax"): 60.0})
+    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: pytest.fail("nothing to report"))
+    monkeypatch.setattr("lm.experiments.compare.Jobs.work", lambda self: seeds.append(self.procedure.experiment.seeds))
+    seeds, path = [], tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump(FILE))
+    plan = lm("compare", str(path), *arguments[1:], "--plan", "--minutes", "4")
+    assert "final seeds 3 of every arm were dropped: all experiments were estimated at 6 minutes, 4 were given" in plan.stdout, plan.stderr
+    assert "time: about 4 min for what is left, 1 at a time" in plan.stdout
+    for minutes in (["--minutes", "4"], ["--minutes", "4"], ["--minutes", "2"], []):
+        lm("compare", str(path), *arguments[1:], *minutes)
+    assert seeds == [(1, 2), (1, 2), (1,), (1, 2, 3)]
+    folder = tmp_path / "runs" / "trial"
+    assert json.loads((folder / "resolved.json").read_text())["seeds"] == [1, 2, 3], "the dropped ones are planned, not added later"
+    lm("compare", str(path), *arguments[1:], "--minutes", "4")
+    opened = open_experiment(path, arguments[1:])
+    assert (opened.experiment.seeds, opened.experiment.dropped) == ((1, 2), (3,))
+    assert "final seeds 3" in finish_all(opened, lambda run: 5.0).notes()[0]
+    (folder / "minutes.json").write_text("{}")
+    with pytest.raises(RunError, match=r"minutes\.json: does not say which seeds were dropped; delete it"):
+        open_experiment(path, arguments[1:])
+
+
+@pytest.mark.slow  # 15 s
+def test_a_pilot_says_how_long_a_run_takes(tmp_path, arguments):
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump(FILE | {"seeds": [1]}))
+    overrides = [*arguments[1:], "trainer.max_steps=400", "optim.batch_tokens=4096", "model.n_embd=128"]
+    assert lm("prepare", arguments[0], *overrides).returncode == 0
+    procedure = open_experiment(path, overrides)
+    times, source = run_times(procedure, costs(procedure), 1)
+    assert source.startswith("a pilot of some steps of each arm")
+    begin = time.monotonic()
+    assert lm("train", arguments[0], *overrides, "name=real", process=True).returncode == 0
+    assert times["", "softmax"] == pytest.approx(time.monotonic() - begin, rel=0.4)
