@@ -199,7 +199,7 @@ class Procedure:
         if self.added:
             seeds = ", ".join(map(str, self.added))
             found.append(f"exploratory: seeds {seeds} were added after the first start; p values are too small")
-        if left := [seed for seed in experiment.planned or () if seed not in experiment.seeds]:
+        if left := [seed for seed in experiment.planned or () if seed not in experiment.seeds + experiment.dropped]:
             found.append(f"seeds {', '.join(map(str, left))} were planned at the first start, and are left out")
         for size in experiment.sizes:
             seeds = {arm.name: self.finished_seeds(size, arm) for arm in experiment.arms}
