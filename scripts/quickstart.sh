@@ -1,11 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a comparison: installs, trains softmax and Scalable-Softmax on the same tokens, writes a report.
-# Arguments are configuration overrides for both runs, e.g. scripts/quickstart.sh trainer.max_steps=500
+# From nothing to verdicts: installs, compares normalizers on text and on recall, writes one report. Stopped, it goes on where it was.
+# Arguments are configuration overrides for all runs, e.g. scripts/quickstart.sh trainer.max_steps=200, or options of lm compare.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-runs=runs/quickstart
-for normalizer in softmax ssmax; do
-    say "training $normalizer: lm train configs/$normalizer.yaml runs=$runs $*"
-    lm train "configs/$normalizer.yaml" "runs=$runs" resume=auto "$@"
-done
-say "report: lm report $runs/softmax $runs/ssmax --out $runs/report"
-lm report "$runs/softmax" "$runs/ssmax" --out "$runs/report"
+say "comparing: text, then recall; final seeds are dropped where they would take longer than 9 minutes"
+experiments=configs/experiments
+lm compare $experiments/quickstart-text.yaml $experiments/quickstart-recall.yaml --jobs 2 --minutes 9 --out runs/quickstart/report "$@"
