@@ -19,8 +19,10 @@ from lm.diagnostics.measured import Measures
 from lm.diagnostics.rows import AttentionRows
 from lm.diagnostics.statistic import Values
 from lm.diagnostics.theorems import DISTANCES, SEPARABLE, few, many, means, octaves
+from lm.evaluation.diagnostic_pictures import draw
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
+from lm.runs.series import Axis, Series, Shown
 
 VOCAB, LENGTH, HEADS, LAYERS = 40, 96, 3, 2
 QUERIES = list(range(31, LENGTH, 8))
@@ -193,3 +195,14 @@ def test_scores_that_are_not_finite_leave_the_others_alone():
         assert not np.array_equal(sums[:, 1], before.sums[name][:, 1])
     assert np.isnan(after.by_query["norm of the Jacobian"][:, 1, 0]).all()
     assert np.isfinite(after.by_query["norm of the Jacobian"][:, 1, 1:]).all()
+
+
+def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
+    axis, shown = Axis("keys N", "", "for N =", (1.0, 2.0)), Shown("Attention: d~", "sequences", "2 of 8 tokens")
+    made = [
+        Series("diagnostics", "d~", "", "higher", 8, np.array([1.0, np.nan]), what=what, setting=setting, axis=axis, shown=shown)
+        for setting in ("as trained", "untrained weights")
+        for what in ("largest weights", "random keys, drawn")
+    ]
+    assert draw(made).startswith(b"\x89PNG")
+    assert draw([one for one in made if one.shown is None]) is None
