@@ -171,9 +171,13 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
-    path = written(tmp_path, tune=None, primary={"metric": "long/lost"})
-    with pytest.raises(RunError, match=r"primary\.metric long/lost was not measured"):
+    path = written(tmp_path, tune=None, primary={"metric": "val/lost"})
+    with pytest.raises(RunError, match=r"primary\.metric val/lost was not measured"):
         Jobs(Procedure(read_experiment(path, overrides)), 1, here).work()
+    path, launched = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
+    with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
+        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: launched.append(run.label) or here(run)).work()
+    assert len(launched) <= 1
 
 
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
@@ -333,6 +337,13 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"arms": {"a": {}, "b": {"trainer.threads": 2}}}, "arms.b = .*is the same as a"),
         ({"arms": {"a": {}, "..": {"optim.lr": 1}}}, "must be a name of at most 40"),
         ({"arms": {"a": {}, "b": {"from": 0}}}, "arms.b.from = 0: is no earlier arm"),
+        ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
+        ({"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}}, "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$"),
+        ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
+        ({"primary": {"metric": "train/loss"}}, "primary.metric = 'train/loss': is not measured: at the last step runs have val/"),
+        ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
+        ({"sizes": {"claims": {}}}, "sizes.claims = 'claims': must be a name"),
+        ({"arm": {"a": {}}}, "arm = .*: unknown key; did you mean 'arms'"),
         ({"tune": {"key": "seed", "grid": [1, 2]}}, "tune.key = 'seed': is set by the experiment"),
         ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
         ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
@@ -347,12 +358,20 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
         ({"base": 3}, "base = 3: must be a configuration file"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
-        ({"colour": "red"}, "colour = 'red': unknown key"),
+        ({"colour": "red"}, "colour = 'red': unknown key; choose from: base, arms, sizes, seeds"),
     ],
 )
 def test_a_wrong_experiment_is_refused_in_words(tmp_path, overrides, changes, message):
     with pytest.raises(ConfigError, match=message):
         read_experiment(written(tmp_path, **changes), overrides)
+
+
+def test_the_experiment_in_the_documentation_is_valid(tmp_path):
+    block = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    path = tmp_path / "documented.yaml"
+    path.write_text(block.replace("../sotu.yaml", "configs/sotu.yaml"), encoding="utf-8")
+    assert [arm.name for arm in read_experiment(path, []).arms][-2:] == ["swapped", "as-it-is"]
 
 
 def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):

@@ -10,7 +10,7 @@ from lm.errors import ConfigError, Problem, abbreviated
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, suggest
 
 SWAPPED = "swapped"  # folder of swapped weights that arms start from
-TAKEN = (".", "..", "claims", "logs", "report", SWAPPED)  # as folders in that of the experiment
+TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "claims", "logs", "report", SWAPPED)}  # sizes are folders beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 
 
@@ -45,18 +45,21 @@ def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
     found: dict[str, Arm] = {}
     for name, block in read_blocks("arms", given, problems).items():
         where, own = f"arms.{name}", dict(block)
-        start, swap, trained = own.pop("from", None), own.pop("swap", None), own.pop("train", True)
+        source, swap, trained = own.pop("from", None), own.pop("swap", None), own.pop("train", True)
+        start = None if source is None else str(source)
         changes = nested(own)
         if start is not None and start not in found:
-            problems.append(Problem(f"{where}.from", start, "is no earlier arm", suggest(str(start), found)))
+            remedy = suggest(start, found) if found else "the first arm is the baseline, which starts from random weights"
+            problems.append(Problem(f"{where}.from", source, "is no earlier arm", remedy))
         if swap is not None and start is None:
             problems.append(Problem(f"{where}.swap", swap, "there are no weights to swap", "say of which arm: `from`"))
         if not isinstance(trained, bool):
             problems.append(Problem(f"{where}.train", trained, "must be true or false"))
         elif not trained and swap is None:
             problems.append(Problem(f"{where}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
+        before = len(problems)
         made = None if swap is None else build(Swap, swap, f"{where}.swap", problems)
-        if made:
+        if made and len(problems) == before:
             changes = _with_normalizer(changes, made, where, problems)
         if trained is False and start in found:
             given = flatten(nested(own)) if own else {}
@@ -64,7 +67,7 @@ def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
                 reason = "has no effect on an arm that is not trained"
                 problems.append(Problem(f"{where}.{path}", given[path], reason, "drop it, or train the arm"))
             changes = merge(merge(found[start].changes, {"phases": []}), changes)
-        found[name] = Arm(name, changes, str(start or ""), made, bool(trained))
+        found[name] = Arm(name, changes, start or "", made, bool(trained))
     if len(found) < 2 and not problems:
         problems.append(Problem("arms", list(found), "needs a baseline and at least one other arm"))
     return tuple(found.values())
@@ -98,8 +101,9 @@ def read_blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, 
         return {}
     found = {}
     for name, changes in given.items():
-        if not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40 or str(name) in TAKEN:
-            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN)}"))
+        taken = str(name) in TAKEN[where]
+        if taken or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
+            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[where])}"))
         elif str(name) in found:
             problems.append(Problem(f"{where}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):

@@ -27,7 +27,7 @@ def check(experiment: Experiment) -> None:
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             made[size, arm.name] = config
             if not problems:
-                experiment.evaluated(config)
+                _check_metric(experiment, experiment.evaluated(config))
         except ConfigError as error:
             for one in error.problems or [str(error)]:
                 wrong.setdefault(str(one), []).append((size, arm.name))
@@ -80,13 +80,29 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
         reason = "is measured on other sequences than the baseline"
         remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
         return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
-    kind = _KINDS.get(metric.partition("/")[0], metric.partition("/")[0])
+    kind = _kind(metric)
     asked = [experiment.evaluated(one).eval.asked(kind) for one in (first, config)]
     if asked[0] != asked[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
         return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
     return []
+
+
+def _kind(metric: str) -> str:
+    """The kind of evaluation that logs a metric of this name."""
+    first = metric.partition("/")[0]
+    return _KINDS.get(first, first)
+
+
+def _check_metric(experiment: Experiment, config: Config) -> None:
+    """Raises ConfigError if no evaluation that a run is measured with logs the primary metric, as far as its name shows it."""
+    metric, wanted = experiment.primary.metric, config.eval.wanted(config.data)
+    if _kind(metric) not in wanted:
+        prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
+        measured = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in wanted)
+        remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
+        raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {measured}", remedy)])
 
 
 def _check_evaluate(experiment: Experiment) -> list[Problem]:

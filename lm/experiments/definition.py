@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lm.config.load import merge, read_overrides, read_yaml
-from lm.config.tree import Config
+from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.errors import ConfigError, Problem
 from lm.experiments.arms import nested, read_arms, read_blocks
@@ -12,7 +12,7 @@ from lm.experiments.checking import check
 from lm.experiments.experiment import Experiment, Primary, Tune
 from lm.experiments.tuning_tables import read_table
 from lm.runs.folder import CONFIG
-from lm.schema import Plain, build, flatten, key, own_problems, section
+from lm.schema import Plain, build, flatten, key, own_problems, section, suggest
 
 
 @dataclass
@@ -22,6 +22,9 @@ class _File:
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: Primary = section(Primary, "what decides")
+
+
+_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
 
 
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
@@ -48,13 +51,15 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if not isinstance(evaluate, dict):
         problems.append(Problem("evaluate", evaluate, "must be a block of configuration keys"))
         evaluate = {}
+    for name in sorted(plain.keys() - _KEYS, key=str):
+        problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _KEYS)))
     made = build(_File, plain, "", problems)
     problems += own_problems(made)
     if len(set(made.seeds)) < len(made.seeds) or not made.seeds:
         problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
     if made.tune.grid and (both := sorted({*made.seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
-    fixed = {"seed", "name", "runs", "resume", "init_from"}
+    fixed = {"seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
     fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()

@@ -120,6 +120,7 @@ class Jobs:
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
         try:
             if outcome.ended:
+                self.procedure.check_direction(outcome)
                 self._seconds.append(seconds)
                 loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
                 known = self.procedure.known()

@@ -307,9 +307,15 @@ class Procedure:
         """
         primary = self.experiment.primary
         found = run.outcome.values(primary.metric) if run.outcome.state == "finished" else None
+        self.check_direction(run.outcome)
+        return found.part(selection=False).mean if found else math.nan
+
+    def check_direction(self, outcome: Outcome) -> None:
+        """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
+        primary = self.experiment.primary
+        found = outcome.values(primary.metric) if outcome.state == "finished" else None
         if found and found.better != primary.better:
             raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
-        return found.part(selection=False).mean if found else math.nan
 
     def _elsewhere(self, size: str, base: Arm, arm: Arm, rates: dict[str, float | None]) -> dict[float, list[float]]:
         """Arm minus baseline of the tuning seeds at other rates, as `by_rate` gives them."""
