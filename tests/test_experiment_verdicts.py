@@ -42,13 +42,24 @@ def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_pat
     path, overrides = written(tmp_path, seeds=[1, 2, 3, 7])
     before = finish_all(Procedure(read_experiment(path, overrides)), loss)
     settled = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
-    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3, 4]})
+    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3]})
     procedure = open_experiment(path, overrides)
     assert procedure.added == (7,)
     assert summary(procedure)[1]["verdict"] == "exploratory: better"
     assert any(note.startswith("exploratory: seeds 7 were added") for note in procedure.notes())
-    assert "seeds 4 were planned at the first start, and are left out" in procedure.notes()
     assert summary(before)[1]["verdict"] == "better"
+
+
+def test_so_do_planned_seeds_that_are_left_out(tmp_path):
+    path, overrides = written(tmp_path, seeds=[1, 2, 3])
+    before = finish_all(Procedure(read_experiment(path, overrides)), loss)
+    settled = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
+    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3, 4]})
+    procedure = open_experiment(path, overrides)
+    assert (procedure.added, procedure.left_out) == ((), (4,))
+    assert summary(procedure)[1]["verdict"] == "exploratory: better"
+    assert "exploratory: seeds 4 were planned at the first start and are left out; p values are too small" in procedure.notes()
+    assert not Procedure(replace(procedure.experiment, dropped=(4,))).left_out
 
 
 def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):

@@ -101,6 +101,10 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
         (lambda text: text.replace(",102,", ",2,"), r"tune.table = \[2\]: are final seeds"),
         (lambda text: text.replace(",102,", ",101,"), "rates.csv: has a run twice"),
         (lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line), "fewer than 2 seeds at one"),
+        (
+            lambda text: text.replace("ssmax,optim.lr,0.02,102,", "ssmax,optim.lr,0.02,103,"),
+            "has other seeds of ssmax than of softmax at 0.02",
+        ),
         (lambda text: text.replace("arm,", "arms,"), "rates.csv: not a tuning table: it has no column arm"),
         (lambda text: text.replace(",0.02,", ",-0.02,"), r"rates.csv: line \d+ needs a rate above 0"),
         (lambda text: text.replace(",101,", ",101,four"), r"rates.csv: line \d+ needs a rate"),

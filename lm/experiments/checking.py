@@ -120,7 +120,8 @@ def _check_evaluate(experiment: Experiment) -> list[Problem]:
 
 
 def _check_table(experiment: Experiment) -> list[Problem]:
-    """That a tuning table has a finished run of every arm and size, at several rates and seeds, none of them final."""
+    """That a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all arms and
+    none of them final."""
     where, problems = experiment.tune.table, []
     if wrong := {one.key for one in experiment.table} - {experiment.tune.key}:
         problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))
@@ -138,4 +139,17 @@ def _check_table(experiment: Experiment) -> list[Problem]:
         elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
             problems.append(Problem("tune.table", where, reason, remedy))
+        elif apart := sorted(_unpaired_rates(experiment, size, arm)):
+            reason = f"has other seeds of {name} than of {experiment.arms[0].name} at {', '.join(f'{rate:g}' for rate in apart)}"
+            problems.append(Problem("tune.table", where, reason, "give all arms the same seeds at a rate"))
     return problems
+
+
+def _unpaired_rates(experiment: Experiment, size: str, arm: Arm) -> set[float]:
+    """Rates of a tuning table that an arm and the baseline were not tried at with the same seeds, of those that both were tried at."""
+    tried: dict[str, dict[float, set[int]]] = {}
+    for one in experiment.table:
+        if one.size == size:
+            tried.setdefault(one.arm, {}).setdefault(one.rate, set()).add(one.seed)
+    ours, theirs = (tried.get(name, {}) for name in (arm.name, experiment.arms[0].name))
+    return {rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]}

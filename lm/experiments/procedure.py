@@ -199,8 +199,9 @@ class Procedure:
         if self.added:
             seeds = ", ".join(map(str, self.added))
             found.append(f"exploratory: seeds {seeds} were added after the first start; p values are too small")
-        if left := [seed for seed in experiment.planned or () if seed not in experiment.seeds + experiment.dropped]:
-            found.append(f"seeds {', '.join(map(str, left))} were planned at the first start, and are left out")
+        if self.left_out:
+            seeds = ", ".join(map(str, self.left_out))
+            found.append(f"exploratory: seeds {seeds} were planned at the first start and are left out; p values are too small")
         for size in experiment.sizes:
             seeds = {arm.name: self.finished_seeds(size, arm) for arm in experiment.arms}
             if len({some for some in seeds.values() if some}) > 1:
@@ -255,13 +256,19 @@ class Procedure:
             found = learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
         else:
             found = verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, primary.better)
-        return {name: replace(one, exploratory=self.added) for name, one in found.items()}
+        return {name: replace(one, exploratory=self.added + self.left_out) for name, one in found.items()}
 
     @property
     def added(self) -> tuple[int, ...]:
         """Seeds of the final runs that were not planned at the first start."""
         planned = self.experiment.planned or self.experiment.seeds
         return tuple(seed for seed in self.experiment.seeds if seed not in planned)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Seeds that were planned at the first start and that neither the file has nor `--minutes` dropped."""
+        experiment = self.experiment
+        return tuple(seed for seed in experiment.planned or () if seed not in experiment.seeds + experiment.dropped)
 
     def comparison(self, size: str, base: Arm, arm: Arm) -> Comparison:
         """What the runs so far show of an arm against the baseline."""

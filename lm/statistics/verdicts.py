@@ -63,7 +63,7 @@ class Verdict:
         p_equivalent: of a difference that matters, adjusted likewise.
         seeds_needed: for a difference that matters to be found with probability `POWER`, judged by the spread so far; None: unknown.
         over_documents: the difference with its interval over seeds and documents; None where there is none.
-        exploratory: seeds that were added after the first start: p is then too small.
+        exploratory: seeds that were added after the first start, or planned then and left out: p is too small.
     """
 
     kind: Kind
