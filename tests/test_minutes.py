@@ -14,7 +14,7 @@ from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import limited, seeds_that_fit, total_seconds
 from lm.experiments.opening import open_experiment
-from lm.experiments.plan import costs
+from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.timing import run_times
 from lm.runs.folder import write_json
@@ -104,3 +104,13 @@ def test_a_pilot_says_how_long_a_run_takes(tmp_path, arguments):
     begin = time.monotonic()
     assert lm("train", arguments[0], *overrides, "name=real", process=True).returncode == 0
     assert times["", "softmax"] == pytest.approx(time.monotonic() - begin, rel=0.4)
+
+
+def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
+    arms = {"softmax": {"model.normalizer": "softmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    lines = "\n".join(plan(procedure, costs(procedure), "unknown"))
+    assert "\n12 runs (3 of them are measured without training), " in lines
+    times = {("", "softmax"): 60.0, ("", "as-it-is"): 10.0}
+    assert total_seconds(procedure, times, 3, 1) == 9 * 60 + 3 * 10
+    assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known()) == 12

@@ -40,14 +40,17 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
     tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
-    of_each = len(tune.grid) * len(tune.seeds) + len(experiment.seeds)
-    number, more = of_each * len(experiment.arms) * len(sizes), "; the grid may grow twice" if tune.grid else ""
+    counts = {arm.name: experiment.n_runs(arm, len(experiment.seeds)) for arm in experiment.arms}
+    number, more = sum(counts.values()) * len(sizes), "; the grid may grow twice" if tune.grid else ""
+    untrained = sum(counts[arm.name] for arm in experiment.arms if not arm.trained) * len(sizes)
+    runs = f"{number} runs" + (f" ({untrained} of them are measured without training)" if untrained else "")
     if taken:
-        tokens, flops, disk = (of_each * sum(getattr(each, name) for each in taken.values()) for name in ("tokens", "flops", "disk"))
-        yield f"{number} runs, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {_bytes(disk)} on disk{more}"
+        totals = (sum(counts[arm] * getattr(each, name) for (_, arm), each in taken.items()) for name in ("tokens", "flops", "disk"))
+        tokens, flops, disk = totals
+        yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {_bytes(disk)} on disk{more}"
     else:
         why = "the vocabulary is not known before the text is there: lm prepare makes it"
-        yield f"{number} runs{more}; tokens, FLOPs and disk: {why}"
+        yield f"{runs}{more}; tokens, FLOPs and disk: {why}"
     yield f"time: {time}"
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lm.config.effects import effect_of
@@ -43,14 +44,18 @@ def described(config: Config, tuned_key: str, start: str) -> str:
 
     `start`: the arm whose weights it starts from, in place of their path.
     """
-    usual = flatten(to_plain(Config()))
+    changed = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value}
     found = {
         path: value
-        for path, value in flatten(to_plain(config)).items()
-        if effect_of(path).affects in ("model", "training") and path not in (tuned_key, "init_from") and value is not None
-        and usual.get(path) != value
-    } | ({"from": start} if start else {})  # fmt: skip
+        for path, value in changed.items()
+        if path not in (tuned_key, "init_from") and effect_of(path).affects in ("model", "training")
+    } | ({"from": start} if start else {})
     return "; ".join(f"{path}={value}" for path, value in sorted(found.items()))
+
+
+@cache
+def _defaults() -> dict[str, Plain]:
+    return flatten(to_plain(Config()))
 
 
 def differing_keys(ours: str, theirs: str) -> list[str]:
