@@ -136,3 +136,8 @@ def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     finish_all(procedure, lambda run: 2 - run.rate)
     assert {one.rate for one in procedure.known()} == {0.3, 0.6}
     assert [one["verdict"] for one in summary(procedure)[1:]] == ["not tuned"] * 2
+
+
+def test_intervals_and_maps_have_a_column_for_each_of_their_numbers():
+    text = csv_text([{"arm": "a"}, {"arm": "b", "difference": [0.5, 0.25, 0.75], "by_rate": {"0.1": 3}}])
+    assert text == "arm,difference,difference low,difference high,by_rate 0.1\na,,,,\nb,0.5,0.25,0.75,3\n"
