@@ -92,7 +92,7 @@ def agrees_with_naive(decoder: Decoder, given: Batch) -> int:
         normalizer, inputs = block.normalizer, block.inputs
         weights = normalizer.weights(inputs.q.double(), inputs.k.double(), layout)[0].detach().numpy()
         visible = normalizer.visible(layout).reshape(LENGTH, LENGTH).numpy()
-        one = normalizer.options.sums_to_one or getattr(normalizer.options, "n", "") == "sum"
+        one = normalizer.options.rows_sum_to_one
         for query in range(LENGTH):
             for head in range(len(weights)):
                 found = {name: array[0, block.layer, head, query] for name, array in values.by_query.items()}

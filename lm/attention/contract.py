@@ -133,7 +133,7 @@ def row_sums(options: Options) -> None:
     require((weights.triu(1) == 0).all(), "a key after the query has weight")
     sums = weights.sum(-1)
     to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
-    said = options.sums_to_one or getattr(options, "n", "") == "sum"
+    said = options.rows_sum_to_one
     require(to_one == said, f"sums_to_one is {said}, sums go from {sums.min():.4g} to {sums.max():.4g}")
 
 

@@ -36,6 +36,11 @@ class Options:
     over_sum: ClassVar[bool] = False
     fixed_by_training: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def rows_sum_to_one(self) -> bool:
+        """Whether each row of weights sums to 1 with these options."""
+        return self.sums_to_one or getattr(self, "n", "") == "sum"
+
     def formula(self) -> str:
         """The weights with these options, without what they switch off."""
         return self.full_formula

@@ -14,7 +14,7 @@ from lm.diagnostics import sparsity
 from lm.diagnostics.rows import AttentionRows
 from lm.diagnostics.statistic import Family, Statistic
 
-MASS = 0.95  # of the weight, which the largest weights hold together: `keys with 95% of the weight`
+MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 NO_FIRST = ", no first"
 
 
@@ -30,8 +30,7 @@ def effective_keys(rows: AttentionRows) -> Tensor:
 
 def entropy(rows: AttentionRows) -> Tensor | None:
     """-sum a ln a, nats, of normalizers whose weights sum to one; NaN of rows with a negative weight."""
-    options = rows.normalizer.options
-    if not (options.sums_to_one or getattr(options, "n", "") == "sum"):
+    if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.total.unsqueeze(-1)
     return -torch.special.xlogy(p, p).sum(-1)
@@ -69,8 +68,7 @@ def mass_on_first(rows: AttentionRows) -> Tensor:
 
 def row_sum(rows: AttentionRows) -> Tensor | None:
     """The sum of the weights, of normalizers where it need not be one."""
-    options = rows.normalizer.options
-    return None if options.sums_to_one or getattr(options, "n", "") == "sum" else rows.weights.sum(-1)
+    return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
 
 
 def keys_with_most(rows: AttentionRows) -> Tensor:

@@ -209,7 +209,7 @@ def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tu
     """Theorem 2's envelopes of N_s / N, (R,) each, from the N weights (R, N), the largest |x| among them, their smallest squared distance
     and r: 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2))."""
     own = alpha.square()
-    squares = own.sum(-1, keepdim=True) - own  # of the other weights
+    squares = own.sum(-1, keepdim=True) - own  # sum of the other weights' squares
     pairs = ((alpha.sum(-1, keepdim=True) - alpha).square() - squares).clamp(min=0)
     m = longest.square().unsqueeze(-1)
     xi = (m * squares + (m - nearest.nan_to_num(posinf=0.0).unsqueeze(-1) / 2).clamp(min=0) * pairs).sqrt()

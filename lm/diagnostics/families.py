@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from lm.config.eval_config import DiagnosticsConfig
-from lm.diagnostics import concentration, limits, sparsity_study
+from lm.diagnostics import concentration, limits, sparsity_statistics
 from lm.diagnostics.statistic import Family
 
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {
     "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
-    "sparsity": lambda asked: sparsity_study.family(),
+    "sparsity": lambda asked: sparsity_statistics.family(),
     "limits": lambda asked: limits.family(asked.limits, max(1, asked.queries // asked.limits.queries)),
 }
 

@@ -8,7 +8,6 @@ so that a finite difference over a step of length e is at most min(1 / (2 T), sq
 they measure estimates |J|_F / sqrt(n), far below the spectral norm.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) to weights of that shape, each row by itself
 
-STEPS = 30  # of power iteration
+STEPS = 30  # power iterations
 
 
 @torch.inference_mode(False)
@@ -54,11 +53,6 @@ def directions(visible: Tensor, shape: torch.Size, generator: torch.Generator) -
     """A random direction of length 1 for each row, `shape` = (..., S), fp64, over the visible keys alone."""
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(visible.device)
     return _unit(drawn.masked_fill(~visible, 0.0))
-
-
-def softmax_ceiling(temperature: float, step: float = 0.0) -> float:
-    """What bounds the spectral norm of softmax(l / T)'s Jacobian, 1 / (2 T), and a finite difference over a step above 0."""
-    return min(1 / (2 * temperature), math.sqrt(2) / step if step else math.inf)
 
 
 def _unit(v: Tensor) -> Tensor:

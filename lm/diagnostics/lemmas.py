@@ -41,13 +41,8 @@ def log_c2(rows: AttentionRows) -> Tensor | None:
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
     """Whether weights are F(score) over their sum, F > 0 for all scores, and scores stay the same where a query sees more keys."""
-    return over_sum(rows) and rows.normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
-
-
-def over_sum(rows: AttentionRows) -> bool:
-    """Whether weights are divided by their sum, so that they sum to one."""
-    options = rows.normalizer.options
-    return options.sums_to_one or getattr(options, "n", "") == "sum"
+    normalizer = rows.normalizer
+    return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
@@ -88,4 +83,4 @@ def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
     mapped, slope = (one.detach().masked_fill(~rows.visible, 0.0) for one in (mapped, slope))
     factor = (rows.weights * mapped).sum(-1) / mapped.square().sum(-1)
     bound = factor.abs() * slope.abs().amax(-1)
-    return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if over_sum(rows) else bound
+    return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if rows.normalizer.options.rows_sum_to_one else bound

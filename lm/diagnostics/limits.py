@@ -6,7 +6,6 @@ option, `eval.diagnostics.limits`.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,13 +15,14 @@ from torch import Tensor
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
 from lm.diagnostics.critical import Compared, compared, samples
+from lm.diagnostics.measured import mean, visible_keys
 from lm.diagnostics.rows import AttentionRows
 from lm.diagnostics.statistic import Accumulated, Derived, Family, Statistic, Values
 from lm.diagnostics.theorems import DIFFERENCES, DISTANCES, SEPARABLE, Theorems, few, many, means, octaves, parts
 from lm.runs.series import Axis
 
-LEVELS = (0.01, 0.05)  # of the tests for the critical number of keys: the paper names both
-TESTED = (1, 2, 4)  # of `DISTANCES`: expectations that the largest weights are compared with
+LEVELS = (0.01, 0.05)  # both levels that the paper names, in tests for the critical number of keys
+TESTED = (1, 2, 4)  # places in `DISTANCES` of the expectations that the largest weights are compared with
 OVER_LENGTH = 5  # keys chosen, in the curves by the number of visible keys
 PLATEAU = 16  # keys chosen, from which on the paper has N_s / N between .70 and .85
 
@@ -32,7 +32,7 @@ def family(asked: LimitsConfig, every: int) -> Family:
     theorems = Theorems(asked)
 
     def some(of: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
-        """Of every so many queries alone, NaN of the others."""
+        """The values of every so many queries, NaN of the others."""
 
         def sparse(rows: AttentionRows) -> Tensor | None:
             chosen = _some(rows, every)
@@ -74,32 +74,25 @@ def _some(rows: AttentionRows, every: int) -> Tensor:
     return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
 
 
-def _keys(length: int) -> Axis:
-    """Octaves of the number of visible keys, each at its middle."""
-    return Axis("visible keys", "tokens", "where queries see about", tuple(float(round(math.sqrt(a * b))) for a, b in octaves(length)))
-
-
 def _chosen(counts: list[int]) -> Axis:
     return Axis("keys N", "", "for N =", tuple(map(float, counts)))
 
 
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Over layers and heads, the last two axes; NaN where no head has a number."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of empty means
-        return np.nanmean(values, axis=(-2, -1))
+def _over_heads(values: np.ndarray) -> np.ndarray:
+    """Means over layers and heads, the last two axes."""
+    return mean(values, (-2, -1))
 
 
 def _distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """d~ and its expectations: over N where most keys are visible, and by the number of visible keys at one N."""
     counts = many(values.length)
-    found = _mean(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
+    found = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
     for number, what in enumerate(DISTANCES):
         yield Derived("d~", "", found[-1, number], _chosen(counts), shown=True, what=what)
     if OVER_LENGTH in counts:
         for number, what in enumerate(DISTANCES):
             of_lengths = found[:, number, counts.index(OVER_LENGTH)]
-            yield Derived(f"d~ of {OVER_LENGTH} keys", "", of_lengths, _keys(values.length), shown=True, what=what)
+            yield Derived(f"d~ of {OVER_LENGTH} keys", "", of_lengths, visible_keys(octaves(values.length)), shown=True, what=what)
 
 
 def _critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
@@ -115,7 +108,7 @@ def _critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
         for level in LEVELS:
             fractions = np.array([found[octave, which].critical(level) / keys for octave, keys in enumerate(visible)])
             what = f"{DISTANCES[which]}, level {level:g}"
-            yield Derived("critical N / visible keys", "fraction", fractions, _keys(values.length), shown=True, what=what)
+            yield Derived("critical N / visible keys", "fraction", fractions, visible_keys(octaves(values.length)), shown=True, what=what)
 
 
 def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> Compared:
@@ -142,15 +135,15 @@ def _separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     for name, lines in (("N_s / N", (0, 1, 2)), ("d~ of the largest weights / its bound", (3,))):
         for number in lines:
             what = SEPARABLE[number] if len(lines) > 1 else ""
-            yield Derived(name, "fraction", _mean(found[number]), _chosen(counts), shown=name == "N_s / N", what=what)
-    alone = np.nanmean(found[0], -1) if np.isfinite(found[0]).any() else found[0, ..., 0]  # p, by layer
+            yield Derived(name, "fraction", _over_heads(found[number]), _chosen(counts), shown=name == "N_s / N", what=what)
+    alone = mean(found[0], -1)  # p, by layer
     predicted = 1 - (1 - alone) ** found.shape[-1]
     title = "keys that at least one head separates"
-    yield Derived(title, "fraction", _mean(found[4]), _chosen(counts), what="measured")
-    yield Derived(title, "fraction", _mean(predicted[..., None]), _chosen(counts), what="1 - (1 - p)^H")
-    yield Derived("heads that choose a key", "heads", _mean(found[5]), _chosen(counts))
+    yield Derived(title, "fraction", _over_heads(found[4]), _chosen(counts), what="measured")
+    yield Derived(title, "fraction", _over_heads(predicted[..., None]), _chosen(counts), what="1 - (1 - p)^H")
+    yield Derived("heads that choose a key", "heads", _over_heads(found[5]), _chosen(counts))
     if PLATEAU in counts:
-        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _mean(found[0])[[counts.index(PLATEAU)]])
+        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(found[0])[[counts.index(PLATEAU)]])
 
 
 def _differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:

@@ -1,6 +1,7 @@
 """What statistics give of a model on one sequence after the other, and with its scores shuffled."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,9 @@ from lm.diagnostics.rows import LEAST_KEYS, AttentionRows
 from lm.diagnostics.statistic import Family, Values
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
+from lm.runs.series import Axis
 
+KEYS = "visible keys"  # name of an axis
 NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # fractions of the queries, beside the statistics
 
 
@@ -115,6 +118,19 @@ class Measures:
 def orders(index: int, queries: int, length: int) -> Tensor:
     """Random numbers (queries, length) for shuffling the scores of a sequence, the same for each model: the seed is its index."""
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
+
+
+def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
+    """The mean of what is defined, float64; NaN where nothing is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's about means of nothing
+        return np.nanmean(values, axis=axes, dtype="f8")
+
+
+def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
+    """Ranges of the number of visible keys, (first, last), each at its middle."""
+    middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
+    return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:

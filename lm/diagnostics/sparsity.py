@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOWEST_RATIO = -20.0  # of beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
+LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lm.diagnostics.distances import counts_up_to, random_keys, top_distances, t
 from lm.diagnostics.jacobian import directions, finite_difference, spectral_norm
 from lm.diagnostics.rows import LEAST_KEYS, AttentionRows
 
-PRODUCTS = 2**22  # of keys with sums, held at a time
+PRODUCTS = 2**22  # products of keys with sums that are held at a time
 FEW = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
 DISTANCES = ("largest weights", "random keys, published", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
 SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
@@ -61,7 +61,7 @@ class Theorems:
 
     asked: LimitsConfig
 
-    def distances(self, rows: AttentionRows, length: int) -> Tensor:
+    def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`DISTANCES`, d~ and its expectations, at the numbers of keys `many`."""
 
         def of(part: AttentionRows, most: int) -> Tensor:
@@ -78,7 +78,7 @@ class Theorems:
         generator = _generator(rows)
         return self._summed(rows, octaves(length), of)
 
-    def separable(self, rows: AttentionRows, length: int) -> Tensor:
+    def separable(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`SEPARABLE` at the numbers of keys `few`, the last two of them of all heads of a layer together."""
 
         def of(part: AttentionRows, most: int) -> Tensor:
@@ -99,7 +99,7 @@ class Theorems:
 
         return self._summed(rows, octaves(length), of)
 
-    def differences(self, rows: AttentionRows, length: int) -> Tensor:
+    def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`DIFFERENCES` at each temperature and step, of the query that sees most keys; fp64 but for the norm.
 
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 they are q.k / T.
@@ -145,7 +145,7 @@ class Theorems:
             found += [of(*both, vectors) for both in zip(own.flatten(0, 1).split(size), visible.split(size), strict=True)]
         return torch.cat(found, -1).unflatten(-1, (heads, queries))
 
-    def _summed(self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], of: Callable[[AttentionRows, int], Tensor]) -> Tensor:
+    def _summed(self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], of: Callable[[AttentionRows, int], Tensor]) -> Tensor | None:
         """Sums and numbers of rows, (H, P), of what `of` gives of the rows within each of the `bounds`: (quantities, G, H, T)."""
         rows = rows if self.asked.first_token else rows.without_first
         found = []
@@ -164,5 +164,5 @@ class Theorems:
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
-    """Of random numbers that are the same for each model of the same sequence and layer."""
+    """A generator that is the same for each model of the same sequence and layer."""
     return torch.Generator().manual_seed(1_000 * rows.seed + rows.layer)

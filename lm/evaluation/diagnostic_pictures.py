@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.diagnostics.measured import KEYS
 from lm.evaluation import sparsity_picture
-from lm.evaluation.diagnostic_series import HEAD, KEYS
+from lm.evaluation.diagnostic_series import HEAD
 from lm.evaluation.line_styles import colour_and_marker
 from lm.runs.series import Series, number
 

@@ -1,11 +1,10 @@
 """The series of diagnostics: each statistic as one number, by the number of visible keys, and by layer and head."""
 
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
 
-from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves
+from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, mean, visible_keys
 from lm.diagnostics.rows import LEAST_KEYS
 from lm.diagnostics.statistic import Accumulated, Statistic, Values
 from lm.evaluation.held_out import HeldOut
@@ -13,7 +12,7 @@ from lm.runs.series import Axis, Sample, Series, Shown
 
 Models = dict[str, Values]  # by the name of the model: the setting of its series
 KIND = "diagnostics"
-KEYS, HEAD = "visible keys", "head"  # names of axes
+HEAD = "head"  # name of an axis
 UNDEFINED = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
 
 
@@ -44,23 +43,23 @@ class _Made:
         for one, setting, values in self._each([*self.measures.per_query, *UNDEFINED]):
             by_query = values.by_query[one.name]
             count = np.isfinite(by_query).sum((1, 2, 3))
-            mean = np.where(count, _mean(by_query, (1, 2, 3)), 0.0)
-            sample = Sample(self.held_out.sha256, mean[:, None], count, self.held_out.document_labels)
+            means = np.where(count, mean(by_query, (1, 2, 3)), 0.0)
+            sample = Sample(self.held_out.sha256, means[:, None], count, self.held_out.document_labels)
             samples = (sample,) if count.any() else ()
-            yield self._series(one, setting, np.atleast_1d(_mean(by_query)), samples=samples, logged=self._logged(one, setting))
+            yield self._series(one, setting, np.atleast_1d(mean(by_query)), samples=samples, logged=self._logged(one, setting))
         for one, setting, values in self._each(self.measures.accumulated):
-            yield self._series(one, setting, np.atleast_1d(_mean(values.by_head[one.name])), logged=self._logged(one, setting))
+            yield self._series(one, setting, np.atleast_1d(mean(values.by_head[one.name])), logged=self._logged(one, setting))
         for one, setting, exponents, _ in self._fits():
-            yield self._series(one, setting, np.atleast_1d(_mean(exponents)), _exponent_of(one), "")
+            yield self._series(one, setting, np.atleast_1d(mean(exponents)), _exponent_of(one), "")
 
     def curves(self) -> Iterator[Series]:
         """Means over heads and layers by the number of visible keys, with their intervals over documents."""
-        axis = self._keys() if self.bins else None
-        for one, setting, values in self._each(self.measures.per_query if axis else []):
+        axis = visible_keys(self.bins)
+        for one, setting, values in self._each(self.measures.per_query if self.bins else []):
             by_bin = np.stack([self._within(one, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             sample = Sample(self.held_out.sha256, by_bin, np.ones(len(by_bin)), self.held_out.document_labels)
             shown = self._shown(one) if one.shown else None
-            yield self._series(one, setting, _mean(by_bin, 0), axis=axis, samples=(sample,), shown=shown)
+            yield self._series(one, setting, mean(by_bin, 0), axis=axis, samples=(sample,), shown=shown)
 
     def derived(self) -> Iterator[Series]:
         """What families make of their statistics."""
@@ -74,7 +73,7 @@ class _Made:
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
         for one, setting, values in self._each([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
-            by_head = values.by_head[one.name] if one.name in values.by_head else _mean(values.by_query[one.name], (0, 3))
+            by_head = values.by_head[one.name] if one.name in values.by_head else mean(values.by_query[one.name], (0, 3))
             yield from self._by_head(one, setting, by_head)
         for one, setting, exponents, fit in self._fits():
             yield from self._by_head(one, setting, exponents, _exponent_of(one))
@@ -98,7 +97,7 @@ class _Made:
     def _within(self, one: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
         """Means over some axes of what queries give that see `bounds` keys."""
         n = values.n[:, :, None]
-        return _mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[one.name], np.nan), axes)
+        return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[one.name], np.nan), axes)
 
     def _by_head(self, one: Statistic, setting: str, by_head: np.ndarray, metric: str = "", where: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
@@ -114,11 +113,6 @@ class _Made:
             np.asarray(means, "f8"), setting=setting, control=setting != self.first, interval=interval,
             data_fingerprint=self.fingerprint, **given,
         )  # fmt: skip
-
-    def _keys(self) -> Axis:
-        """Bins of the number of visible keys, each at its middle."""
-        middles = [float(round(np.sqrt(a * b))) for a, b in self.bins]
-        return Axis(KEYS, "tokens", "where queries see about", tuple(middles))
 
     def _logged(self, one: Statistic | Accumulated, setting: str) -> tuple[str, ...]:
         return (f"{KIND}/{one.name}",) if one.shown and setting == self.first else ()
@@ -138,10 +132,3 @@ class _Made:
 
 def _exponent_of(one: Statistic) -> str:
     return f"exponent of {one.name.removeprefix('ln ')}"
-
-
-def _mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
-    """The mean of what is defined, float64; NaN where nothing is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of empty means
-        return np.nanmean(values, axis=axes, dtype="f8")

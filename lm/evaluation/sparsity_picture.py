@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.measured import KEYS
 from lm.diagnostics.rows import LEAST_KEYS
 from lm.diagnostics.sparsity import (
     condensation_scale,
@@ -16,7 +17,7 @@ from lm.diagnostics.sparsity import (
     relu_sparsity,
     simulated_sparsity,
 )
-from lm.evaluation.diagnostic_series import HEAD, KEYS
+from lm.evaluation.diagnostic_series import HEAD
 from lm.evaluation.line_styles import DASHES, colour_and_marker
 from lm.runs.series import Series, number
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
     "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",
 )  # fmt: skip
-POINTS = 60  # of a curve
+POINTS = 60  # points of a curve
 Heads = dict[str, dict[str, np.ndarray]]  # by setting and metric: all heads of all layers, NaN where a metric is not defined
 
 
@@ -54,7 +55,7 @@ def draw(figure: "FigureBase", series: Sequence[Series]) -> None:
 
 
 def _heads(series: Sequence[Series], ending: str) -> Heads:
-    """Of single layers (not of their parts by the number of keys), means over queries."""
+    """Means over queries, of all keys together."""
     found: dict[str, dict[str, list[np.ndarray]]] = {}
     wanted = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
     for one in series:
