@@ -152,6 +152,15 @@ def test_a_page_before_anything_has_ended(tmp_path, undrawn):
     assert "not resolved" in words
 
 
+def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn):
+    procedure = made(tmp_path)
+    for run in procedure.known():
+        if (run.arm, run.seed) != ("softmax", 101):
+            finish(run, losses(run))
+    page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
+    assert {one["panel"] for one in rows(page.parent / "rates.csv")} == {"Tuning runs"}
+
+
 def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at_the_top(tmp_path, undrawn):
     two = made(tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}})
     one = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})

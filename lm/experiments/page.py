@@ -43,7 +43,7 @@ class PageSection:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PageExperiment:
     """An experiment on the page: its name, the question, the answers, and its sections."""
 
     name: str
@@ -60,7 +60,7 @@ def write_page(procedures: list[Procedure], out: Path) -> Path:
     Raises:
         RunError: run folders that can't be read or compared, or `out` can't be written.
     """
-    experiments = [_shown(one, f"{one.experiment.name}-" if len(procedures) > 1 else "") for one in procedures]
+    experiments = [_experiment(one, f"{one.experiment.name}-" if len(procedures) > 1 else "") for one in procedures]
     contents: dict[Path, bytes] = {}
     for block in (block for one in experiments for section in one.sections for block in section.blocks):
         if isinstance(block.content, Table):
@@ -75,14 +75,16 @@ def write_page(procedures: list[Procedure], out: Path) -> Path:
     return page
 
 
-def _shown(procedure: Procedure, prefix: str) -> Shown:
+def _experiment(procedure: Procedure, prefix: str) -> PageExperiment:
     experiment, lines, verdicts = procedure.experiment, summary(procedure), procedure.verdicts()
     sizes = [SizeResults(procedure, size, verdicts) for size in experiment.sizes]
     sections = [_verdict(procedure, sizes, lines, prefix)]
     for one in sizes:
         sections += _of_size(procedure, one, f"{prefix}{one.size}-" if one.size else prefix)
     sections.append(_commands(procedure, sizes))
-    return Shown(experiment.name, page_words.question(experiment), page_words.answers(sizes), [one for one in sections if one.blocks])
+    return PageExperiment(
+        experiment.name, page_words.question(experiment), page_words.answers(sizes), [one for one in sections if one.blocks]
+    )
 
 
 def _verdict(procedure: Procedure, sizes: list[SizeResults], lines: list[dict[str, Plain]], prefix: str) -> PageSection:

@@ -5,22 +5,22 @@ from itertools import product
 
 import numpy as np
 
+from lm.evaluation.pictures import MOST_LINES
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.report.along_axis import AlongAxis, differences_along, values_along
-from lm.report.panels import Map, Panel, Picture, Trace, doublings, picture, plain_ticks
-from lm.report.plots import FIRST_POSITION, smooth
+from lm.report.panels import Map, Panel, Picture, Trace, picture
+from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth
 from lm.report.sections import Section
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import DIVERGED, Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain
 
-_POINTS = 250  # of a curve in a picture
+_POINTS = 250  # most points of a curve in a picture
 NORMALIZER = "normalizer/"  # beginning of the names of logged parameters
-_MOST_LINES = 3  # of one setting; more are drawn as a map
 _UNITS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
@@ -89,29 +89,23 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
         traces.append(Trace(number, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
         rings += [(chosen[arm], mean[chosen[arm]], number)] if chosen.get(arm) in mean else []
     first = Panel("Tuning runs", experiment.tune.key, f"{SELECTION}, selection text", traces, ticks, log=10, rings=rings)
-    metric, primary = experiment.primary.metric, by_arm_and_rate([one for one in tried if one.primary is not None], size, "primary")
-    apart = []
-    for number, arm in enumerate(names[1:], 1):
-        both = {
-            rate: zip(some, primary[names[0]][rate], strict=False)
-            for rate, some in primary.get(arm, {}).items()
-            if rate in primary.get(names[0], {})
-        }
-        found = {rate: [ours - theirs for ours, theirs in pairs if math.isfinite(ours - theirs)] for rate, pairs in sorted(both.items())}
+    primary, apart = experiment.primary, []
+    for number, arm in enumerate(experiment.arms[1:], 1):
+        found = {rate: [one for one in some if math.isfinite(one)] for rate, some in procedure.by_rate(size, arm).items()}
         found = {rate: some for rate, some in found.items() if some}
         flat = [(rate, value) for rate, some in found.items() for value in some]
-        apart.append(Trace(number, f"{arm} - {names[0]}, single seeds", *np.array(flat).reshape(-1, 2).T, "dots"))
-        apart.append(
-            Trace(number, f"{arm} - {names[0]}, mean", np.array([*found]), np.array([np.mean(some) for some in found.values()]), "mean")
-        )
+        apart.append(Trace(number, f"{arm.name} - {names[0]}, single seeds", *np.array(flat).reshape(-1, 2).T, "dots"))
+        means = np.array([np.mean(some) for some in found.values()])
+        apart.append(Trace(number, f"{arm.name} - {names[0]}, mean", np.array([*found]), means, "mean"))
+    measured = primary.metric if primary.learned is None else "fraction of runs that have learned"
+    small = primary.matters if primary.learned is None else 0.0
     title = f"Difference to {names[0]}, both at the same rate"
-    second = Panel(
-        title, experiment.tune.key, f"{metric}, selection text", apart, ticks, log=10, zero=True, small=experiment.primary.matters
-    )
+    second = Panel(title, experiment.tune.key, f"{measured}, selection text", apart, ticks, log=10, zero=True, small=small)
     caption = "Left: dots are single tuning seeds, lines their means, rings the rates that were chosen."
     if any(trace.kind == "diverged" for trace in traces):
         caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
-    caption += f" Right: what the verdicts' rule about other rates looks at. Shaded: differences below {experiment.primary.matters:g}."
+    caption += " Right: what the verdicts' rule about other rates looks at, once every tuning run has ended."
+    caption += f" Shaded: differences below {small:g}." if small else ""
     return picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
 
 
@@ -222,10 +216,9 @@ def _axis_panel(found: SizeResults, section: Section, title: str, along: _Along,
     traces = [trace for arm, (seeds, one) in along.items() if one for trace in _along_traces(found.colour(arm), arm, seeds, one)]
     axis, x = section.first.axis, np.concatenate([one.x for one in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
-    name = f"{axis.name} ({axis.unit})" if axis.unit else axis.name
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
     return Panel(
-        title, name, label, traces, ticks, log=2 if axis.log else 0, zero=levels is None, marks=marks, levels=levels or {},
+        title, axis.label, label, traces, ticks, log=2 if axis.log else 0, zero=levels is None, marks=marks, levels=levels or {},
         y_range=(-0.03, 1.03) if section.first.unit == "fraction" and levels is not None else None,
     )  # fmt: skip
 
@@ -250,7 +243,7 @@ def maps(found: SizeResults) -> list[Picture]:
                 groups.setdefault((one.kind, one.metric, one.setting), {}).setdefault(arm.label, {}).setdefault(one.what, []).append(one)
     pictures = []
     for (kind, metric, setting), by_arm in groups.items():
-        if max(map(len, by_arm.values())) > _MOST_LINES:
+        if max(map(len, by_arm.values())) > MOST_LINES:
             panels = [
                 _map(arm, rows) for arm, rows in by_arm.items() if len({one.axis.values for some in rows.values() for one in some}) == 1
             ]
@@ -262,8 +255,7 @@ def maps(found: SizeResults) -> list[Picture]:
 def _map(arm: str, rows: dict[str, list[Series]]) -> Map:
     axis = next(iter(rows.values()))[0].axis
     values = np.array([np.mean([one.means for one in some], axis=0) for some in rows.values()])
-    label = f"{axis.name} ({axis.unit})" if axis.unit else axis.name
-    return Map(arm, label, list(plain_ticks(axis.values).values()), list(rows), values, 1.0)
+    return Map(arm, axis.label, list(plain_ticks(axis.values).values()), list(rows), values, 1.0)
 
 
 def normalizer_parameters(found: SizeResults) -> Picture | None:

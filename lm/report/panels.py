@@ -16,7 +16,6 @@ from matplotlib.lines import Line2D
 
 from lm.evaluation.line_styles import colour_and_marker
 from lm.report.plots import GREY, SETTINGS, note
-from lm.runs.series import number
 
 _WIDTH, _HEIGHT = 6.4, 4.3  # inches, of a panel
 
@@ -215,13 +214,3 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
             for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
                 writer.writerow([panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high])
     return out.getvalue()
-
-
-def doublings(first: float, last: float) -> dict[float, str]:
-    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
-    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
-
-
-def plain_ticks(values: Sequence[float]) -> dict[float, str]:
-    """Ticks at values, in plain numbers, thousands in k."""
-    return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

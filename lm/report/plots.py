@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -198,7 +198,7 @@ def _section(axes: Axes, comparison: Comparison, section: Section) -> tuple[str,
             axes.fill_between(one.x, one.low, one.high, color=style["color"], alpha=0.13, linewidth=0)
         axes.plot(one.x, one.mean, markersize=4, markevery=max(1, len(one.x) // 8), **style)
     axes.set_title(section.title)
-    axes.set_xlabel(f"{first.axis.name} ({first.axis.unit})" if first.axis.unit else first.axis.name)
+    axes.set_xlabel(first.axis.label)
     axes.set_ylabel(f"{', '.join(section.metrics)} ({first.unit})")
     _ticks(axes, section, lines)
     if first.unit == "fraction":
@@ -255,11 +255,12 @@ def _ticks(axes: Axes, section: Section, lines: list[_Drawn]) -> None:
         return
     ticks = sorted({value for one in section.series.values() for value in one.axis.values})
     axes.set_xscale("log", base=2)
+    labels = plain_ticks(ticks)
     if section.shape == "bins":
         first, last = min(FIRST_POSITION, *(one.x[0] for one in lines)), ticks[-1]
         axes.set_xlim(first, last)
-        ticks = [2**power for power in range(31) if first <= 2**power <= last]
-    axes.set_xticks(ticks, [number(tick) if tick < 10_000 else f"{tick // 1024:g}k" for tick in ticks])
+        labels = doublings(first, last)
+    axes.set_xticks(list(labels), list(labels.values()))
     axes.minorticks_off()
 
 
@@ -301,3 +302,13 @@ def _limit(axes: Axes, low: float, high: float | None, limit: float) -> float:
 def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
     """Small grey words at a place, `offset` points away."""
     axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, **how)
+
+
+def doublings(first: float, last: float) -> dict[float, str]:
+    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
+    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
+
+
+def plain_ticks(values: Sequence[float]) -> dict[float, str]:
+    """Ticks at values, in plain numbers, thousands in k."""
+    return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

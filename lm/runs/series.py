@@ -30,6 +30,11 @@ class Axis:
     bins: bool = False
     log: bool = True  # drawn on a logarithmic scale
 
+    @property
+    def label(self) -> str:
+        """Name and unit, as at an axis of a picture."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
 
 @dataclass(frozen=True)
 class Shown:
