@@ -139,6 +139,8 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     assert merge(under, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
     assert merge({"n": {"bias": True}}, {"n": "ssmax"}) == {"n": {"bias": True, "name": "ssmax"}}
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
+    with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"):
+        merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
 
 
 def test_the_order_of_overrides_of_one_block_does_not_matter():

@@ -166,9 +166,13 @@ def acting_in(command: str, schema: type = Config, above: Effect | None = None, 
     return found
 
 
-def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
-    """`over` laid on `under`. A block whose `name` changes replaces the old block whole,
-    so that options of one normalizer are never applied to another."""
+def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict[str, Plain]:
+    """`over` laid on `under`, both the block `at` (such as `optim.`). A block whose `name` changes replaces the old block whole,
+    so that options of one normalizer are never applied to another.
+
+    Raises:
+        ConfigError: a number where keys of a block are laid on it: that it stood there would never be seen.
+    """
     merged = dict(under)
     for name, value in over.items():
         old = merged.get(name)
@@ -176,11 +180,13 @@ def merge(under: dict[str, Plain], over: dict[str, Plain]) -> dict[str, Plain]:
             continue  # an empty block in YAML is null
         if isinstance(value, str) and is_block(old):
             value = {"name": value}
+        if isinstance(old, int | float) and isinstance(value, dict):
+            raise ConfigError([Problem(f"{at}{name}", old, "must be a block of keys", f"there is also {at}{name}.{next(iter(value), '')}")])
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
             renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            merged[name] = merge(old, value) if is_block(old) and is_block(value) and not renamed else value
+            merged[name] = merge(old, value, f"{at}{name}.") if is_block(old) and is_block(value) and not renamed else value
         else:
             merged[name] = value
     return merged
