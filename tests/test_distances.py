@@ -102,7 +102,7 @@ def test_expectations_over_random_keys_enclose_the_mean_of_draws():
         assert abs(mean[index].item() - naive.mean()) < 5 * naive.std() / 300**0.5 + 1e-9
     assert bool((found.corrected[:, 0] < mean + 4 * error).all())
     assert bool((mean < found.upper[:, 0] + 4 * error).all())
-    assert bool((found.published[:, 0] > 2 * mean)[:4].all())  # the published form is 2 to 10 times too large
+    assert bool((found.uncorrected[:, 0] > 2 * mean)[:4].all())  # the uncorrected form is 2 to 10 times too large
 
 
 def test_expectations_as_the_closed_forms_say():
@@ -113,13 +113,13 @@ def test_expectations_as_the_closed_forms_say():
     for index, count in enumerate(counts):
         c, share = count / 29, (30 - count) / 30
         corrected = share * np.linalg.norm((1 + c) * y - c * y.sum(0), axis=1).sum()
-        published = share * np.linalg.norm((a[:, None] + c) * x - y.sum(0), axis=1).sum()
+        uncorrected = share * np.linalg.norm((a[:, None] + c) * x - y.sum(0), axis=1).sum()
         upper = 0.0
         for i in range(30):
             rest = np.delete(y, i, 0)
             spread = count * (29 - count) / (29 * 28) * ((rest**2).sum() - (rest.sum(0) ** 2).sum() / 29)
             upper += share * np.sqrt((((1 + c) * y[i] - c * y.sum(0)) ** 2).sum() + spread)
-        expected = {"corrected": corrected, "published": published, "upper": upper}
+        expected = {"corrected": corrected, "uncorrected": uncorrected, "upper": upper}
         for name, value in expected.items():
             assert getattr(found, name)[index, 0].item() == pytest.approx(value, rel=1e-9), name
 

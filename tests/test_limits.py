@@ -111,6 +111,17 @@ def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
         assert bool((norm <= bound * (1 + 1e-4))[rows.is_defined].all())
 
 
+def test_the_norm_of_the_jacobian_is_exact_of_rows_of_nearly_one_key():
+    rows = rows_of(opt.Softmax(), QUERIES[-1:])[0]
+    drawn = torch.randn(rows.scores.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~rows.visible, 0.0)
+    drawn[..., 0] = 15.0
+    a = drawn.double().masked_fill(~rows.visible, -math.inf).softmax(-1)
+    exact = torch.linalg.matrix_norm(torch.diag_embed(a) - a.unsqueeze(-1) * a.unsqueeze(-2), 2)
+    norm = lemmas.jacobian_norm(replace(rows, scores=drawn), torch.Generator().manual_seed(0))
+    assert exact.max() < 1e-3
+    assert torch.allclose(norm.double(), exact, rtol=1e-5, atol=0.0)
+
+
 def test_elementwise_attention_reaches_its_bound():
     rows = rows_of(opt.Relu2())[0]
     norm = lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))

@@ -95,7 +95,7 @@ def test_linear_features_give_the_sparsity_of_their_products_exactly(features: s
 
 
 def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean():
-    """Not on their product, as published."""
+    """Not on their product."""
     keys = torch.distributions.Gamma(torch.tensor(0.3), torch.tensor(1.0))
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -5,8 +5,8 @@ A query gives keys i the weights a_i; x_i is a vector of each key. For a set I o
     d~ = sum over i not in I of |a_i x_i - s|    (their Eqs. 6 and 7).
 
 Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 asks how many of the N lie no farther from s
-than the nearest other key. The formulas are those of the paper where `published`, and else with its errors corrected; they hold for
-weights of any sum.
+than the nearest other key. The bounds are reconstructed from the
+paper's words, as its typeset equations could not be read; Theorem 1's is proved, and holds for weights of any sum.
 
 All distances follow from products x_i . x_j, made for `KEYS` keys at a time, so that memory is linear in the keys. Shapes: R rows
 (queries of any heads), S keys, E vector, G numbers of keys N, ascending. fp32.
@@ -49,13 +49,14 @@ class RandomKeys:
     """E, the expectation of d~ over N random keys, for each N; NaN where a query sees fewer keys, all (G, R).
 
     Attributes:
-        published: as printed: (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, with x- = sum a_j x_j; 2 to 10 times too large.
+        uncorrected: (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, with x- = sum a_j x_j, as Theorem 1 was quoted
+            to us: 2 to 12 times too large.
         corrected: (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): each norm of a mean, so at most E.
         upper: each norm replaced by the root of its mean square, so at least E.
         sampled: d~ of one random set a row, the same for all N but for its size: unbiased (Monte Carlo).
     """
 
-    published: Tensor
+    uncorrected: Tensor
     corrected: Tensor
     upper: Tensor
     sampled: Tensor
@@ -122,12 +123,12 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
     rows = []
     for index, count in enumerate(counts):
         c = count / (n - 1)
-        published = (weights + c).square() * square - 2 * (weights + c) * product + mean_square
+        uncorrected = (weights + c).square() * square - 2 * (weights + c) * product + mean_square
         corrected = (1 + c).square() * own - 2 * c * (1 + c) * cross + c.square() * mean_square
         spread = c * (n - 1 - count) / (n - 2) * rest
         left_out = ((n - count) / n).squeeze(-1)
         chosen = chosen.scatter(1, order[:, :count], True)
-        expected = [left_out * (square_.clamp(min=0).sqrt() * visible).sum(-1) for square_ in (published, corrected, corrected + spread)]
+        expected = [left_out * (square_.clamp(min=0).sqrt() * visible).sum(-1) for square_ in (uncorrected, corrected, corrected + spread)]
         sampled = (_distances(weights, square, products[index], sums[index]) * (visible & ~chosen)).sum(-1)
         rows.append(torch.stack((*expected, sampled)).masked_fill(n.squeeze(-1) < count, torch.nan))
     return RandomKeys(*torch.stack(rows, 1))

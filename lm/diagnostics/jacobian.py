@@ -2,7 +2,7 @@
 
 Both work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`), which treats each row by itself.
 
-Mudarisov et al. (arXiv 2508.17821), Lemma 2, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). As a spectral norm that is wrong: its
+Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). As a spectral norm that is wrong: its
 supremum is 1 / (2 T), of two equal leading scores; 1 / (4 T) bounds the largest entry; sqrt 2 bounds the distance of two rows of weights,
 so that a finite difference over a step of length e is at most min(1 / (2 T), sqrt 2 / e). And the difference in one random direction that
 they measure estimates |J|_F / sqrt(n), far below the spectral norm.
@@ -21,7 +21,8 @@ STEPS = 30  # power iterations
 @torch.inference_mode(False)
 @torch.enable_grad()
 def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = STEPS) -> Tensor:
-    """The largest singular value of each row's Jacobian, (...), by power iteration on J^T J: at most the true one.
+    """The largest singular value of each row's Jacobian, (...), by power iteration on J^T J: at most the true one, but
+    for rounding: in fp32 that is up to a third of it in rows whose weight is nearly all on one key.
 
     scores: (..., S) fp32 or fp64; visible: bool, broadcastable to them: the keys whose scores matter.
     """

@@ -62,10 +62,12 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
 
 
 def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
-    """The spectral norm of d weights / d scores."""
-    return spectral_norm(
-        lambda scores: rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0], rows.scores, rows.visible, generator
+    """The spectral norm of d weights / d scores, in fp64: in fp32 rows of nearly one key give rounding errors, whose logarithms are
+    fitted."""
+    found = spectral_norm(
+        lambda scores: rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0], rows.scores.double(), rows.visible, generator
     )
+    return found.to(rows.scores.dtype)
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:

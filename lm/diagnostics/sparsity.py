@@ -1,7 +1,7 @@
 """How concentrated attention is, S = E|a| / sqrt(E[a^2]) of a query's weights a, and what S is for Gaussian scores, in closed form.
 
 S lies within (0, 1]: 1 where all weights are equal, 1 / sqrt(n) where one of n keys has all the weight; it does not change with a
-factor on the weights. The closed forms (Su, kexue.fm 9889, with corrections of its published linear and decay forms) are those of
+factor on the weights. The closed forms (after Su, kexue.fm 9889) are those of
 infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1): beta and gamma are the mean and the standard deviation of a
 query's scores, after every scale on them. All functions are elementwise in tensors of any shape, fp32 or wider, and give NaN where
 they are not defined.

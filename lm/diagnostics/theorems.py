@@ -21,7 +21,7 @@ from lm.diagnostics.rows import LEAST_KEYS, AttentionRows
 
 PRODUCTS = 2**22  # products of keys with sums that are held at a time
 FEW = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
-DISTANCES = ("largest weights", "random keys, published", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
+DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
 SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
 DIFFERENCES = ("one direction", "largest of all directions", "spectral norm")
 
@@ -71,7 +71,7 @@ class Theorems:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
                 random = random_keys(weights, visible, x, counts, draws)
                 top = top_distances(weights, visible, x, counts)
-                return torch.stack((top, random.published, random.corrected, random.upper, random.sampled))
+                return torch.stack((top, random.uncorrected, random.corrected, random.upper, random.sampled))
 
             return F.pad(self._by_rows(part, len(counts), one), (0, 0, 0, 0, 0, len(many(length)) - len(counts)), value=math.nan)
 
