@@ -56,7 +56,9 @@ To = Annotated[
 ]
 Init = Annotated[
     str | None,
-    typer.Option(help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model)"),
+    typer.Option(
+        help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model); default: its own"
+    ),
 ]
 New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
 Out = Annotated[

@@ -16,14 +16,14 @@ FINGERPRINT = "fingerprint"
 
 
 def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
-    """Leave of a run what training leaves: a checkpoint and the validation at its last step, which was `asked` for with these keys of
-    `eval`, and `more` series of other evaluations."""
+    """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation was `asked` for with
+    these keys of `eval`; others have the series that are in `more`."""
     folder, step = run.config.run_folder, run.outcome.last_step
     checkpoint = step_path(folder / CHECKPOINTS, step)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.touch()
     validate(run, step, loss, unigram, asked)
-    for kind in {one.kind for one in more}:
+    for kind in {*run.outcome.scheduled, *(one.kind for one in more)}:
         evaluated(run, kind, step, [one for one in more if one.kind == kind])
 
 

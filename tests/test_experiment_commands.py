@@ -122,6 +122,12 @@ def test_arms_of_other_lengths_need_something_to_be_compared_on(tmp_path, change
         experiment(tmp_path, arms=arms, **changes)
 
 
+@pytest.mark.parametrize(("swap", "init"), [({"to": "sink"}, 0.0), ({"to": "sink", "init": -3.0}, -3.0), ({"to": "ssmax"}, "match")])
+def test_swapped_normalizers_start_at_their_default_or_as_said(tmp_path, swap, init):
+    arms = {"softmax": {}, "b": {"from": "softmax", "swap": swap}}
+    assert experiment(tmp_path, arms=arms).known()[-1].config.model.normalizer.init == init
+
+
 def test_arms_of_other_lengths_may_be_compared_on_what_evaluate_measures(tmp_path):
     changes = {"evaluate": {"eval.by_length.lengths": [16, 32]}, "primary": {"metric": "by_length/loss 32"}}
     assert experiment(tmp_path, arms={"softmax": {}, "b": {"data.seq_len": 16}}, **changes).known()

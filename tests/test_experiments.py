@@ -161,6 +161,15 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
             values = outcome.values(name)
             assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
     assert replace(outcome, metric="needle/exact").state == "unfinished"
+    long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
+    long_context.unlink()
+    assert replace(outcome).state == "unfinished", "killed after the validation"
+    Jobs(Procedure(made), 1, lambda run: train(replace(run.config, resume="auto"))).work()
+    assert (replace(outcome).state, long_context.exists()) == ("finished", True)
+    long_context.unlink()
+    with (outcome.folder / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"step": outcome.last_step, "tokens": 0, "long_context/failed": "took too long"}) + "\n")
+    assert replace(outcome).state == "finished", "eval.on_error is log"
     (outcome.folder / "checkpoints" / f"step-{outcome.last_step:06d}.ckpt").unlink()
     assert replace(outcome).state == "unfinished"
 
@@ -172,7 +181,7 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
     path = written(tmp_path, tune=None, primary={"metric": "val/lost"})
-    with pytest.raises(RunError, match=r"primary\.metric val/lost was not measured"):
+    with pytest.raises(RunError, match=r"primary\.metric val/lost was not measured .*; correct the file, measured were: val/loss$"):
         Jobs(Procedure(read_experiment(path, overrides)), 1, here).work()
     path, launched = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):

@@ -251,6 +251,11 @@ def test_first_values_as_asked(trained: Path, tmp_path: Path, init: str, s: floa
     assert all(normalizer.s.tolist() == pytest.approx([s, s]) for normalizer in load(tmp_path / "out").decoder.normalizers())
 
 
+def test_without_init_a_normalizer_starts_at_its_default(trained: Path, tmp_path: Path):
+    swap(trained, tmp_path / "out", "sink")
+    assert all(normalizer.b.tolist() == [0.0, 0.0] for normalizer in load(tmp_path / "out").decoder.normalizers())
+
+
 def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(trained: Path, tmp_path: Path):
     swap(trained, tmp_path / "early", checkpoint="20")
     assert load(tmp_path / "early").metadata["step"] == 20

@@ -52,6 +52,11 @@ class Options:
             return []
         return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {_LONGEST:g})")]
 
+    @classmethod
+    def first_init(cls) -> Plain:
+        """The initial values of its parameters unless `init` says others; None: it has no `init`."""
+        return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
+
     def layer_options(self) -> list["Options"]:
         """The options of single normalizers: themselves."""
         return [self]

@@ -37,7 +37,7 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         source: a run folder, a checkpoint or an export.
         checkpoint: of a run folder: `last`, `best` or a step.
         to: name of the new normalizer.
-        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: `match`, or as `overrides` say.
+        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: its default, or as `overrides` say.
         overrides: `key=value` of the new normalizer's options and of evaluation.
 
     Raises:
@@ -90,13 +90,13 @@ def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overri
     if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
         raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": to}
-    starts = "init" in options.__dataclass_fields__
-    if init is not None and not starts:
+    first = options.first_init()
+    if init is not None and first is None:
         raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
     if init is not None and "init" in set_by_hand:
         raise ConfigError([Problem("model.normalizer.init", set_by_hand["init"], f"--init says {init}", "give one of them")])
-    if starts:
-        normalizer["init"] = "match" if init in (None, "fit") else _number(init)
+    if first is not None:
+        normalizer["init"] = first if init in (None, "fit") else _number(init)
     plain = merge(to_plain(loaded.config), {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
     plain = merge(merge(plain, {"model": {"normalizer": normalizer}}), changes)
     own = {"name": out.name, "runs": str(out.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}

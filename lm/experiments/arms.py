@@ -19,7 +19,7 @@ class Swap:
     """Another normalizer for the weights that an arm starts from, as `lm swap` gives it."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
-    init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: match")
+    init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: its default")
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, where: str, problems
     if not is_block(given) or given.get("name", swap.to) != swap.to or "init" in given:
         reason = f"the weights are swapped to {swap.to}"
         problems.append(Problem(f"{where}.model.normalizer", given, reason, "give its options by their keys, and init in `swap`"))
-    starts = "init" in options.__dataclass_fields__
-    if swap.init is not None and not starts:
+    first = options.first_init()
+    if swap.init is not None and first is None:
         problems.append(Problem(f"{where}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
-    init = {"init": "match" if swap.init in (None, "fit") else swap.init} if starts else {}
+    init = {} if first is None else {"init": first if swap.init in (None, "fit") else swap.init}
     return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
 
 

@@ -21,11 +21,12 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     swapped = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped / CONFIG).exists():
         found.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *_init(run), *_options(run), *plugins])
-    if run.trained and (not run.outcome.trained or run.outcome.measured):  # what a kill left unmeasured is measured by training
+    outcome = run.outcome
+    if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):  # it measures what a kill left unmeasured
         file = log_path(experiment, run, "yaml")
         write_text(file, to_yaml(config))
         found.append(["train", str(file), "resume=auto", "log.progress=none"])
-    if not run.trained or not run.outcome.measured:
+    if not run.trained or not outcome.measured:
         found.append(["eval", str(folder), *run.evaluate, *plugins])
     return found
 

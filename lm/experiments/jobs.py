@@ -14,7 +14,7 @@ from lm.errors import RunError
 from lm.experiments.children import Children
 from lm.experiments.claims import Claim, Claims
 from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, log_path, read_failure, write_failure
-from lm.experiments.outcomes import SELECTION
+from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
 
 CLAIMS = "claims"  # in the experiment's folder
@@ -129,8 +129,7 @@ class Jobs:
                 left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
                 print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
             elif not status:
-                metric = self.procedure.experiment.primary.metric
-                raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; correct the file")
+                raise RunError(f"{folder}: {self._lacks(outcome)}")
             elif not claim.lost:
                 failure = failure_of(log_path(self.folder, run), status)
                 self.failed[folder] = failure
@@ -139,6 +138,13 @@ class Jobs:
                 print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
         finally:
             self.claims.release(claim)
+
+    def _lacks(self, outcome: Outcome) -> str:
+        """Why a run that was trained and measured has no result."""
+        metric, names = self.procedure.experiment.primary.metric, outcome.names
+        if metric in names:
+            return "an evaluation or checkpoint of its last step is missing after training; its output is in the folder logs"
+        return f"primary.metric {metric} was not measured by sequence at the last step; correct the file, measured were: {', '.join(names)}"
 
     def _report_failures(self) -> None:
         """Raises RunError if runs failed: which, why, and what to do."""

@@ -73,27 +73,28 @@ class Outcome:
 
     Attributes:
         symbolic: trained on tasks over symbols, of whose answers a model that learned nothing says what single tokens say.
-        asked: kinds of evaluation that the run must have at that step, each with the keys of `eval` that it is asked for with; {}: those
-            that it was trained with will do.
+        scheduled: kinds of evaluation that its configuration has measured at that step, beside the validation.
+        asked: those that it must have then, each with the keys of `eval` that it is asked for with; {}: the scheduled ones will do.
     """
 
     folder: Path
     last_step: int
     metric: str
     symbolic: bool = False
+    scheduled: tuple[str, ...] = ()
     asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> State:
-        """How far the run came: `finished` once its last checkpoint and both metrics are there. One whose final loss is above the
-        cross-entropy of single tokens has diverged, like one that stopped at values that are not finite."""
+        """How far the run came: `finished` once its last checkpoint, both metrics and all that is measured at the end are there. One whose
+        final loss is above the cross-entropy of single tokens has diverged, like one that stopped at values that are not finite."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
             return "diverged"
         if not self.trained:
             return "unfinished"
-        return "finished" if self.measured and self.values(self.metric) is not None else "unfinished"
+        return "finished" if self.complete and self.measured and self.values(self.metric) is not None else "unfinished"
 
     @cached_property
     def divergence(self) -> str:
@@ -110,6 +111,15 @@ class Outcome:
         return step_path(self.folder / CHECKPOINTS, self.last_step).exists() and self.series(SELECTION) is not None
 
     @cached_property
+    def complete(self) -> bool:
+        """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
+        files = evaluation_files(self.folder)
+        missing = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
+        lines = read_metrics(self.folder / METRICS)[0] if missing else []
+        failed = {name for line in lines if line.get("step") == self.last_step for name in line}
+        return all(f"{kind}/failed" in failed for kind in missing)
+
+    @cached_property
     def measured(self) -> bool:
         """Whether all that is asked for was measured as it is asked for."""
         return self.asked.items() <= {one.kind: one.asked for one in self._evaluations}.items()
@@ -118,6 +128,11 @@ class Outcome:
     def ended(self) -> bool:
         """Whether nothing is left to train or to measure."""
         return self.state != "unfinished"
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that were measured by unit at the last step."""
+        return [name for evaluation in self._evaluations for one in evaluation.series if one.samples for name in one.logged]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""

@@ -79,7 +79,8 @@ class Procedure:
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
             metric, symbolic = self.experiment.primary.metric, config.data.symbolic
-            outcome = Outcome(config.run_folder, last_step, metric, symbolic, self._asked(size, arm, config))
+            scheduled = _scheduled(arm, config, last_step)
+            outcome = Outcome(config.run_folder, last_step, metric, symbolic, scheduled, self._asked(size, arm, config))
             if outcome.ended:  # for good: it is not read again
                 self._ended[config.run_folder] = outcome
         if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
@@ -346,6 +347,12 @@ class Procedure:
 
         measured = by_arm_and_rate(self.tried(size), size, "primary") if self.experiment.tuned else {}
         return {name: {rate: list(map(of_run, some)) for rate, some in by_rate.items()} for name, by_rate in measured.items()}
+
+
+def _scheduled(arm: Arm, config: Config, last_step: int) -> tuple[str, ...]:
+    """The kinds of evaluation, beside the validation, of a run's last step; of one that is not trained all that `lm eval` measures."""
+    wanted = {kind: one for kind, one in config.eval.kinds.items() if one.wanted(config.data)}
+    return tuple(kind for kind, one in wanted.items() if not arm.trained or one.is_due(last_step, last_step))
 
 
 def _over_documents(pairs: list[list[Values]]) -> Interval | None:
