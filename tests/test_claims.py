@@ -115,7 +115,8 @@ from pathlib import Path
 from fabricated import finish
 from lm.experiments import jobs
 from lm.experiments.definition import read_experiment
-from lm.experiments.procedure import Procedure, summary
+from lm.experiments.procedure import Procedure
+from lm.experiments.summary import summary
 file, seconds = Path(sys.argv[1]), float(sys.argv[2])
 jobs.POLL_SECONDS = 0.05
 procedure = Procedure(read_experiment(file, [f"runs={file.parent / 'runs'}", "data.source.paths=[.]"]))

@@ -10,7 +10,8 @@ from fabricated import finish
 from lm.errors import ConfigError
 from lm.experiments.commands import commands
 from lm.experiments.definition import read_experiment
-from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_config, read_json
 

@@ -16,8 +16,9 @@ from lm.config.load import to_yaml
 from lm.experiments.definition import read_experiment
 from lm.experiments.outcomes import selects
 from lm.experiments.page import write_page
-from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import report_part
+from lm.experiments.summary import summary
 from lm.report.along_axis import differences_along
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, step_path

@@ -13,7 +13,8 @@ from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.opening import open_experiment
 from lm.experiments.outcomes import selects
-from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
 from lm.runs.series import Sample

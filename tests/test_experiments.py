@@ -21,7 +21,8 @@ from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.plan import costs
-from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
 from lm.runs.series import Series

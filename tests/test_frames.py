@@ -11,7 +11,7 @@ from test_experiments import here, inline, overrides, written  # noqa: F401
 from lm.experiments.frames import curves, runs, tuning, verdicts
 from lm.experiments.jobs import Jobs
 from lm.experiments.opening import open_experiment
-from lm.experiments.procedure import summary
+from lm.experiments.summary import summary
 
 TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
     f",{arm},optim.lr,{rate},{seed},{loss},\n"

@@ -11,7 +11,8 @@ from fabricated import finish_all
 
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
-from lm.experiments.procedure import Procedure, Run, summary, tuning_means, tuning_table
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary, tuning_means, tuning_table
 from lm.experiments.tuning_tables import csv_text
 
 FILE = {

@@ -13,7 +13,8 @@ from scipy.stats import fisher_exact as scipys
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.plan import plan
-from lm.experiments.procedure import Procedure, summary
+from lm.experiments.procedure import Procedure
+from lm.experiments.summary import summary
 from lm.runs.folder import METRICS
 from lm.runs.series import Axis, Sample, Series
 from lm.statistics.learned import Learned, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
@@ -98,7 +99,7 @@ def experiment(folder: Path, **primary: object) -> Procedure:
         "primary": {"metric": "recall/associative 512", "better": "higher", **primary},
     }
     path.write_text(yaml.safe_dump(file, sort_keys=False))
-    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", "eval.recall.tasks=[passkey]"]))
 
 
 def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
@@ -140,5 +141,5 @@ def test_the_wrong_direction_is_said(tmp_path):
 def test_the_plan_says_from_how_many_seeds_on_a_difference_can_be_shown(tmp_path):
     assert any(
         "a run has learned if it reaches 0.9; a difference can be shown from 4 seeds on" in line
-        for line in plan(experiment(tmp_path, learned=0.9))
+        for line in plan(experiment(tmp_path, learned=0.9), None, "")
     )

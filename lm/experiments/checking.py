@@ -96,13 +96,21 @@ def _kind(metric: str) -> str:
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
-    """Raises ConfigError if no evaluation that a run is measured with logs the primary metric, as far as its name shows it."""
+    """Raises ConfigError if no evaluation that a run is measured with logs the primary metric, as far as its name shows it, or if it is
+    not measured often enough to be reached."""
     metric, wanted = experiment.primary.metric, config.eval.wanted(config.data)
     if _kind(metric) not in wanted:
         prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
         measured = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in wanted)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {measured}", remedy)])
+    when = config.eval.kinds.get(_kind(metric))
+    steps = config.trainer.max_steps
+    if experiment.primary.reach is not None and when and sum(when.is_due(step, steps) for step in range(1, steps + 1)) < 2:
+        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: eval.{_kind(metric)}.every"
+        raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
+    if experiment.primary.reach is not None and (still := [arm.name for arm in experiment.arms if not arm.trained]):
+        raise ConfigError([Problem("primary.reach", experiment.primary.reach, f"{still[0]} is not trained", "drop the arm, or train it")])
 
 
 def _check_evaluate(experiment: Experiment) -> list[Problem]:

@@ -15,7 +15,8 @@ from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import write_page
 from lm.experiments.plan import Costs, costs, plan
-from lm.experiments.procedure import Procedure, summary, tuning_means, tuning_table
+from lm.experiments.procedure import Procedure
+from lm.experiments.summary import summary, tuning_means, tuning_table
 from lm.experiments.timing import Times, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.files import write_text
@@ -162,6 +163,9 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
     if line.get("difference"):
         mean, low, high = (f"{value:+.4f}" if value is not None else "not finite" for value in line["difference"])
         shown["difference (95 % over seeds, unadjusted)"] = f"{mean} [{low}, {high}]"
+    if line.get("factor"):
+        mean, low, high = line["factor"]
+        shown["factor (95 % over seeds, unadjusted)"] = f"{mean:.3g} [{low:.3g}, {high:.3g}]"
     if line.get("over_seeds_and_documents"):
         _, low, high = line["over_seeds_and_documents"]
         shown["(over seeds and documents)"] = f"[{low:+.4f}, {high:+.4f}]"

@@ -71,7 +71,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
     sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
-    table = read_table(file.parent / made.tune.table, made.primary.metric) if made.tune.table else ()
+    table = read_table(file.parent / made.tune.table, made.primary.quantity) if made.tune.table else ()
     return Experiment(file.stem, base, arms, sizes, seeds, made.tune, made.primary, file, tuple(overrides), table, nested(evaluate))
 
 

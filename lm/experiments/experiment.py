@@ -47,8 +47,19 @@ class Primary:
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
-    matters: float = key(0.01, "smallest difference of interest, in the metric's unit", gt=0)
+    matters: float = key(0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0)
     learned: float | None = key(None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are")
+    reach: float | None = key(None, "compare the tokens at which the metric first reaches this; null: its values at the end")
+
+    def problems(self) -> list[Problem]:
+        """What contradicts itself."""
+        twice = self.learned is not None and self.reach is not None
+        return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if twice else []
+
+    @property
+    def quantity(self) -> str:
+        """What is compared, by its name in tables: the metric, or the tokens that it takes to reach a value."""
+        return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from dataclasses import fields
 import pandas as pd
 
 from lm.experiments.outcomes import SELECTION
-from lm.experiments.procedure import Procedure, Run, summary
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary
 from lm.experiments.tuning_tables import Tried
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import read_metrics

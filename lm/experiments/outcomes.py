@@ -16,6 +16,7 @@ from lm.runs.metric_log import DIVERGED, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 from lm.schema import Plain
+from lm.statistics.reach import tokens_to_reach
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 
@@ -141,40 +142,67 @@ class Outcome:
     @cached_property
     def _evaluations(self) -> list[Evaluation]:
         """Those at the last step."""
-        found = []
-        for (_, step), path in evaluation_files(self.folder).items():
-            if step == self.last_step:
-                try:
-                    content = read_json(path)
-                    found += [Evaluation.of(content)] if "series" in content else []
-                except (RunError, KeyError, TypeError, ValueError, AttributeError) as error:
-                    said = one_line(error).removeprefix(f"{path}: ")
-                    raise RunError(f"{path}: not an evaluation: {said}; delete it, and it is measured again") from None
-        return found
+        files = evaluation_files(self.folder)
+        return [one for (_, step), path in files.items() if step == self.last_step for one in _read(path)]
 
     def values(self, metric: str) -> Values | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
         if metric not in self._values:
-            self._values[metric] = self._read_values(metric)
+            self._values[metric] = _by_unit(self.series(metric), metric)
         return self._values[metric]
 
     @cached_property
     def _values(self) -> dict[str, Values | None]:
         return {}
 
-    def _read_values(self, metric: str) -> Values | None:
-        one = self.series(metric)
-        if one is None or not one.samples:
-            return None
-        if one.bins:  # logged is the mean over every position
-            (sample,), widths = one.samples, np.diff(one.axis.values)
-            values = sample.values @ widths / widths.sum()
-        else:
-            sample, values = one.column(one.logged.index(metric))
-        identity = (one.data_fingerprint or sample.sha256, sample.sha256)
-        return Values(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))
+    def tokens_to_reach(self, level: float, selection: bool) -> float:
+        """Tokens at which the wanted metric first reached a level, on the documents that select or on those that report, from the run's
+        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished."""
+        if self.state != "finished":
+            return math.inf
+        if selection not in self._reached:
+            last = self.values(self.metric)
+            points = [(one.tokens_seen, values.part(selection).mean) for one, values in self._history if values.identity == last.identity]
+            self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, last.better)
+        return self._reached[selection]
+
+    @cached_property
+    def _reached(self) -> dict[bool, float]:
+        return {}
+
+    @cached_property
+    def _history(self) -> list[tuple[Evaluation, Values]]:
+        """The evaluations of the wanted metric up to the last step, and its values then."""
+        kinds = {one.kind for one in self._evaluations for series in one.series if self.metric in series.logged}
+        files = [(at, path) for at, path in sorted(evaluation_files(self.folder).items()) if at[0] in kinds and at[1] <= self.last_step]
+        read = [one for _, path in files for one in _read(path)]
+        found = [(one, next((series for series in one.series if self.metric in series.logged), None)) for one in read if one.tokens_seen]
+        return [(one, values) for one, series in found if (values := _by_unit(series, self.metric))]
 
     def loss(self, metric: str) -> float:
         """The mean of a metric over the documents that select; infinite of a run that diverged."""
         found = self.values(metric) if self.state == "finished" else None
         return found.part(selection=True).mean if found else math.inf
+
+
+def _read(path: Path) -> list[Evaluation]:
+    """The evaluation in a file; [] if it holds no series. Raises RunError: it is damaged."""
+    try:
+        content = read_json(path)
+        return [Evaluation.of(content)] if "series" in content else []
+    except (RunError, KeyError, TypeError, ValueError, AttributeError) as error:
+        said = one_line(error).removeprefix(f"{path}: ")
+        raise RunError(f"{path}: not an evaluation: {said}; delete it, and it is measured again") from None
+
+
+def _by_unit(one: Series | None, metric: str) -> Values | None:
+    """A metric that a series logs by unit; None if it has no units."""
+    if one is None or not one.samples:
+        return None
+    if one.bins:  # logged is the mean over every position
+        (sample,), widths = one.samples, np.diff(one.axis.values)
+        values = sample.values @ widths / widths.sum()
+    else:
+        sample, values = one.column(one.logged.index(metric))
+    identity = (one.data_fingerprint or sample.sha256, sample.sha256)
+    return Values(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))

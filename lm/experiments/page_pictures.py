@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 
 from lm.evaluation.pictures import MOST_LINES
+from lm.experiments.experiment import Experiment
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
@@ -92,12 +93,14 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     primary, apart = experiment.primary, []
     for number, arm in enumerate(experiment.arms[1:], 1):
         found = {rate: [one for one in some if math.isfinite(one)] for rate, some in procedure.by_rate(size, arm).items()}
+        if primary.reach is not None:
+            found = {rate: np.expm1(some).tolist() for rate, some in found.items()}
         found = {rate: some for rate, some in found.items() if some}
         flat = [(rate, value) for rate, some in found.items() for value in some]
         apart.append(Trace(number, f"{arm.name} - {names[0]}, single seeds", *np.array(flat).reshape(-1, 2).T, "dots"))
         means = np.array([np.mean(some) for some in found.values()])
         apart.append(Trace(number, f"{arm.name} - {names[0]}, mean", np.array([*found]), means, "mean"))
-    measured = primary.metric if primary.learned is None else "fraction of runs that have learned"
+    measured = _difference(experiment) if primary.learned is None else "fraction of runs that have learned"
     small = primary.matters if primary.learned is None else 0.0
     title = f"Difference to {names[0]}, both at the same rate"
     second = Panel(title, experiment.tune.key, f"{measured}, selection text", apart, ticks, log=10, zero=True, small=small)
@@ -107,6 +110,12 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     caption += " Right: what the verdicts' rule about other rates looks at, once every tuning run has ended."
     caption += f" Shaded: differences below {small:g}." if small else ""
     return picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
+
+
+def _difference(experiment: Experiment) -> str:
+    """What differences are of, beside an axis."""
+    primary = experiment.primary
+    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 
 
 def _tried(number: int, arm: str, mine: list[Tried]) -> list[Trace]:
@@ -127,18 +136,21 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
     places = [found.size for found in sizes] if several else names[1:]
     traces = []
     for found, (number, arm) in product(sizes, enumerate(others, 1)):
-        single, interval = procedure.comparison(found.size, base, arm).differences, found.verdicts[arm.name].interval
+        single, interval = np.array(procedure.comparison(found.size, base, arm).differences), found.verdicts[arm.name].interval
+        ends = interval and np.array(interval.listed())
+        if experiment.primary.reach is not None:
+            single, ends = np.expm1(single), interval and ends - 1
         x = places.index(found.size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
         label = ", ".join(filter(None, (found.size, arm.name)))
         if len(single):
-            traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), np.array(single), "dots"))
+            traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), single, "dots"))
         if interval:
-            traces.append(_bar(number, label, x + 0.06, interval.listed()))
+            traces.append(_bar(number, label, x + 0.06, ends.tolist()))
     if not traces:
         return None
-    small, metric = experiment.primary.matters, experiment.primary.metric
+    small = experiment.primary.matters
     panel = Panel(
-        f"Difference to {base.name}" + (" by size" if several else ""), "", f"{metric}, report text", traces,
+        f"Difference to {base.name}" + (" by size" if several else ""), "", f"{_difference(experiment)}, report text", traces,
         dict(enumerate(places)), zero=True, small=small,
     )  # fmt: skip
     caption = (

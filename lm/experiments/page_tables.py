@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lm.experiments.experiment import Experiment
 from lm.experiments.size_results import SizeResults
 from lm.report.comparison import Comparison, show
 from lm.report.methods import how_measured
@@ -27,19 +28,25 @@ def summary_table(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Ta
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[_Made]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
-    metric = experiment.primary.metric
+    primary, base = experiment.primary, experiment.arms[0].name
     made = column("size", [line["size"] or None for line in lines], kind="label")
     made += column("arm", [line["arm"] for line in lines], kind="label")
     made += column(experiment.tune.key, [None if line["rate"] is None else f"{line['rate']:g}" for line in lines])
     made += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
-    made += column(f"mean {metric}", [digits(line["mean"]) for line in lines], "report text")
-    if experiment.primary.learned is not None:
+    kind = "mean" if primary.reach is None else "geometric mean,"
+    made += column(f"{kind} {primary.quantity}", [_amount(experiment, line["mean"]) for line in lines], "report text")
+    if primary.reach is not None:
+        made += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])
+    if primary.learned is not None:
         made += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
         fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
         made.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
-    over, name = "95% interval over seeds, not adjusted", f"difference to {experiment.arms[0].name}"
-    made += column(name, [one and one.interval for one in verdicts], over, "difference")
-    if experiment.primary.learned is None:
+    over, intervals = "95% interval over seeds, not adjusted", [one and one.interval for one in verdicts]
+    if primary.reach is None:
+        made += column(f"difference to {base}", intervals, over, "difference")
+    else:
+        made += column(f"factor to {base}", intervals, over, "mean")
+    if primary.learned is None:
         both = [one and one.over_documents for one in verdicts]
         made += column("on other text of the kind", both, "95% interval over seeds and documents", "difference")
     made += column("p", [one and f"{one.p:.2g}" for one in verdicts], "adjusted")
@@ -49,7 +56,7 @@ def summary_table(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Ta
 
 def seeds_table(found: SizeResults) -> Table:
     """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
-    primary, base = found.experiment.primary.metric, found.arm_names[0]
+    primary, base = found.experiment.primary, found.arm_names[0]
     runs = {(run.arm, run.seed): run for run in found.final}
     values = {at: found.value(run) for at, run in runs.items()}
     seeds = found.experiment.seeds
@@ -57,13 +64,31 @@ def seeds_table(found: SizeResults) -> Table:
     for arm in found.arm_names:
         at = [(arm, seed) for seed in seeds]
         words = [
-            digits(values[each]) if values.get(each) is not None else runs[each].outcome.state if each in runs else "no rate" for each in at
-        ]
-        made.append((Column(arm, primary), words))
+            _amount(found.experiment, values[each]) if values.get(each) is not None
+            else runs[each].outcome.state if each in runs else "no rate"
+            for each in at
+        ]  # fmt: skip
+        made.append((Column(arm, primary.quantity), words))
     for arm in found.arm_names[1:]:
         both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
-        made.append((Column(f"{arm} - {base}", primary), [None if None in pair else signed(pair[0] - pair[1]) for pair in both]))
-    return Table("Every seed" + (f", {found.size}" if found.size else "") + ", on the report text", primary, tuple(made))
+        if primary.reach is None:
+            made.append((Column(f"{arm} - {base}", primary.metric), [None if None in pair else signed(pair[0] - pair[1]) for pair in both]))
+        else:
+            ratios = [f"{pair[0] / pair[1]:.3g}" if reached(pair) else None for pair in both]
+            made.append((Column(f"{arm} / {base}", primary.quantity), ratios))
+    return Table("Every seed" + (f", {found.size}" if found.size else "") + ", on the report text", primary.quantity, tuple(made))
+
+
+def reached(tokens: tuple[float | None, ...]) -> bool:
+    """Whether all are numbers of tokens at which a run has reached its level."""
+    return all(one is not None and 0 < one < np.inf for one in tokens)
+
+
+def _amount(experiment: Experiment, value: float | None) -> str | None:
+    """What is compared of a run, in digits; tokens in whole numbers."""
+    if experiment.primary.reach is None or value is None:
+        return digits(value)
+    return f"{value:,.0f}" if reached((value,)) else "at the first evaluation" if value == 0 else "not reached"
 
 
 def cost_table(found: SizeResults) -> Table | None:

@@ -10,12 +10,13 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.report.comparison import show
 from lm.report.methods import corpus, measuring_methods, models, training_methods
-from lm.report.tables import DIFFERENCE
+from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
 from lm.schema import Plain
 from lm.statistics.tuning import EXTENSIONS
 from lm.statistics.verdicts import ALPHA, Verdict
 
+FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
     "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
     "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
@@ -39,6 +40,9 @@ def question(experiment: Experiment) -> str:
     if primary.learned is not None:
         reaches = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
         return f"{does} learn more or less often than {base}? (A run has learned if {reaches}.)"
+    if primary.reach is not None:
+        value = f"{primary.metric} {primary.reach:g}"
+        return f"{does} take fewer or more tokens to reach {value} than {base}, by more than a factor of {1 + primary.matters:g}?"
     return (
         f"{does} change {primary.metric} by more than {primary.matters:g}, compared with {base}? ({primary.better.capitalize()} is better.)"
     )
@@ -65,9 +69,10 @@ def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
     because = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
     if interval := verdict.interval:
         because = verdict.reason if verdict.reason.startswith("p =") else f"p = {verdict.p:.2g}. {because[:-1]}"
-        because = (
-            f"Difference to {found.arm_names[0]}: {DIFFERENCE.shown(interval)}, 95% interval over {interval.over}; adjusted {because}."
-        )
+        reach = found.experiment.primary.reach is not None
+        difference = f"{FACTOR.shown(interval)} times the tokens of" if reach else "Difference to"
+        difference += f" {found.arm_names[0]}" + ("" if reach else f": {DIFFERENCE.shown(interval)}")
+        because = f"{difference}, 95% interval over {interval.over}; adjusted {because}."
     return Answer(name, verdict.words, because)
 
 
@@ -77,7 +82,7 @@ def family(experiment: Experiment) -> str:
     if count == 1:
         return "There is one comparison: p needs no adjustment."
     sizes = f", {len(experiment.sizes)} sizes" if len(experiment.sizes) > 1 else ""
-    of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.metric}"
+    of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.quantity}"
     apart = "" if experiment.primary.learned is not None else ", of differences and of equivalence apart"
     return f"Family: {of}. p values are adjusted after Holm over all of them{apart}; intervals are not."
 
@@ -138,7 +143,11 @@ def _tests(experiment: Experiment) -> str:
     primary, base = experiment.primary, experiment.arms[0].name
     text = f"The primary metric, {primary.metric}, was settled in the experiment's file, with "
     test = "paired t tests over seeds of no difference and two one-sided t tests of a difference that matters"
-    if primary.learned is None:
+    if primary.reach is not None:
+        text += f"the value whose tokens are compared, {primary.reach:g}, and the smallest ratio of interest, {1 + primary.matters:g}. "
+        text += "The tokens at which a run first reached it are interpolated between evaluations, linearly in their logarithm."
+        test = test.replace("t tests", "t tests of log tokens", 1)
+    elif primary.learned is None:
         text += f"the smallest difference of interest, {primary.matters:g}."
     else:
         text += f"the level at which a run has learned, {primary.learned:g}."

@@ -1,5 +1,6 @@
 """The plan of an experiment, printed before anything is done: its runs, what they take, and how many seeds a difference takes."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -65,12 +66,12 @@ def _seeds(primary: Primary, comparisons: int) -> str:
     family = ALPHA / max(1, comparisons)
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(family)} seeds on"
-    spreads = (primary.matters / 2, primary.matters, 2 * primary.matters)
-    needed = ", ".join(f"{seeds_needed(each, primary.matters, family)} at {each:g}" for each in spreads)
-    return (
-        f"seeds to find a difference of {primary.matters:g} with probability {POWER:g}, by the standard deviation of differences between "
-        f"single runs: {needed}"
-    )
+    runs = "single runs" if primary.reach is None else "the logarithms of single runs"
+    margin, what = primary.matters, f"a difference of {primary.matters:g}"
+    if primary.reach is not None:
+        margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
+    needed = ", ".join(f"{seeds_needed(each, margin, family)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
+    return f"seeds to find {what} with probability {POWER:g}, by the standard deviation of differences between {runs}: {needed}"
 
 
 def _bytes(number: float) -> str:

@@ -15,11 +15,12 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.arms import SWAPPED, Arm, Swap
 from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
-from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys, table_lines
+from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds_and_documents
-from lm.statistics.learned import Learned, clopper_pearson, has_learned, learned_verdicts
-from lm.statistics.tuning import Tuned, chosen, differences, elsewhere, mean_loss, tuned
+from lm.statistics.learned import Learned, has_learned, learned_verdicts
+from lm.statistics.reach import factor, log_tokens
+from lm.statistics.tuning import Tuned, chosen, differences, elsewhere, tuned
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
@@ -175,13 +176,19 @@ class Procedure:
         return [
             Tried(
                 size, arm, experiment.tune.key, rate, one.seed, one.outcome.loss(SELECTION) if one.outcome.ended else None,
-                one.outcome.loss(experiment.primary.metric) if one.outcome.ended else None,
+                self._tried(one.outcome),
                 described(one.config, experiment.tune.key, starts[arm]),
             )
             for arm, by_rate in runs.items()
             for rate in sorted(by_rate)
             for one in by_rate[rate]
         ]  # fmt: skip
+
+    def _tried(self, outcome: Outcome) -> float | None:
+        """What is compared of a tuning run, on the selection text; infinite if it diverged; None: it has not ended."""
+        if not outcome.ended:
+            return None
+        return self.quantity(outcome, selection=True) if outcome.state == "finished" else math.inf
 
     def notes(self) -> list[str]:
         """What a reader must know beside the numbers, one sentence each."""
@@ -194,8 +201,8 @@ class Procedure:
             if keys := sorted({key for one in theirs for key in differing_keys(ours, one)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 found.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        if experiment.table and all(one.primary is None for one in experiment.table) and experiment.primary.metric != SELECTION:
-            missing = f"{experiment.tune.table} has no {experiment.primary.metric}"
+        if experiment.table and all(one.primary is None for one in experiment.table) and experiment.primary.quantity != SELECTION:
+            missing = f"{experiment.tune.table} has no {experiment.primary.quantity}"
             found.append(f"{missing}: whether a difference depends on the rate was not looked at")
         if self.added:
             seeds = ", ".join(map(str, self.added))
@@ -246,7 +253,7 @@ class Procedure:
         return list({one.config.run_folder: one for one in found}.values())
 
     def verdicts(self) -> dict[str, Verdict]:
-        """The verdict on each arm but the baseline, of several sizes on `ARM, SIZE`.
+        """The verdict on each arm but the baseline, of several sizes on `ARM, SIZE`; with `primary.reach` the interval is of the factor.
 
         Raises:
             RunError: the primary metric was not measured, or its direction is another.
@@ -256,7 +263,10 @@ class Procedure:
         if primary.learned is not None:
             found = learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
         else:
-            found = verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, primary.better)
+            ratio = primary.reach is not None
+            better = "lower" if ratio else primary.better
+            found = verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, better, ratio)
+            found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
         return {name: replace(one, exploratory=self.added + self.left_out) for name, one in found.items()}
 
     @property
@@ -283,10 +293,14 @@ class Procedure:
         why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
         finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
         differences = [self._value(ours) - self._value(theirs) for ours, theirs in finished]
-        text = [pair for pair in finished if not pair[0].config.data.symbolic]
+        unreached = ""
+        if self.experiment.primary.reach is not None:
+            unreached = self._unreached([one for pair in finished for one in pair])
+            differences = [one for one in differences if math.isfinite(one)]
+        text = [pair for pair in finished if self.experiment.primary.reach is None and not pair[0].config.data.symbolic]
         crossed = _over_documents([[one.outcome.values(self.experiment.primary.metric) for one in pair] for pair in text])
         other = self._elsewhere(size, base, arm, rates)
-        return Comparison(differences, len(diverged), other, planned=len(pairs), why=why, over_documents=crossed)
+        return Comparison(differences, len(diverged), other, planned=len(pairs), why=why, over_documents=crossed, unreached=unreached)
 
     def counted(self, size: str, base: Arm, arm: Arm) -> Learned:
         """How many of the runs so far have learned, of an arm and of the baseline."""
@@ -307,16 +321,36 @@ class Procedure:
         _check_alike([one for one in runs if one.arm in (arm.name, self.experiment.arms[0].name)], self.experiment.primary.metric)
         return [one for one in runs if one.arm == arm.name]
 
+    def _unreached(self, runs: list[Run]) -> str:
+        """How many finished runs of each arm have no number of tokens, in words; empty if all have one."""
+        primary, said = self.experiment.primary, []
+        for arm in dict.fromkeys(one.arm for one in runs):
+            tokens = [self.quantity(one.outcome) for one in runs if one.arm == arm]
+            if never := sum(one == math.inf for one in tokens):
+                said.append(f"{never} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
+            if early := sum(one == 0 for one in tokens):
+                said.append(f"{early} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
+        return "; ".join(said)
+
+    def quantity(self, outcome: Outcome, selection: bool = False) -> float:
+        """What is compared of a finished run, on the documents that report or on those that select: the primary metric, or the tokens at
+        which it first reached `primary.reach` (0: before its first evaluation; infinite: never)."""
+        primary = self.experiment.primary
+        if primary.reach is None:
+            return outcome.values(primary.metric).part(selection).mean
+        return outcome.tokens_to_reach(primary.reach, selection)
+
     def _value(self, run: Run) -> float:
-        """The primary metric on the documents that are reported on; NaN of a run that is not finished.
+        """The primary metric on the documents that are reported on, or the logarithm of `quantity`'s tokens; NaN of a run that is not
+        finished.
 
         Raises:
             RunError: its direction is another than the experiment says.
         """
         primary = self.experiment.primary
-        found = run.outcome.values(primary.metric) if run.outcome.state == "finished" else None
         self.check_direction(run.outcome)
-        return found.part(selection=False).mean if found else math.nan
+        found = self.quantity(run.outcome) if run.outcome.state == "finished" else math.nan
+        return found if primary.reach is None else log_tokens(found)
 
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
@@ -332,7 +366,7 @@ class Procedure:
 
     def by_rate(self, size: str, arm: Arm) -> dict[float, list[float]]:
         """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
-        run that has learned and 0 else. Infinite where one of them diverged."""
+        run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
         values, base = self._tried_values(size), self.experiment.arms[0]
         return differences(arm.name, base.name, values) if {arm.name, base.name} <= values.keys() and self.rates(size) else {}
 
@@ -343,6 +377,8 @@ class Procedure:
         def of_run(value: float) -> float:
             if primary.learned is not None:
                 return float(has_learned(value, primary.learned, primary.better))
+            if primary.reach is not None:
+                return log_tokens(value)
             return -value if value == math.inf and primary.better == "higher" else value
 
         measured = by_arm_and_rate(self.tried(size), size, "primary") if self.experiment.tuned else {}
@@ -379,62 +415,3 @@ def _check_alike(runs: list[Run], metric: str) -> None:
 
 def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[float]]:
     return {rate: [one.outcome.loss(metric) for one in runs] for rate, runs in by_rate.items()}
-
-
-def summary(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One entry for each size and arm: rate, finished runs, mean of the primary metric on the reported documents over the seeds that all
-    arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
-    over the tuning seeds at each rate; if runs learn or don't, how many `learned` of those that `ended`, and the fraction's interval."""
-    experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
-    counting = experiment.primary.learned is not None
-    for size in experiment.sizes:
-        rates = procedure.rates(size) or {}
-        finished = [seeds for arm in experiment.arms if (seeds := procedure.finished_seeds(size, arm))]
-        common = set(finished[0]).intersection(*finished) if finished else set()
-        for number, arm in enumerate(experiment.arms):
-            runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
-            done = [one for one in runs if one.outcome.state == "finished"]
-            values = {one.seed: one.outcome.values(experiment.primary.metric).part(selection=False).mean for one in done}
-            means = [value for seed, value in values.items() if seed in common]
-            learned = (
-                [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in values.values()] if counting else []
-            )
-            line: dict[str, Plain] = {
-                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(values), "of": len(experiment.seeds),
-                "mean": float(np.mean(means)) if means and np.isfinite(means).all() else None,
-            }  # fmt: skip
-            if counting:
-                ended = sum(one.outcome.ended for one in runs)
-                line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
-            if number:
-                verdict = judged[f"{arm.name}, {size}" if size else arm.name]
-                line |= {"verdict": verdict.words, "reason": verdict.reason, "difference": _finite(verdict.interval), "p": verdict.p}
-                line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
-                line |= {"p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
-                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in procedure.by_rate(size, arm).items() if some}
-                line["differences_by_rate"] = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
-            lines.append(line)
-    return lines
-
-
-def _finite(interval: Interval | None) -> list[float | None] | None:
-    """[mean, low, high], null where not finite."""
-    return interval and [value if math.isfinite(value) else None for value in interval.listed()]
-
-
-def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
-    tried = [one for size in procedure.experiment.sizes for one in procedure.tried(size)]
-    return table_lines(tried, procedure.experiment.primary.metric)
-
-
-def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Mean selection loss (SELECTION) of every arm at every rate that was tried; null where a run diverged or is not done."""
-    lines = []
-    for size in procedure.experiment.sizes:
-        tried = procedure.tried(size)
-        for arm, rate in dict.fromkeys((one.arm, one.rate) for one in tried):
-            losses = [one.selection for one in tried if (one.arm, one.rate) == (arm, rate)]
-            mean = mean_loss([math.inf if loss is None else loss for loss in losses])
-            lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
-    return lines

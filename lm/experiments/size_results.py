@@ -27,7 +27,7 @@ class SizeResults:
     """
 
     def __init__(self, procedure: Procedure, size: str, verdicts: dict[str, Verdict]):
-        self.experiment, self.size = procedure.experiment, size
+        self.experiment, self.size, self._quantity = procedure.experiment, size, procedure.quantity
         self.verdicts = {name: verdicts[f"{name}, {size}" if size else name] for name in self.arm_names[1:]}
         self.rates = procedure.rates(size)
         self.final: list[Run] = list(procedure.final(size, self.rates or {}))
@@ -60,9 +60,8 @@ class SizeResults:
         return [(run, record) for run, record in self.begun if run.outcome.state == "finished"]
 
     def value(self, run: Run) -> float | None:
-        """A final run's primary metric on the documents that report; None of a run that has not finished."""
-        values = run.outcome.values(self.experiment.primary.metric) if run.outcome.state == "finished" else None
-        return values and values.part(selection=False).mean
+        """What is compared of a final run (`Procedure.quantity`); None of a run that has not finished."""
+        return self._quantity(run.outcome) if run.outcome.state == "finished" else None
 
     @cached_property
     def comparison(self) -> Comparison | None:

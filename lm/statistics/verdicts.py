@@ -35,6 +35,7 @@ class Comparison:
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
         over_documents: the difference with its interval over seeds and documents, where there are enough of both.
+        unreached: which runs have no value, as they did not reach a level, in words: then there is no verdict.
     """
 
     differences: Sequence[float]
@@ -44,6 +45,7 @@ class Comparison:
     planned: int | None = None
     why: str = ""
     over_documents: Interval | None = None
+    unreached: str = ""
 
     @property
     def whole(self) -> bool:
@@ -81,7 +83,9 @@ class Verdict:
         return f"exploratory: {self.kind}" if self.exploratory else self.kind
 
 
-def verdicts(comparisons: Mapping[str, Comparison], matters: float, better: Literal["lower", "higher"]) -> dict[str, Verdict]:
+def verdicts(
+    comparisons: Mapping[str, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False
+) -> dict[str, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family.
 
     Paired t tests of no difference, and two one-sided t tests (Schuirmann 1987) of |difference| >= `matters`; Holm's (1979) adjustment
@@ -91,32 +95,34 @@ def verdicts(comparisons: Mapping[str, Comparison], matters: float, better: Lite
         comparisons: by name.
         matters: smallest difference of interest, in the metric's unit, settled before any run.
         better: which direction of the metric is better.
+        ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
 
     Raises:
         ValueError: no `matters` above 0.
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
+    margin, amount = (math.log1p(matters), f"a factor of {1 + matters:g}") if ratio else (matters, f"{matters:g}")
     tested = {name: _testable(one) for name, one in comparisons.items()}
     differs = holm([p_difference(one.differences) if tested[name] else 1.0 for name, one in comparisons.items()])
-    alike = holm([p_equivalence(one.differences, matters) if tested[name] else 1.0 for name, one in comparisons.items()])
+    alike = holm([p_equivalence(one.differences, margin) if tested[name] else 1.0 for name, one in comparisons.items()])
     return {
-        name: _verdict(one, p, q, matters, better, len(comparisons))
+        name: _verdict(one, p, q, margin, amount, better, len(comparisons))
         for (name, one), p, q in zip(comparisons.items(), differs, alike, strict=True)
     }
 
 
 def _testable(one: Comparison) -> bool:
-    if not one.tuned or not one.whole or one.diverged:
+    if not one.tuned or not one.whole or one.diverged or one.unreached:
         return False
     return len(one.differences) >= FEWEST_SEEDS and bool(np.isfinite(one.differences).all())
 
 
-def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, family: int) -> Verdict:
+def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
     seeds = len(one.differences)
-    interval = over_seeds(np.array(one.differences)) if seeds > 1 else None
+    interval = over_seeds(np.array(one.differences)) if seeds > 1 and not one.unreached else None
     spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
-    needed = None if spread is None else seeds_needed(spread, matters, ALPHA / family)
+    needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family)
 
     def verdict(kind: Kind, reason: str) -> Verdict:
         return Verdict(kind, reason, interval, p, q, needed, one.over_documents)
@@ -127,6 +133,8 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
         )
     if not one.tuned:
         return verdict("not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged")
+    if one.unreached:
+        return verdict("not resolved", one.unreached)
     if not one.whole:
         return verdict("not resolved", f"{seeds} of {one.planned} seeds have ended")
     if seeds < FEWEST_SEEDS:
@@ -137,17 +145,15 @@ def _verdict(one: Comparison, p: float, q: float, matters: float, better: str, f
             at = " and ".join(f"{rate:g}" for rate in turned)
             return verdict("depends on the rate", f"the difference has the other sign with both at rate {at}")
         if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
-            return verdict("different but below what matters", f"within {matters:g} of the baseline (p = {q:.2g})")
+            return verdict("different but below what matters", f"within {amount} of the baseline (p = {q:.2g})")
         return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
     if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
-        return verdict("equivalent", f"within {matters:g} of the baseline (p = {q:.2g} over {seeds} seeds)")
+        return verdict("equivalent", f"within {amount} of the baseline (p = {q:.2g} over {seeds} seeds)")
     if needed is not None and needed <= seeds:
         more = f"; equivalence takes {FEWEST_EQUIVALENT} seeds or more" if seeds < FEWEST_EQUIVALENT else ""
         return verdict("not resolved", f"neither a difference (p = {p:.2g}) nor equivalence (p = {q:.2g}) is shown{more}")
     how_many = f"more than {MOST_SEEDS}" if needed is None else f"{needed}"
-    return verdict(
-        "not resolved", f"finding a difference of {matters:g} 4 times in 5 takes {how_many} seeds, by the spread of these {seeds}"
-    )
+    return verdict("not resolved", f"finding a difference of {amount} 4 times in 5 takes {how_many} seeds, by the spread of these {seeds}")
 
 
 def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[float]:

@@ -1,0 +1,84 @@
+"""What an experiment has shown so far, as tables: the arms with their verdicts, and the tuning runs."""
+
+import math
+
+import numpy as np
+
+from lm.experiments.outcomes import SELECTION
+from lm.experiments.procedure import Procedure
+from lm.experiments.tuning_tables import table_lines
+from lm.schema import Plain
+from lm.statistics.intervals import Interval
+from lm.statistics.learned import clopper_pearson, has_learned
+from lm.statistics.tuning import mean_loss
+
+
+def summary(procedure: Procedure) -> list[dict[str, Plain]]:
+    """One entry for each size and arm: rate, finished runs, mean of the primary metric on the reported documents over the seeds that all
+    arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
+    over the tuning seeds at each rate (with `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in
+    place of differences); if runs learn or don't, how many `learned` of those that `ended`, and the fraction's interval."""
+    experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
+    counting, reach = experiment.primary.learned is not None, experiment.primary.reach is not None
+    for size in experiment.sizes:
+        rates = procedure.rates(size) or {}
+        finished = [seeds for arm in experiment.arms if (seeds := procedure.finished_seeds(size, arm))]
+        common = set(finished[0]).intersection(*finished) if finished else set()
+        for number, arm in enumerate(experiment.arms):
+            runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
+            done = [one for one in runs if one.outcome.state == "finished"]
+            values = {one.seed: procedure.quantity(one.outcome) for one in done}
+            means = [value for seed, value in values.items() if seed in common]
+            learned = (
+                [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in values.values()] if counting else []
+            )
+            line: dict[str, Plain] = {
+                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(values), "of": len(experiment.seeds),
+                "mean": _mean(means, geometric=reach),
+            }  # fmt: skip
+            line |= {"reached": sum(map(math.isfinite, values.values()))} if reach else {}
+            if counting:
+                ended = sum(one.outcome.ended for one in runs)
+                line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
+            if number:
+                verdict = judged[f"{arm.name}, {size}" if size else arm.name]
+                line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
+                line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
+                line |= {"p": verdict.p, "p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
+                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in procedure.by_rate(size, arm).items() if some}
+                finite = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
+                line["factors_by_rate" if reach else "differences_by_rate"] = {
+                    rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
+                }
+            lines.append(line)
+    return lines
+
+
+def _mean(values: list[float], geometric: bool) -> float | None:
+    """The arithmetic or geometric mean; None without values, or where one is not finite (of a geometric one, or 0)."""
+    if not values or not np.isfinite(values).all() or (geometric and not all(values)):
+        return None
+    return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))
+
+
+def _finite(interval: Interval | None) -> list[float | None] | None:
+    """[mean, low, high], null where not finite."""
+    return interval and [value if math.isfinite(value) else None for value in interval.listed()]
+
+
+def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
+    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
+    tried = [one for size in procedure.experiment.sizes for one in procedure.tried(size)]
+    return table_lines(tried, procedure.experiment.primary.quantity)
+
+
+def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
+    """Mean selection loss (SELECTION) of every arm at every rate that was tried; null where a run diverged or is not done."""
+    lines = []
+    for size in procedure.experiment.sizes:
+        tried = procedure.tried(size)
+        for arm, rate in dict.fromkeys((one.arm, one.rate) for one in tried):
+            losses = [one.selection for one in tried if (one.arm, one.rate) == (arm, rate)]
+            mean = mean_loss([math.inf if loss is None else loss for loss in losses])
+            lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
+    return lines

@@ -1,0 +1,169 @@
+"""Tokens at which runs first reach a value of the primary metric, compared as ratios."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import finish, validate
+
+from lm.errors import ConfigError
+from lm.experiments.definition import read_experiment
+from lm.experiments.page_pictures import differences, rates
+from lm.experiments.page_tables import seeds_table, summary_table
+from lm.experiments.page_words import answers, question
+from lm.experiments.plan import plan
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.size_results import SizeResults
+from lm.experiments.summary import summary, tuning_table
+from lm.experiments.tuning_tables import csv_text
+from lm.statistics.intervals import over_seeds
+from lm.statistics.reach import tokens_to_reach
+from lm.statistics.verdicts import Comparison, verdicts
+
+LEVEL = 4.6
+STEPS = (1, 2, 4, 8)  # of the evaluations
+TOKENS = 256  # in a step
+
+
+@pytest.mark.parametrize(
+    ("values", "better", "tokens"),
+    [
+        ([6.0, 5.0, 4.0, 3.0], "lower", 200 * 2**0.4),
+        ([6.0, 4.6, 5.0, 3.0], "lower", 200.0),
+        ([6.0, math.nan, 4.0, 3.0], "lower", 100 * 4**0.7),
+        ([6.0, 5.5, 5.0, 4.7], "lower", math.inf),
+        ([4.6, 4.0, 3.0, 2.0], "lower", 0.0),
+        ([1.0, 4.0, 5.0, 3.0], "higher", 200 * 2**0.6),
+    ],
+)
+def test_tokens_are_interpolated_in_their_logarithm_before_the_first_evaluation_that_reaches_the_level(values, better, tokens):
+    assert tokens_to_reach([100, 200, 400, 800], values, LEVEL, better) == pytest.approx(tokens)
+
+
+def test_a_ratio_that_matters_is_a_factor_either_way():
+    for ratio, kind in ((1.05, "different but below what matters"), (1 / 1.05, "different but below what matters"), (1.2, "worse")):
+        differences = np.log(ratio) + np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+        found = verdicts({"arm": Comparison(differences)}, 0.1, "lower", ratio=True)["arm"]
+        assert found.kind == kind
+    assert "within a factor of 1.1 of the baseline" in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, "lower", True)["a"].reason
+
+
+# ---------------------------------------------------------------- in experiments
+
+
+def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    path = folder / "trial.yaml"
+    arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
+    file = {"base": str(ROOT / "tests" / "tiny.yaml"), "arms": arms, "primary": {"reach": LEVEL, "matters": 0.1}}
+    path.write_text(yaml.safe_dump(file | changes, sort_keys=False))
+    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", *overrides]))
+
+
+def trained(run: Run, tokens: float) -> None:
+    """A run whose loss falls linearly in log tokens, and is LEVEL at `tokens`."""
+    for step in STEPS:
+        loss = LEVEL - 0.2 * math.log(step * TOKENS / tokens)
+        finish(run, loss) if step == run.outcome.last_step else validate(run, step, loss)
+
+
+def reached(run: Run) -> float:
+    """SSMax takes about 0.7 of the tokens."""
+    return 1000.0 + 10 * run.seed if run.arm == "softmax" else 700.0 * (1 + 0.01 * run.seed)
+
+
+def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
+    procedure = experiment(tmp_path)
+    for run in procedure.known():
+        trained(run, reached(run))
+    soft, scalable = summary(procedure)
+    logs = np.log([7 * (100 + seed) / (1000 + 10 * seed) for seed in (1, 2, 3)])
+    expected = np.exp(over_seeds(logs).listed())
+    assert scalable["verdict"] == "better"
+    assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
+    assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)
+    assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
+    sizes = [SizeResults(procedure, "", procedure.verdicts())]
+    assert answers(sizes)[0].because.startswith("0.70 [0.70, 0.70] times the tokens of softmax, 95% interval over 3 seeds; adjusted p = ")
+    assert question(procedure.experiment) == (
+        "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
+    )
+    headings = [column.name for column in summary_table(sizes, [soft, scalable]).columns]
+    assert headings[2:5] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
+    cells = [[cell for _, cell in row] for row in seeds_table(sizes[0]).rows]
+    assert cells[0] == ["1", "1,010", "707", "0.7"]
+
+
+def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
+    procedure = experiment(tmp_path, seeds=[1, 2, 3, 4, 5])
+    for run in procedure.known():
+        trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
+    soft, scalable = summary(procedure)
+    expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
+    assert (scalable["verdict"], scalable["reason"]) == ("not resolved", expected)
+    assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
+    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.verdicts())).rows]
+    assert cells[0][1:] == ["at the first evaluation", "707", None]
+    assert cells[4][2:] == ["not reached", None]
+
+
+def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, monkeypatch):
+    procedure = experiment(tmp_path)
+    run = procedure.known()[0]
+    trained(run, 1000.0)
+    monkeypatch.setattr("fabricated.DOCUMENTS", 25)
+    monkeypatch.setattr("fabricated.FINGERPRINT", "another")
+    validate(run, 2, 4.0)
+    assert procedure.known()[0].outcome.tokens_to_reach(LEVEL, selection=False) == pytest.approx(1000, rel=1e-3)
+
+
+def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.report.panels._drawn", lambda *given: "<svg />")
+    tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
+    procedure = experiment(tmp_path, tune=tune)
+    by_rate = {1e-3: (900, 1400), 2e-3: (700, 600), 4e-3: (900, 1400)}  # softmax, ssmax
+    while left := [one for one in procedure.known() if not one.outcome.ended]:
+        for run in left:
+            trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
+    _, scalable = summary(procedure)
+    assert scalable["verdict"] == "depends on the rate"
+    assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
+    at_end, at_rates = (
+        [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
+        for made in (differences(procedure, [SizeResults(procedure, "", procedure.verdicts())]), rates(procedure, ""))
+    )
+    (bar,) = (line for line in at_end if line["kind"] == "interval")
+    assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)
+    apart = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
+    assert apart == pytest.approx({float(rate): one - 1 for rate, one in scalable["factors_by_rate"].items()}, abs=1e-3)
+    table = tmp_path / "rates.csv"
+    table.write_text(csv_text(tuning_table(procedure)))
+    assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
+    again = experiment(tmp_path, tune={"table": "rates.csv"})
+    assert summary(again) == summary(procedure)
+    assert not any("was not looked at" in note for note in again.notes())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"primary": {"reach": 4.6, "learned": 4.6}}, "primary.reach = 4.6: runs would be compared in two ways"),
+        ({"primary": {"reach": 4.6, "metric": "long/loss"}}, "primary.reach = 4.6: long/loss is measured once, at the last step"),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "train": False}}},
+            "primary.reach = 4.6: b is not trained; drop the arm",
+        ),
+    ],
+)
+def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, **changes)
+
+
+def test_the_plan_counts_seeds_for_a_factor(tmp_path):
+    assert any(
+        "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line for line in plan(experiment(tmp_path), None, "")
+    )
