@@ -77,7 +77,7 @@ class ASEntmax(Entmax15):
 
 
 class Softpick(Normalizer):
-    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): no sink, exact zeros, a row sum of at most 1, arXiv 2504.20966.
+    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): no sink, exact zeros, a row sum of at most 1 (softpick).
 
     The 1e-8 is its source's: it takes weight from rows whose scores all lie within about 1e-8 of 0.
     """
