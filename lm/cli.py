@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -337,18 +337,33 @@ def compare(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]", show_default=False)
     ] = None,
+    commands: Annotated[bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")] = False,
+    submit: Annotated[
+        Literal["slurm", "local"] | None, typer.Option(help="work in jobs of SLURM, or in the background here", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="jobs to submit")] = 1,
+    job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
 ) -> None:
     """Train and compare the arms of an experiment.
 
     A file names arms, seeds and learning rates; several are worked on one after the other. Finished runs are kept and
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
-    files = [Path(one) for one in arguments if "=" not in one]
+    files, overrides = [Path(one) for one in arguments if "=" not in one], [one for one in arguments if "=" in one]
     if not files:
         raise ConfigError("no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import Work, compare
+    from lm.experiments.compare import Work, compare, print_commands, submit_workers
 
-    compare(files, [one for one in arguments if "=" in one], Work(jobs, retry, minutes), plan, report_only, out)
+    modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
+    modes |= {"--minutes": minutes is not None, "--out": out} if submit or commands else {}
+    if len(given := [name for name, on in modes.items() if on]) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other")
+    if commands:
+        print_commands(files, overrides)
+    elif submit:
+        submit_workers(files, overrides, jobs, workers, job_options, submit, retry)
+    else:
+        compare(files, overrides, Work(jobs, retry, minutes), plan, report_only, out)
 
 
 @app.command()

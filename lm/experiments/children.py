@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ask to be stopped as by SIGTERM when the process that started this one ends, however that happens; on Linux alone."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -70,7 +70,7 @@ class Children:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
             self._running[folder] = process
             try:

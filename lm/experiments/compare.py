@@ -1,13 +1,18 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
 import math
+import shlex
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
+from lm.experiments.commands import commands
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
@@ -19,6 +24,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary, tuning_means, tuning_table
 from lm.experiments.timing import Times, run_times
 from lm.experiments.tuning_tables import csv_text
+from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_text
 from lm.runs.folder import write_json
 from lm.schema import Plain
@@ -71,6 +77,33 @@ def compare(
         print(f"report of all experiments: {write_page(procedures, out)}")
     if failures:
         raise RunsFailed("; ".join(failures))
+
+
+def submit_workers(files: list[Path], overrides: list[str], jobs: int, number: int, options: str, engine: Engine, retry: bool) -> None:
+    """Print the plans of experiments, prepare their text, and submit jobs that work on them, `jobs` runs at a time each.
+
+    Raises:
+        LMError: an experiment's file or an option is wrong, or the scheduler refuses.
+    """
+    read, procedures = read_options(options), [open_experiment(path, overrides, jobs) for path in files]
+    for procedure in procedures:
+        prepare(procedure.experiment.first_config.data, progress=True)
+        print("\n".join(plan(procedure, costs(procedure), "not estimated for the machines of the jobs")), flush=True)
+        if retry:
+            Jobs(procedure, jobs).retry()
+    output = procedures[0].experiment.folder.absolute() / OUTPUT
+    ids = submit([*map(str, files), *overrides, "--jobs", str(jobs)], number, output, read, engine)
+    print(f"submitted: {', '.join(ids)}; their output: {output}")
+
+
+def print_commands(files: list[Path], overrides: list[str]) -> None:
+    """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
+    for path in files:
+        with redirect_stdout(sys.stderr):  # what is said of the text is no command
+            procedure = start(path, overrides)
+        for run in Jobs(procedure, 1).free():
+            lines = [shlex.join([sys.executable, "-m", "lm", *one]) for one in commands(run, procedure.experiment.folder)]
+            print(" && ".join(lines), flush=True)
 
 
 def _planned(procedures: list[Procedure], work: Work, working: bool) -> list[Procedure]:

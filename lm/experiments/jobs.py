@@ -61,7 +61,7 @@ class Jobs:
 
         Raises:
             RunsFailed: at the end, if some did.
-            Stopped: by SIGINT, SIGTERM or SIGHUP; the runs have saved a checkpoint.
+            Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
         """
         pending: dict[Future, tuple[Run, Claim]] = {}
         with _signals() as received, ThreadPoolExecutor(self.jobs) as pool:
@@ -89,6 +89,10 @@ class Jobs:
                 raise
         self._report_failures()
 
+    def free(self) -> list[Run]:
+        """Runs that can be started now, and that no process works on."""
+        return [run for run in self._startable(set()) if not self.claims.holder(_claim_name(run))]
+
     def _startable(self, running: set[Path]) -> Iterator[Run]:
         """Runs that are not done and have not failed, whose starting weights are there."""
         known = self.procedure.known()
@@ -104,7 +108,7 @@ class Jobs:
 
     def _claim(self, run: Run) -> Claim | None:
         """The claim on a run that is still to be done; None if another process has it, or has just done it."""
-        claim = self.claims.take(str(Path(run.size) / run.config.name), lambda: self.children.stop_one(run))
+        claim = self.claims.take(_claim_name(run), lambda: self.children.stop_one(run))
         if claim and (replace(run.outcome).ended or read_failure(self.folder, run)):  # by another, since we looked
             self.claims.release(claim)
             return None
@@ -174,17 +178,23 @@ class Jobs:
         self.claims.release_all()
 
 
+def _claim_name(run: Run) -> str:
+    return str(Path(run.size) / run.config.name)
+
+
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
+    """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and received:  # schedulers announce the end of a job more than once
+            return
         received.append(number)
         raise KeyboardInterrupt
 
     main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(number) == signal.SIG_DFL]
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, interrupt)
     try:
