@@ -481,7 +481,7 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
         node[last] = value
         with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
             Evaluation.of(changed)
-        if isinstance(node, dict) and last not in ("options", "references", UNIGRAM):
+        if isinstance(node, dict) and last not in ("options", "references", UNIGRAM) and "asked" not in (*inner, last):
             del node[last]
             with pytest.raises((KeyError, ValueError)):
                 Evaluation.of(changed)
