@@ -115,3 +115,8 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     path.write_text('{"series": [')
     with pytest.raises(RunError, match=r"not an evaluation: not readable as JSON: .*; delete it, and it is measured again"):
         replace(run.outcome).state  # noqa: B018
+
+
+def test_before_tuning_has_ended_no_seed_has(tmp_path):
+    line = summary(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
+    assert (line["verdict"], line["reason"]) == ("not resolved", "0 of 3 seeds have ended")

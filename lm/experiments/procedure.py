@@ -285,7 +285,7 @@ class Procedure:
         """What the runs so far show of an arm against the baseline."""
         rates = self.rates(size)
         if rates is None:
-            return Comparison(())
+            return Comparison((), planned=len(self.experiment.seeds))
         if not {arm.name, base.name} <= rates.keys():
             return Comparison((), tuned=False)
         pairs = list(zip(*(self._judged(size, one, rates) for one in (arm, base)), strict=True))
