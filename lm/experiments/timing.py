@@ -79,29 +79,37 @@ def _pilot(procedure: Procedure, jobs: int) -> Times:
     if not experiment.first_config.data.symbolic:
         open_prepared(experiment.first_config.data)
     with tempfile.TemporaryDirectory() as folder:
-        files = []
+        files = {}
         for arm in arms:
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"})
-            files.append(Path(folder) / f"{arm.name}.yaml")
-            write_text(files[-1], to_yaml(config))
-        took = _timed([sys.executable, "-m", "lm.training.pilot", *map(str, files)], jobs)
-    found = {arm.name: seconds for arm, seconds in zip(arms, took, strict=True)}
+            files[arm.name] = Path(folder) / f"{arm.name}.yaml"
+            write_text(files[arm.name], to_yaml(config))
+        found = _timed(files, jobs)
     if experiment.folder.is_dir():
         write_json(kept, {"jobs": jobs, "seconds": found})
     return {(size, arm): seconds for arm, seconds in found.items()}
 
 
-def _timed(command: list[str], jobs: int) -> list[float]:
-    """Seconds of a run of each configuration, the start of its process included; the mean of `jobs` pilots at the same time."""
+def _timed(files: dict[str, Path], jobs: int) -> dict[str, float]:
+    """Seconds of a run of each configuration, the start of its process included. They are shared out among `jobs` processes that work at
+    the same time, as the runs will; each is timed at least once, and no process is idle from the start."""
+    names = list(files)
+    shared = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
     begin = time.monotonic()
-    pilots = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(jobs)]
-    found = []
-    for process in pilots:
+    command = [sys.executable, "-m", "lm.training.pilot"]
+    pilots = [
+        subprocess.Popen([*command, *(str(files[name]) for name in some)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for some in shared
+    ]
+    seconds, inside = defaultdict(list), []
+    for process, some in zip(pilots, shared, strict=True):
         out, err = process.communicate()
         if process.returncode:
             last = (err.strip() or "no output").splitlines()[-1]
             raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last.removeprefix('error: ')))}")
-        found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-    whole = time.monotonic() - begin
-    inside = statistics.fmean(sum(each["wall_seconds"] for each in one) for one in found)
-    return [statistics.fmean(one[number]["seconds"] for one in found) + max(0.0, whole - inside) for number in range(len(found[0]))]
+        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        inside.append(sum(each["wall_seconds"] for each in found))
+        for name, each in zip(some, found, strict=True):
+            seconds[name].append(each["seconds"])
+    start = max(0.0, time.monotonic() - begin - max(inside))
+    return {name: statistics.fmean(some) + start for name, some in seconds.items()}
