@@ -79,7 +79,7 @@ def submit(arguments: list[str], number: int, output: Path, options: dict[str, s
     try:
         import submitit
     except ImportError:
-        raise RunError("--submit needs submitit, which is not installed: pip install 'lm-normalizers[slurm]'") from None
+        raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5'") from None
     given = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
     prefixed: dict[str, object] = {name if name in _COMMON else f"{engine}_{name}": value for name, value in given.items()}
     if engine == "slurm":
