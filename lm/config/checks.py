@@ -29,14 +29,12 @@ def check(config: Config) -> list[Problem]:
         "data.documents", data.documents, "each sequence of a task is a document of its own", "drop it",
     )  # fmt: skip
     problems += check_phases(config)
-
-    problems += data.lengths.conflicts(data.seq_len, trainer.max_steps, one_source=len(data.sources) == 1 and not data.tasks)
     problem(
         model.position.ends and data.lengths.shorter,
         "data.lengths", data.lengths.name, "short sequences train the first learned positions only", "set model.position=rope",
     )  # fmt: skip
 
-    problems += check_tasks(config) + check_weights(config)
+    problems += check_tasks(config)
 
     step_length = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
@@ -52,16 +50,15 @@ def check(config: Config) -> list[Problem]:
             "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
         )  # fmt: skip
     problem(
-        optim.warmup_steps > trainer.max_steps,
-        "optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {trainer.max_steps}",
+        trainer.max_steps is None and trainer.tokens_per_parameter is None,
+        "trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter",
     )  # fmt: skip
-    if isinstance(optim.schedule, WSD):
-        decay = round(optim.schedule.decay_fraction * trainer.max_steps)
-        problem(
-            optim.warmup_steps + decay > trainer.max_steps,
-            "optim.schedule.decay_fraction", optim.schedule.decay_fraction,
-            f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {trainer.max_steps} steps for the warm-up",
-        )  # fmt: skip
+    problem(
+        bool(trainer.max_steps and trainer.tokens_per_parameter),
+        "trainer.tokens_per_parameter", trainer.tokens_per_parameter, f"trainer.max_steps = {trainer.max_steps} is given, too", "drop one",
+    )  # fmt: skip
+    if trainer.max_steps:
+        problems += check_steps(config)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         found = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
@@ -69,22 +66,34 @@ def check(config: Config) -> list[Problem]:
     return problems
 
 
-def check_phases(config: Config) -> list[Problem]:
-    """What is wrong with `phases`: their order, their ends, their normalizers."""
-    problems = []
-    phases, ends = config.phases, config.phase_ends
+def check_steps(config: Config) -> list[Problem]:
+    """What the number of steps, which is given or known by now, leaves no room for: lengths, warm-up, decay, phases, sources and tasks."""
+    data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
+    problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
+    if optim.warmup_steps > steps:
+        problems.append(Problem("optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {steps}"))
+    if isinstance(optim.schedule, WSD) and optim.warmup_steps + round(optim.schedule.decay_fraction * steps) > steps:
+        reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
+        problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason))
     for index, phase in enumerate(phases):
-        where = f"phases[{index}]"
-        start = ends[index - 1] if index else 0
+        where, start = f"phases[{index}]", ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
-            problems.append(Problem(f"{where}.until", phase.until, f"is not after phases[{index - 1}].until = {phases[index - 1].until}"))
-        elif ends[index] <= start:
-            problems.append(
-                Problem(f"{where}.until", phase.until, f"leaves the phase no step of trainer.max_steps = {config.trainer.max_steps}")
-            )
+            continue  # `check_phases` says so
+        if ends[index] <= start:
+            problems.append(Problem(f"{where}.until", phase.until, f"leaves the phase no step of trainer.max_steps = {steps}"))
         elif phase.warmup_steps > ends[index] - start:
             reason = f"is more than the {ends[index] - start} steps of the phase"
             problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason))
+    return problems + check_weights(config)
+
+
+def check_phases(config: Config) -> list[Problem]:
+    """What is wrong with `phases`: their order, their normalizers."""
+    problems, phases = [], config.phases
+    for index, phase in enumerate(phases):
+        if index and phase.until <= phases[index - 1].until:
+            reason = f"is not after phases[{index - 1}].until = {phases[index - 1].until}"
+            problems.append(Problem(f"phases[{index}].until", phase.until, reason))
     if not phases:
         return problems
     if phases[-1].until != 1:

@@ -18,6 +18,8 @@ from lm.errors import ConfigError, Problem, abbreviated, one_line
 from lm.schema import Effect, Plain, block_of, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
 
 MAX_BASES = 50  # files that inherit from each other in a row
+# Keys that say the same in two ways: where one is laid on the other, it takes its place.
+ALTERNATIVES = {"trainer.max_steps": "tokens_per_parameter", "trainer.tokens_per_parameter": "max_steps"}
 
 
 def load(arguments: list[str]) -> Config:
@@ -68,6 +70,8 @@ def parse(plain: dict[str, Plain]) -> Config:
     """
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
+    if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
+        config.trainer.max_steps = None  # the default gives way
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
         config.model.normalizer = config.phases[0].normalizer
     failed = {problem.path for problem in problems}
@@ -168,14 +172,16 @@ def acting_in(command: str, schema: type = Config, above: Effect | None = None, 
 
 def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict[str, Plain]:
     """`over` laid on `under`, both the block `at` (such as `optim.`). A block whose `name` changes replaces the old block whole,
-    so that options of one normalizer are never applied to another.
+    so that options of one normalizer are never applied to another; of ALTERNATIVES the one in `over` stays.
 
     Raises:
         ConfigError: a number where keys of a block are laid on it: that it stood there would never be seen.
     """
     merged = dict(under)
     for name, value in over.items():
-        old = merged.get(name)
+        old, other = merged.get(name), ALTERNATIVES.get(f"{at}{name}")
+        if other and value is not None and other not in over:
+            merged.pop(other, None)
         if value is None and is_block(old):
             continue  # an empty block in YAML is null
         if isinstance(value, str) and is_block(old):

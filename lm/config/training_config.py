@@ -115,7 +115,15 @@ EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands th
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = key(1000, "optimizer steps", {"affects": "training", "on_resume": "free"}, ge=1, le=10**9)
+    max_steps: int | None = key(
+        1000, "optimizer steps; null: as tokens_per_parameter says", {"affects": "training", "on_resume": "free"}, ge=1, le=10**9
+    )
+    tokens_per_parameter: float | None = key(
+        None,
+        "in place of max_steps, which a run records: tokens a parameter (those of normalizers aside); the last given of the two counts",
+        gt=0,
+        le=10**6,
+    )
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": EVERYWHERE})
     devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "machines", ge=1, le=10**4)

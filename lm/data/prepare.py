@@ -7,7 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from lm.config.data_config import DataConfig
+from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
@@ -61,6 +61,21 @@ def open_prepared(data: DataConfig) -> Store:
     if not folder.exists():
         raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
     return Store.open(folder)
+
+
+def vocabulary(data: DataConfig) -> int | None:
+    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if that takes what isn't there."""
+    if data.symbolic:
+        return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # and the end of text
+    try:
+        return open_prepared(data).vocab_size
+    except DataError:
+        if isinstance(data.tokenizer, TrainedTokenizer):
+            return data.tokenizer.vocab_size
+    try:
+        return tokenizer.vocab_size(tokenizer.tokenizer_of(data.tokenizer))
+    except DataError:
+        return None
 
 
 def store_of(data: DataConfig, wanted: str) -> Store | None:

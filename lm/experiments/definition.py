@@ -1,12 +1,14 @@
 """Reading the file of an experiment."""
 
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from lm.config.load import merge, read_overrides, read_yaml
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
-from lm.errors import ConfigError, Problem
+from lm.data.prepare import vocabulary
+from lm.errors import ConfigError, DataError, Problem
 from lm.experiments.arms import nested, read_arms, read_blocks
 from lm.experiments.checking import check
 from lm.experiments.experiment import Experiment, Primary, Tune
@@ -24,6 +26,7 @@ class _File:
     primary: Primary = section(Primary, "what decides")
 
 
+TOKENS = "trainer.tokens_per_parameter"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
 
 
@@ -34,7 +37,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
         ConfigError: everything that is wrong with it, in one message, also with the configuration of any arm.
     """
     try:
-        found = _experiment(file, overrides)
+        found = _with_steps(_experiment(file, overrides))
         check(found)
     except ConfigError as error:
         raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
@@ -63,6 +66,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
     fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()
+    for arm in arms:
+        if (given := flatten(arm.changes).get(TOKENS)) is not None:
+            problems.append(
+                Problem(f"arms.{arm.name}.{TOKENS}", given, "the arms of a size train equally long", "give it in base or sizes")
+            )
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
     for where, changes in blocks.items():
         for path in sorted(fixed & set(flatten(changes))):
@@ -73,6 +81,29 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
     table = read_table(file.parent / made.tune.table, made.primary.quantity) if made.tune.table else ()
     return Experiment(file.stem, base, arms, sizes, seeds, made.tune, made.primary, file, tuple(overrides), table, nested(evaluate))
+
+
+def _with_steps(experiment: Experiment) -> Experiment:
+    """The experiment with the steps of each size that gives tokens by the number of parameters: those of the baseline, for all arms."""
+    sizes = dict(experiment.sizes)
+    for size, changes in experiment.sizes.items():
+        given = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
+        for arm in reversed(experiment.arms) if given else ():  # the baseline last; the others only if it is wrong, or has steps of its own
+            with suppress(ConfigError):  # which `check` says, with its place
+                config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+                if config.trainer.max_steps is None:
+                    sizes[size] = merge(changes, nested({"trainer.max_steps": _steps(config)}))
+    return replace(experiment, sizes=sizes)
+
+
+def _steps(config: Config) -> int:
+    """Steps of a run whose tokens are given by the number of parameters. Raises DataError if the vocabulary is not known yet."""
+    from lm.model.horizon import steps_of  # torch takes seconds to import
+
+    if size := vocabulary(config.data):
+        return steps_of(config, size)
+    reason = "needs the vocabulary, which is not known before the text is there"
+    raise DataError(f"{TOKENS} = {config.trainer.tokens_per_parameter:g}: {reason}: lm prepare makes it; or set trainer.max_steps")
 
 
 def _read(path: Path) -> dict[str, Plain]:

@@ -4,12 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.load import merge
 from lm.config.tree import Config
-from lm.data.prepare import open_prepared, prepare
-from lm.data.tokenizer import tokenizer_of, vocab_size
-from lm.errors import DataError, RunError
+from lm.data.prepare import prepare, vocabulary
+from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
@@ -58,21 +56,6 @@ def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
     return open_experiment(path, overrides, jobs)
-
-
-def vocabulary(data: DataConfig) -> int | None:
-    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if that takes what isn't there."""
-    if data.symbolic:
-        return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # and the end of text
-    try:
-        return open_prepared(data).vocab_size
-    except DataError:
-        if isinstance(data.tokenizer, TrainedTokenizer):
-            return data.tokenizer.vocab_size
-    try:
-        return vocab_size(tokenizer_of(data.tokenizer))
-    except DataError:
-        return None
 
 
 def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:

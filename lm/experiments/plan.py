@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lm.data.prepare import vocabulary
 from lm.experiments.costs import Cost, cost
 from lm.experiments.experiment import Primary
-from lm.experiments.opening import SHARED, vocabulary
+from lm.experiments.opening import SHARED
 from lm.experiments.procedure import Procedure
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import ALPHA, POWER, seeds_needed

@@ -13,6 +13,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_device
+from lm.model.horizon import with_steps
 from lm.runs.checkpoints import load_metadata
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.loading import Loaded, load
@@ -32,7 +33,8 @@ def check_before_data(config: Config, checkpoint: Path | None) -> Loaded | None:
     accelerator, _ = resolve_device(config)
     if checkpoint:
         metadata = load_metadata(checkpoint)
-        if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint):
+        known = with_steps(config, metadata["vocab_size"])
+        if problems := config_problems(known, trained_config(metadata, checkpoint), metadata, checkpoint):
             raise ConfigError(problems)
     with torch.device("meta"):  # shapes without numbers; the vocabulary is not known yet
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)

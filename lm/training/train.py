@@ -28,11 +28,13 @@ def train(config: Config) -> int:
         create_run_folder(folder, resume=bool(config.resume))
     try:
         with locked_folder(folder, TRAINING) if main else contextlib.nullcontext():
-            from lm.training.preflight import check_before_data  # torch takes seconds to import; errors above don't need it
+            from lm.model.horizon import with_steps  # torch takes seconds to import; errors above don't need it
+            from lm.training.preflight import check_before_data
 
             source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
+            config = with_steps(config, store.vocab_size)
             from lm.training.fit import fit  # so does Lightning
 
             return fit(config, store, checkpoint, source, process)

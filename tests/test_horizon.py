@@ -1,0 +1,140 @@
+"""How long a run is where its tokens are given by the size of the model, and the presets that say so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, lm
+from folders import differences, kill_after
+
+from lm.config.load import load
+from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
+from lm.errors import ConfigError, DataError
+from lm.experiments.definition import read_experiment
+from lm.experiments.experiment import config_hash
+from lm.experiments.plan import costs
+from lm.experiments.procedure import Procedure
+from lm.model.counts import count_parameters
+from lm.model.decoder import Decoder
+from lm.model.horizon import steps_of, with_steps
+from lm.training.train import train
+
+MODELS = sorted((ROOT / "configs" / "models").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+FEW = "trainer.tokens_per_parameter=0.05"  # with a vocabulary of 400: 12 steps
+
+
+def counted(config: Config, vocab_size: int) -> dict[str, int]:
+    with torch.device("meta"):
+        return count_parameters(Decoder(config.model, vocab_size, config.data.seq_len, seed=None))
+
+
+def recorded(config: Config) -> dict[str, object]:
+    return yaml.safe_load((config.run_folder / "config.yaml").read_text())["trainer"]
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(path: Path):
+    config = load([str(path)])
+    vocab_size = config.data.tokenizer.vocab_size
+    parameters = counted(config, vocab_size)["total"]
+    said = float(path.stem.split("-")[-1].removesuffix("m"))
+    assert parameters / 1e6 == pytest.approx(said, rel=0.05)
+    tokens = with_steps(config, vocab_size).trainer.max_steps * config.optim.batch_tokens
+    assert tokens / parameters == pytest.approx(20, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
+    rate = parse_yaml(recipe.read_bytes(), recipe.name)["optim"].get("lr")
+    for shape in (path for path in MODELS if "gau" not in path.stem):
+        alone, first, last = (load(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
+        assert (first.optim.lr, last.optim.lr) == (rate or alone.optim.lr, alone.optim.lr)
+        assert (last.model.n_layer, last.model.n_embd, last.trainer.tokens_per_parameter) == (alone.model.n_layer, alone.model.n_embd, 20)
+
+
+def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):
+    soft, learned = tiny(FEW, "model.normalizer=softmax"), tiny(FEW, "model.normalizer=ssmax")
+    assert counted(soft, 400)["total"] < counted(learned, 400)["total"]
+    assert steps_of(soft, 400) == steps_of(learned, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
+    assert steps_of(soft, 40000) > steps_of(soft, 400)
+
+
+def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, capsys: pytest.CaptureFixture):
+    options = (
+        FEW,
+        "model.dropout=0.1",
+        "model.normalizer=ssmax",
+        "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]",
+    )
+    options = [one for one in options if "model.normalizer" not in one]
+    whole, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
+    assert (train(whole), train(resumed)) == (0, 0)
+    steps = steps_of(whole, 400)
+    assert recorded(whole) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole)
+    kill_after(resumed.run_folder, 8)
+    assert train(resumed) == 0
+    assert differences(whole.run_folder, resumed.run_folder) == []
+    capsys.readouterr()
+    assert train(resumed) == 0
+    assert f"complete at step {steps}; raise trainer.max_steps" in capsys.readouterr().out
+
+
+def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
+    assert tiny(FEW).trainer.max_steps is None  # over the file's 8
+    assert tiny(FEW, "trainer.max_steps=3").trainer.max_steps == 3
+    assert tiny(FEW, "trainer.max_steps=3").trainer.tokens_per_parameter is None
+    both = tmp_path / "both.yaml"
+    both.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
+    with pytest.raises(ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"):
+        load([str(both)])
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps = None: is not given; set it, or trainer\.tokens_per_parameter"):
+        load([str(both), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
+
+
+def test_steps_that_leave_no_room_are_refused_before_the_run_is_made(arguments: list[str], tmp_path: Path):
+    ended = lm("train", *arguments, "name=short", FEW, "optim.warmup_steps=50")
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, "error: optim.warmup_steps = 50: is more than trainer.max_steps = 12")
+    assert not (tmp_path / "runs" / "short").exists()
+
+
+# ---------------------------------------------------------------- experiments
+
+
+def experiment(folder: Path, **changes: object) -> Path:
+    file = {
+        "base": str(ROOT / "tests" / "tiny.yaml"),
+        "arms": {"softmax": {}, "wide": {"model.n_mlp": 512}},
+        "seeds": [1],
+        "primary": {"metric": "val/loss"},
+    }
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(file | changes, sort_keys=False))
+    return path
+
+
+def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_path: Path):
+    sizes = {"short": {FEW.split("=")[0]: 0.05}, "long": {FEW.split("=")[0]: 0.1}, "given": {"trainer.max_steps": 5}}
+    made = read_experiment(experiment(tmp_path, sizes=sizes), arguments[1:])
+    steps = {size: [made.config(size, arm, 1, None, {"name": "x"}).trainer.max_steps for arm in made.arms] for size in sizes}
+    assert steps == {"short": [12, 12], "long": [23, 23], "given": [5, 5]}
+    assert [taken.tokens for taken in costs(Procedure(made)).values()] == [256 * each for size in sizes for each in steps[size]]
+
+
+def test_an_arm_has_no_tokens_a_parameter_of_its_own(arguments: list[str], tmp_path: Path):
+    path = experiment(tmp_path, arms={"a": {}, "b": {"trainer.tokens_per_parameter": 1}})
+    with pytest.raises(ConfigError, match=r"arms\.b\.trainer\.tokens_per_parameter = 1: the arms of a size train equally long; give it in"):
+        read_experiment(path, arguments[1:])
+
+
+def test_tokens_a_parameter_need_a_vocabulary_that_is_known(arguments: list[str], tmp_path: Path):
+    missing = "data.tokenizer={name: file, path: nowhere.json}"
+    with pytest.raises(DataError, match=r"trainer\.tokens_per_parameter = 0\.05: needs the vocabulary, which is not known .*lm prepare"):
+        read_experiment(experiment(tmp_path), [*arguments[1:], FEW, missing])
+
+
+def test_experiments_made_before_keep_the_names_of_their_runs():
+    found = read_experiment(ROOT / "configs" / "experiments" / "ssmax.yaml", [])
+    assert config_hash(found.config("", found.arms[0], 1, 2e-3, {"name": "any"})) == "eaf1aa1b"
