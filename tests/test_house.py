@@ -27,6 +27,7 @@ ROOMS = (
     "report",
     "experiments",
     "training",
+    "commands",
     "cli",
 )
 LARGEST = 450  # lines of a module

@@ -1,0 +1,44 @@
+"""Arguments and options that several commands have."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lm.errors import ConfigError, LMError
+
+Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. eval.sequences=512", show_default=False)]
+Checkpoint = Annotated[str, typer.Option(help="last, best (lowest validation loss), a step, or a checkpoint's path")]
+Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
+New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
+
+
+def _allow(context: typer.Context, packages: list[str] | None) -> None:
+    """Allow plugins; at the end of a command that succeeds, say which of them nothing needed."""
+    from lm.attention.plugins import PLUGINS
+
+    def report_unneeded() -> None:
+        for name in sorted(PLUGINS.unneeded().intersection(packages or ())):
+            if not isinstance(sys.exc_info()[1], LMError):
+                print(f"note: --allow-plugin {name}: no normalizer of this package is named here; nothing was imported", file=sys.stderr)
+
+    PLUGINS.allow(packages or ())
+    context.call_on_close(report_unneeded)
+
+
+AllowPlugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PACKAGE", callback=_allow, help="allow the model to import its normalizers from this package", show_default=False
+    ),
+]
+
+
+def paths_and_overrides(arguments: list[str], missing: str) -> tuple[list[Path], list[str]]:
+    """The paths and the `KEY=VALUE` of a command line. Raises ConfigError of `missing` if there is no path."""
+    paths, overrides = [Path(one) for one in arguments if "=" not in one], [one for one in arguments if "=" in one]
+    if not paths:
+        raise ConfigError(missing)
+    return paths, overrides

@@ -1,0 +1,78 @@
+"""Commands that compare runs: experiments and reports."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lm.commands.arguments import paths_and_overrides
+from lm.errors import ConfigError
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="folder to write [default: the run's own folder; of several runs, `report` beside the first]"),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the first]"),
+]
+
+
+def compare(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="EXPERIMENT|KEY=VALUE",
+            help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration",
+            show_default=False,
+        ),
+    ],
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
+    report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="drop final seeds, from the last on, until the estimate is no longer", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]", show_default=False)
+    ] = None,
+    commands: Annotated[bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")] = False,
+    submit: Annotated[
+        Literal["slurm", "local"] | None, typer.Option(help="work in jobs of SLURM, or in the background here", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="jobs to submit")] = 1,
+    job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
+) -> None:
+    """Train and compare the arms of an experiment.
+
+    A file names arms, seeds and learning rates; several are worked on one after the other. Finished runs are kept and
+    interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
+    """
+    files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
+    from lm.experiments.compare import Work, compare, print_commands, submit_workers
+
+    modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
+    modes |= {"--minutes": minutes is not None, "--out": out} if submit or commands else {}
+    if len(given := [name for name, on in modes.items() if on]) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other")
+    if commands:
+        print_commands(files, overrides)
+    elif submit:
+        submit_workers(files, overrides, jobs, workers, job_options, submit, retry)
+    else:
+        compare(files, overrides, Work(jobs, retry, minutes), plan, report_only, out)
+
+
+def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
+    """Write the report of one run, or compare several.
+
+    Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
+    """
+    from lm.report.html import write_report
+    from lm.report.tables import print_table
+
+    files = write_report(runs, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"), baseline)
+    print_table(runs, baseline)
+    print(f"report: {files.html}\npicture: {files.png}")

@@ -1,0 +1,149 @@
+"""Commands on trained models."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lm.commands.arguments import AllowPlugin, Checkpoint, New, Overrides, Results, Source, paths_and_overrides
+
+RunsAndOverrides = Annotated[
+    list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.sequences=512", show_default=False)
+]
+Suite = Annotated[
+    str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]", show_default=False)
+]
+NeedleOption = Annotated[
+    bool,
+    typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
+]
+To = Annotated[
+    str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true", show_default=False)
+]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model); default: its own"
+    ),
+]
+
+
+def evaluate(
+    arguments: RunsAndOverrides,
+    checkpoint: Checkpoint = "last",
+    suite: Suite = "",
+    needle: NeedleOption = False,
+    out: Results = None,
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Evaluate trained models.
+
+    Results are written to evaluations/ in each run folder; what was measured before is not measured again.
+    """
+    from lm.evaluation.evaluate import evaluate_runs
+
+    folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
+    grid = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
+    evaluate_runs(folders, checkpoint, suite, grid + overrides, out)
+
+
+def diagnose(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|KEY=VALUE",
+            help="run folders, checkpoints or exports, and overrides, e.g. eval.diagnostics.sequences=32",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Checkpoint = "last",
+    out: Results = None,
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Describe the attention of trained models.
+
+    Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled scores
+    (docs/diagnostics.md). Those of runs are kept in evaluations/.
+    """
+    from lm.evaluation.diagnose import diagnose
+
+    sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
+    diagnose(sources, checkpoint, overrides, out)
+
+
+def swap(
+    source: Source,
+    to: To,
+    out: New,
+    overrides: Overrides = None,
+    init: Init = None,
+    checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Replace the normalizer of a trained model.
+
+    Writes the new model as a run folder of its own, and measures how far its outputs differ from the old model's.
+    """
+    from lm.evaluation.swap import swap_run
+
+    swap_run(source, checkpoint, to, init, out, overrides or [])
+
+
+def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plugin: AllowPlugin = None) -> None:
+    """Export a trained model.
+
+    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model.
+    """
+    from lm.runs.loading import export
+
+    print(export(source, checkpoint, out))
+
+
+def generate(
+    source: Source,
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="largest number of tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="sample from the k most probable tokens only")] = None,
+    top_p: Annotated[float | None, typer.Option(help="sample from the most probable tokens whose probabilities sum to this")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Generate text with a trained model.
+
+    Tokens are printed as they are sampled.
+    """
+    from lm.evaluation.generation import generate_text
+
+    prompt = os.fsencode(prompt).decode(errors="replace")  # UTF-8, whatever the locale
+    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
+        print(piece, end="", flush=True)
+    print()
+
+
+def harness(
+    source: Source,
+    tasks: Annotated[
+        str, typer.Option(help="names or patterns of tasks, separated by commas, e.g. lambada_openai,arc_easy", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. trainer.precision=32", show_default=False)
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder with task files of your own")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
+    limit: Annotated[float | None, typer.Option(help="largest number of documents of each task; below 1: a fraction of them")] = None,
+    max_length: Annotated[int | None, typer.Option(help="context length in tokens [default: the training length]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in evaluations/ of the run folder]")] = None,
+    checkpoint: Checkpoint = "last",
+    allow_plugin: AllowPlugin = None,
+) -> None:
+    """Run tasks of the lm-evaluation-harness.
+
+    Needs the package lm-eval (docs/evaluation.md).
+    """
+    from lm.evaluation.downstream import measure
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])

@@ -1,0 +1,105 @@
+"""Commands before and during training: configurations, normalizers, token stores, runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lm.commands.arguments import AllowPlugin, paths_and_overrides
+
+NO_FILE = "no configuration file given, e.g. configs/softmax.yaml"
+
+Configuration = Annotated[
+    list[str],
+    typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win", show_default=False),
+]
+Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
+
+
+def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
+    """Print the resolved configuration.
+
+    If something is wrong with it, print every problem instead and exit with status 2.
+    """
+    from lm.config.load import load, reference_markdown, to_yaml
+
+    print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
+
+
+def normalizers() -> None:
+    """Print the table of attention normalizers.
+
+    Formula, parameters, kernel, source and options of each (docs/normalizers.md).
+    """
+    from lm.attention.catalogue import markdown
+
+    print(markdown(), end="")
+
+
+def check_normalizer(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a normalizer, e.g. ssmax; one of your own: package.module:Class")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true", show_default=False)
+    ] = None,
+) -> None:
+    """Test a normalizer against the common contract.
+
+    Prints one line for each promise of the contract; exit status 1 if one is broken (docs/normalizers-own.md).
+    """
+    from lm.config.load import load_normalizer
+
+    normalizer = load_normalizer(name, options or [])
+    from lm.attention.contract import results
+
+    broken = 0
+    for part in normalizer.layer_options():
+        for promise, how in results(part):
+            broken += bool(how)
+            print(f"{part.label()}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))
+    if broken:
+        raise typer.Exit(1)
+
+
+def prepare(arguments: Configuration) -> None:
+    """Build the token store of a configuration.
+
+    `lm train` does this by itself if the store does not exist.
+    """
+    paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
+    from lm.config.load import load
+
+    loaded = load(arguments)
+    from lm.data.prepare import prepare
+
+    prepare(loaded.data, progress=True)
+
+
+def inspect_data(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="file of the picture, .png or .svg [default: beside the store]")] = None,
+    samples: Annotated[int, typer.Option(help="how many documents of each source to print", min=0)] = 2,
+) -> None:
+    """Verify a token store and summarize its contents.
+
+    Compares every file with its checksum; prints counts, document lengths and samples.
+    """
+    from lm.data.inspect import inspect
+
+    inspect(arguments, out, samples)
+
+
+def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
+    """Train a model.
+
+    Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
+    unless name=NAME is given. resume=auto continues a run from its last checkpoint.
+    """
+    paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
+    from lm.config.load import load
+
+    loaded = load(arguments)
+    from lm.training.train import train
+
+    raise typer.Exit(train(loaded))
