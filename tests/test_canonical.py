@@ -4,9 +4,10 @@ import pytest
 
 from lm.config.canonical import canonical, differences
 from lm.config.effects import function_of
+from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError
 from lm.runs.identity import arm
-from lm.schema import to_plain
+from lm.schema import flatten, to_plain
 from lm.training.train import train
 
 WRITTEN_OUT = ["model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.normalizer=[softmax, softmax]"]
@@ -49,7 +50,18 @@ def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
 
 def test_a_gated_attention_unit_has_no_nulls_to_resolve(tiny):
     plain = to_plain(tiny("model.block=gau", "model.n_head=1"))
-    assert canonical(plain) == plain
+    found = canonical(plain)
+    assert found == {**plain, "model": found["model"]}
+    assert flatten(plain["model"]).items() - flatten(found["model"]).items() == {("mlp_bias", None), ("position.scaling.name", "none")}
+
+
+def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_were(tiny):
+    """The values are those of 0.5.0."""
+    config = tiny(*SIZES, "data.root=data", "data.source={name: files, paths: [texts]}")
+    assert arm(to_plain(config), {}) == "d072109fe603"
+    assert plain_sha256(function_of(config.model))[:12] == "a33fed0169cd"
+    assert function_of(tiny(*SIZES, "model.mlp_bias=true").model) != function_of(config.model)
+    assert function_of(tiny(*SIZES, "model.position.scaling=linear").model) != function_of(config.model)
 
 
 @pytest.mark.parametrize("model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}])

@@ -22,6 +22,7 @@ ROOMS = (
     "model",
     "runs",
     "statistics",
+    "huggingface",
     "diagnostics",
     "evaluation",
     "report",
@@ -109,6 +110,6 @@ def test_packages_pass_nothing_on(name: str):
     ],
 )
 def test_what_reads_configurations_and_reports_needs_no_torch(module: str):
-    code = f"import sys, {module}; print(*{{'torch', 'lightning', 'wandb', 'datasets'}} & set(sys.modules))"
+    code = f"import sys, {module}; print(*{{'torch', 'lightning', 'wandb', 'datasets', 'transformers'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.config.rope_scaling import TRAINED_SCALINGS, TrainedScaling
 from lm.errors import Problem
 from lm.schema import key, variant
 
@@ -35,10 +36,11 @@ class Rope(Position):
     rotates: ClassVar[bool] = True
     theta: float = key(10000.0, "base of the rotation periods", gt=1, le=1e12)
     fraction: float = key(1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1)
+    scaling: TrainedScaling = variant(TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training")
 
     @property
     def label(self) -> str:
-        return f"rope theta {self.theta:g}"
+        return f"rope theta {self.theta:g}" + (f", {self.scaling.name}" if self.scaling.name != "none" else "")
 
     def rotated(self, head_size: int) -> int:
         """How many of a head's dimensions rotate: an even number."""
@@ -78,9 +80,15 @@ class AttentionBlock:
         """Dimensions of each head's values."""
         return self.key_dims(model)
 
-    def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
-        """What the keys of the model that may be null stand for."""
-        return {"n_kv_head": model.kv_heads, "head_size": model.key_dims, "n_mlp": model.mlp_width, "qkv_bias": model.has_qkv_bias}
+    def resolved(self, model: "ModelConfig") -> dict[str, int | bool | None]:
+        """One value for all ways to write each key of the model that may be null."""
+        return {
+            "n_kv_head": model.kv_heads,
+            "head_size": model.key_dims,
+            "n_mlp": model.mlp_width,
+            "qkv_bias": model.has_qkv_bias,
+            "mlp_bias": model.mlp_bias if model.mlp_bias != model.bias else None,
+        }
 
     def label(self, model: "ModelConfig") -> str:
         """The rest of the layer, in words."""
@@ -139,6 +147,7 @@ class GAUBlock:
             "n_kv_head": "one head",
             "head_size": "its own model.block.key_size",
             "qkv_bias": "one matrix for queries, keys, values and gate",
+            "mlp_bias": "no MLP",
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
         return problems + [
@@ -169,6 +178,7 @@ class ModelConfig:
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as `bias`")
+    mlp_bias: bool | None = key(None, "biases of the MLP; null: as `bias`")
     tied: bool = key(False, "one matrix for embedding and head")
     dropout: float = key(0.0, "after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
     init_std: float = key(
@@ -197,6 +207,11 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the MLP has biases."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
     def mlp_width(self) -> int:

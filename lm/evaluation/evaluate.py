@@ -21,7 +21,8 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
-from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
+from lm.runs.loading import Loaded, find_checkpoint, load
+from lm.runs.model_folder import DESCRIPTION
 from lm.schema import Plain, to_plain
 
 

@@ -176,8 +176,8 @@ class MLP(nn.Module):
         hidden, gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
         self.fused = {"up": {"gate": hidden, "value": hidden}} if gated else {}
-        self.up = nn.Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.bias)
-        self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.up = nn.Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.has_mlp_bias)
+        self.out = nn.Linear(hidden, config.n_embd, bias=config.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.up(x)))

@@ -18,14 +18,16 @@ def rope_rotation(
     """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
 
     Pair i rotates by position * theta^(-2i/D). `rope.fraction` below 1 leaves the low-frequency pairs unrotated
-    (p-RoPE). Angles are formed in float64: at position 131,072 fp32 would be off by 0.004 radians.
+    (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in float64: at
+    position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
         scaling: other frequencies, for sequences beyond the training length.
         lengths: tokens in a training sequence and in this one.
     """
     angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling, *lengths, positions.device)
-    return angles.cos().float(), angles.sin().float()
+    amplitude = rope.scaling.amplitude
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
 def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -33,6 +35,7 @@ def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, 
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(trained, length)
     plain = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
+    plain = rope.scaling.rescaled(plain, rope.theta, head_size)
     return scaling.slowed(plain, trained * plain / (2 * math.pi), s)
 
 

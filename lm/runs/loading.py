@@ -1,8 +1,6 @@
 """Trained models read back: from a run folder, a checkpoint, or a model folder (safetensors, JSON and the tokenizer)."""
 
-import hashlib
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,6 @@ from lm.config.tree import Config
 from lm.data.hashes import file_sha256
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import new_folder, replacing
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
@@ -38,13 +35,11 @@ from lm.runs.folder import (
     step_of,
     step_path,
     steps_saved,
-    write_sealed,
 )
-from lm.schema import Plain, to_plain
+from lm.runs.model_folder import DESCRIPTION, MODEL_FORMAT, TENSOR_SHA256, TOKENIZER_SHA256, WEIGHTS, write_model
+from lm.runs.weights_file import tensor_sha256
+from lm.schema import Plain
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder
-MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
-TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
 FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # fields of the description
 
 
@@ -60,6 +55,7 @@ class Loaded:
         config: what it was trained with; None if no training run is behind it.
         metadata: of its training, plain data: `step`, `tokens`, `data_fingerprint`, `phase`; {} without one.
         environment: the run's environment.json; {} if none lies there.
+        origin: of an imported model: `source`, `architecture` ...; {} of others.
     """
 
     decoder: Decoder
@@ -69,6 +65,7 @@ class Loaded:
     config: Config | None = None
     metadata: dict[str, Plain] = field(default_factory=dict)
     environment: dict[str, Plain] = field(default_factory=dict)
+    origin: dict[str, Plain] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -119,7 +116,8 @@ def _load_model(path: Path) -> Loaded:
     if description.get("format") != MODEL_FORMAT:
         found = description.get("format")
         raise RunError(f"{path / DESCRIPTION}: format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
-    check_fields(description, FIELDS, path / DESCRIPTION)
+    check_fields({"origin": {}, **description}, {**FIELDS, "origin": dict}, path / DESCRIPTION)
+    origin = description.get("origin", {})
     expected, training = description[TENSOR_SHA256], description["training"]
     try:
         spec = ModelSpec.read(description["spec"])
@@ -129,18 +127,18 @@ def _load_model(path: Path) -> Loaded:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
-    altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != _sha256(weights[name])]
+    altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != tensor_sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
     _warn_of_changed_code(spec, path)
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
-        return Loaded(decoder, spec, tokenizer, path)
+        return Loaded(decoder, spec, tokenizer, path, origin=origin)
     check_fields(training, METADATA, path / DESCRIPTION, "training.")
     config, metadata = _split_config(training, path)
     if function_of(config.model_in(metadata["phase"])) != function_of(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
-    return Loaded(decoder, spec, tokenizer, path, config, metadata)
+    return Loaded(decoder, spec, tokenizer, path, config, metadata, origin=origin)
 
 
 def _warn_of_changed_code(spec: ModelSpec, path: Path) -> None:
@@ -209,13 +207,6 @@ def _other_shape(name: str, found: Tensor, implied: tuple[int, ...]) -> str:
     return f"{name} has shape {tuple(found.shape)}, the configuration implies {tuple(implied)}"
 
 
-def _sha256(tensor: Tensor) -> str:
-    """The sha256 of a tensor's dtype, shape and values."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.resolve().parent.parent
 
@@ -244,7 +235,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     """
     loaded = load(source, checkpoint)
     training = {**loaded.metadata, "config": to_yaml(loaded.config)} if loaded.config else None
-    return _write(loaded.decoder, loaded.spec, out, loaded.folder / TOKENIZER if loaded.tokenizer else None, training)
+    return _write(loaded.decoder, loaded.spec, out, loaded.folder / TOKENIZER if loaded.tokenizer else None, training, loaded.origin)
 
 
 def save_model(
@@ -266,19 +257,14 @@ def save_model(
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
     if tokenizer and (found := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         raise RunError(f"{tokenizer}: has {found} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
-    return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None)
+    return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None, {})
 
 
-def _write(decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None) -> Path:
-    """model.safetensors, lm.json and tokenizer.json. A tied head is stored once, as the embedding."""
-    with new_folder(out) as folder:
-        tied = {"head.weight"} if spec.model.tied else set()
-        weights = {name: value.cpu().clone() for name, value in decoder.state_dict().items() if name not in tied}
-        with replacing(folder / WEIGHTS, "the weights") as file:
-            file.write(safetensors.torch.save(weights, {"format": "pt"}))
-        description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, TOKENIZER_SHA256: None}
-        if tokenizer:
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
-            description[TOKENIZER_SHA256] = file_sha256(folder / TOKENIZER)
-        write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: {name: _sha256(value) for name, value in weights.items()}})
-    return out
+def _write(
+    decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
+) -> Path:
+    """The decoder as a model folder. A tied head is stored once, as the embedding."""
+    state = {name: value for name, value in sorted(decoder.state_dict().items()) if name != "head.weight" or not spec.model.tied}
+    described = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+    tensors = ((name, value.cpu()) for name, value in state.items())
+    return write_model(out, spec, described, tensors, tokenizer.read_bytes() if tokenizer else None, training, origin)

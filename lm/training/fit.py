@@ -25,8 +25,9 @@ from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
-from lm.runs.loading import TOKENIZER_SHA256, Loaded
+from lm.runs.loading import Loaded
 from lm.runs.metric_log import DIVERGED
+from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate

@@ -1,0 +1,1 @@
+"""Models of Hugging Face, in and out: their configurations, names of weights, files and tokenizers."""

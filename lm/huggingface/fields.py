@@ -1,0 +1,112 @@
+"""The fields of a config.json: each one is used, may have one value alone, or is known to be irrelevant; any other is refused by name."""
+
+from collections.abc import Container
+from dataclasses import MISSING
+from pathlib import Path
+
+from lm.errors import RunError, abbreviated
+from lm.schema import Plain, convert, type_name
+
+# Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
+IRRELEVANT = frozenset(
+    {
+        # written by transformers about the file
+        *("model_type", "transformers_version", "_name_or_path", "_commit_hash", "name_or_path", "torch_dtype", "dtype"),
+        *("is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset"),
+        *("_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal", "attn_implementation"),
+        *("tokenizer_class", "prefix", "task_specific_params"),
+        # what a forward pass returns or keeps, and how it is computed
+        *("output_attentions", "output_hidden_states", "_output_attentions", "return_dict", "use_return_dict", "use_cache", "torchscript"),
+        *("use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "chunk_size_feed_forward", "pretraining_tp", "is_decoder"),
+        "reorder_and_upcast_attn",
+        # training and other heads
+        *("initializer_range", "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "num_labels", "id2label", "label2id"),
+        *("problem_type", "finetuning_task", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
+        "summary_proj_to_labels",
+        # tokens: the tokenizer knows them; that of the start of a document is chosen when the tokenizer is read
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        # defaults of generation, which older files keep here
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"),
+        *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+    }
+)
+# Fields of every architecture that may have one value alone, and why.
+FIXED: dict[str, tuple[Plain, str]] = {
+    "auto_map": (None, "names code in the folder, which is never executed"),
+    "quantization_config": (None, "quantised weights are not read; give the model they were made from, or a GGUF file"),
+    "is_encoder_decoder": (False, "only decoders are read"),
+    "add_cross_attention": (False, "only decoders without an encoder are read"),
+    "cross_attention_hidden_size": (None, "only decoders without an encoder are read"),
+    "tie_encoder_decoder": (False, "only decoders are read"),
+    "rope_interleaved": (False, "RoPE pairs the first half of a head's dimensions with the second here"),
+    "use_mrope": (False, "positions are one number a token here"),
+    "pruned_heads": ({}, "heads that were left out are not read"),
+}
+
+
+class Fields:
+    """The fields of a configuration file.
+
+    Args:
+        plain: its content.
+        path: names it in errors.
+    """
+
+    def __init__(self, plain: dict[str, Plain], path: Path):
+        self.path, self._plain, self._used = path, plain, set()
+
+    def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
+        """The value of a field that is used; null and absent are `default`. Raises RunError: missing, or of another type."""
+        self._used.add(name)
+        value = self._plain.get(name)
+        if value is None and default is not MISSING:
+            return default
+        found = convert(kind, value)
+        if found is MISSING:
+            text = abbreviated(repr(value), 60) if name in self._plain else "missing"
+            raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
+        return found
+
+    def size(self, name: str, default: Plain = MISSING) -> int:
+        """A whole number above 0."""
+        found = self.take(name, int, default)
+        if found is not None and found < 1:
+            raise self.refused(name, "must be 1 or more")
+        return found
+
+    def number(self, name: str, default: Plain = MISSING) -> float:
+        """A number above 0."""
+        found = self.take(name, float, default)
+        if found is not None and found <= 0:
+            raise self.refused(name, "must be above 0")
+        return found
+
+    def block(self, name: str) -> "Fields | None":
+        """A field that holds fields; None: null or absent."""
+        self._used.add(name)
+        value = self._plain.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.refused(name, "must hold fields")
+        return Fields(value, Path(f"{self.path}: {name}"))
+
+    def fixed(self, name: str, allowed: tuple[Plain, ...], reason: str) -> None:
+        """Raises RunError if the field is there with a value other than those allowed (null counts as absent)."""
+        self._used.add(name)
+        value = self._plain.get(name)
+        if value is not None and value not in allowed:
+            raise self.refused(name, reason)
+
+    def refused(self, name: str, reason: str) -> RunError:
+        """The error that names a field, its value and why it can't be used."""
+        return RunError(f"{self.path}: {name} = {abbreviated(repr(self._plain.get(name)), 80)}: {reason}")
+
+    def finish(self, irrelevant: Container[str] = IRRELEVANT) -> None:
+        """Raises RunError if a field was neither used nor is irrelevant."""
+        unknown = [name for name in self._plain if name not in self._used and name not in irrelevant]
+        if unknown:
+            more = f" (and {', '.join(unknown[1:6])})" if unknown[1:] else ""
+            raise self.refused(unknown[0], f"a field that is not known here{more}: the model may compute something else")
