@@ -1,7 +1,6 @@
 """Experiments: from one file to verdicts, on run folders alone."""
 
 import json
-import os
 import shutil
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
+from fabricated import finish
 
 from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
@@ -23,6 +23,7 @@ from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
+from lm.machine import usable_cores
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
 from lm.runs.series import Series
@@ -181,13 +182,32 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
-    path = written(tmp_path, tune=None, primary={"metric": "val/lost"})
-    with pytest.raises(RunError, match=r"primary\.metric val/lost was not measured .*; correct the file, measured were: val/loss$"):
-        Jobs(Procedure(read_experiment(path, overrides)), 1, here).work()
+    path = written(tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4})
+    wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
+    with pytest.raises(RunError, match=wrong):
+        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: finish(run, 5.0) or 0).work()
     path, launched = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
-        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: launched.append(run.label) or here(run)).work()
-    assert len(launched) <= 1
+        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: launched.append(run.label) or finish(run, 5.0) or 0).work()
+    assert len(launched) == 1
+
+
+def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
+    settings = "inference=[{}, {rope: ntk}]"
+    asked = [
+        *("long_context.length_factor=2", f"long_context.{settings}", "by_length.lengths=[8, 32]", f"by_length.{settings}"),
+        *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
+        *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
+    ]
+    more = [*overrides, *(f"eval.{one}" for one in asked), "eval.sequences=4", "trainer.max_steps=8"]
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), more))
+    run = procedure.known()[0]
+    assert here(run) == 0
+    with pytest.raises(ConfigError, match="is not measured by sequence; choose from: ") as error:
+        read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), more)
+    known = str(error.value).partition("choose from: ")[2].split(", ")
+    assert len(known) == 11
+    assert sorted(known) == sorted(run.outcome.names)
 
 
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
@@ -254,8 +274,34 @@ def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_s
     free = [one for one in overrides if not one.startswith("trainer.")]
     settled = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
     trainer = settled.first_config.trainer
-    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, os.cpu_count())
+    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, usable_cores())
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threads": -3}, "threads = -3: must be >= 1"),
+        ({"precision": "x"}, "precision = 'x': must be auto"),
+        ({"compile": "auto"}, "compile = 'auto': is not settled"),
+        ({"seeds": "x"}, "seeds = 'x': must be a list of seeds"),
+    ],
+)
+def test_what_the_first_start_has_settled_is_not_believed_if_it_is_absurd(tmp_path, overrides, changes, message):
+    path, folder = written(tmp_path), tmp_path / "runs" / "trial"
+    folder.mkdir(parents=True)
+    write_json(folder / "resolved.json", {"precision": 32, "compile": False, "threads": 1, "seeds": [1, 2]} | changes)
+    with pytest.raises(RunError, match=rf"resolved\.json: {message}.*; bring it back, or delete it"):
+        open_experiment(path, overrides)
+
+
+def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, overrides, monkeypatch):
+    free = [*overrides, "trainer.threads=null"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6))
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 3
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 2
 
 
 def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
@@ -352,7 +398,23 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
         ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
         ({"primary": {"metric": "train/loss"}}, "primary.metric = 'train/loss': is not measured: at the last step runs have val/"),
         ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
+        ({"primary": {"metric": "val/los"}}, "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?"),
+        ({"primary": {"metric": "val/bits_per_byte"}}, "primary.metric = 'val/bits_per_byte': is not measured by sequence"),
         ({"sizes": {"claims": {}}}, "sizes.claims = 'claims': must be a name"),
+        ({"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}}, "sizes.b = {.*}: is the same as a; change it"),
+        ({"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}}, "sizes.b = {.*}: is the same as a; change it"),
+        ({"tune": {"key": "eval.sequences", "grid": [8, 16]}}, "tune.key = 'eval.sequences': is nothing that training depends on"),
+        ({"tune": {"key": "log.every", "grid": [8, 16]}}, "tune.key = 'log.every': is nothing that training depends on"),
+        ({"tune": {"key": "trainer.threads", "grid": [1, 2]}}, "tune.key = 'trainer.threads': is nothing that training depends on"),
+        ({"tune": {"table": ""}}, "yaml: tune.table = '': names no file; name one as `tuning.csv`, or leave it out"),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax", "init": "banana"}}}},
+            r"yaml: arms.b.swap.init = 'banana': must be fit, or match \| unit or a number; choose from: match, unit$",
+        ),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "sink", "init": 1e9}}}},
+            r"yaml: arms.b.swap.init = 1000000000.0: must be fit, or >= -1e\+06 and <= 1e\+06$",
+        ),
         ({"arm": {"a": {}}}, "arm = .*: unknown key; did you mean 'arms'"),
         ({"tune": {"key": "seed", "grid": [1, 2]}}, "tune.key = 'seed': is set by the experiment"),
         ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "errors",
     "files",
+    "machine",
     "schema",
     "progress",
     "attention",

@@ -8,7 +8,7 @@ from lm.attention.options import Options
 from lm.config.data_config import DataConfig
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import TASKS, Task
+from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
 from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
@@ -51,6 +51,11 @@ class EvaluationConfig(Timing, ABC):
         """What contradicts the rest of the configuration where it is wanted, by paths relative to its block."""
         return []
 
+    def metrics(self, data: DataConfig) -> list[str] | None:
+        """The names in metrics.jsonl of what it measures by unit (sequence, question) of a model trained on `data`; None: they are not
+        known before it has measured."""
+        return None
+
     def misspelt(self, normalizers: list[Options]) -> list[Problem]:
         """What is wrong with the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
@@ -78,6 +83,11 @@ def too_large(path: str, value: Plain, factor: float, sequences: int, data: Data
     return [Problem(path, value, reason, "measure fewer or shorter sequences")] if tokens > MOST_TOKENS else []
 
 
+def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
+    """Training lengths as predicted tokens in a sequence, ascending."""
+    return sorted({round(factor * data.seq_len) for factor in factors})
+
+
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.text_loss:LongContext"
@@ -90,6 +100,13 @@ class LongContextConfig(EvaluationConfig):
     def length(self, seq_len: int) -> int:
         """Predicted tokens in a sequence; 0: off."""
         return int(self.length_factor * seq_len)
+
+    def metric(self, setting: str) -> str:
+        """The loss's name in metrics.jsonl, by the label of the inference setting."""
+        return f"long/loss {setting}"
+
+    def metrics(self, data: DataConfig) -> list[str]:
+        return [self.metric(setting.label) for setting in self.inference]
 
     def problems(self) -> list[Problem]:
         """Contradictory options."""
@@ -135,6 +152,13 @@ class ByLengthConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.lengths)
 
+    def metric(self, length: int, setting: str) -> str:
+        """The loss's name in metrics.jsonl, by length and the label of the inference setting."""
+        return f"by_length/loss {length}" + (f" {setting}" if len(self.inference) > 1 else "")
+
+    def metrics(self, data: DataConfig) -> list[str]:
+        return [self.metric(length, setting.label) for setting in self.inference for length in sorted(self.lengths)]
+
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
         longest = max(self.lengths) / data.seq_len
@@ -155,6 +179,18 @@ class RecallConfig(EvaluationConfig):
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
+
+    def asked_tasks(self, data: DataConfig) -> list[Task]:
+        """The tasks to ask for."""
+        return self.tasks or [one.task for one in data.tasks]
+
+    def metric(self, task: str, length: int, setting: str) -> str:
+        """The accuracy's name in metrics.jsonl, by the name of the task, length and the label of the inference setting."""
+        return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
+
+    def metrics(self, data: DataConfig) -> list[str]:
+        names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_of(self.length_factors, data)
+        return [self.metric(name, length, one.label) for one in self.inference for name in names for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -208,6 +244,14 @@ class NeedleConfig(EvaluationConfig):
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors)
+
+    def metric(self, control: bool, length: int, setting: str) -> str:
+        """The accuracy's name in metrics.jsonl, with a needle or without one (`control`), by length and label of the inference setting."""
+        return f"needle/{'control' if control else 'exact'} {length} {setting}"
+
+    def metrics(self, data: DataConfig) -> list[str]:
+        lengths, kinds = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
+        return [self.metric(control, length, one.label) for one in self.inference for control in kinds for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)

@@ -134,7 +134,7 @@ class TrainerConfig:
     compile: Literal["auto", True, False] = key(
         "auto", "torch.compile; `auto`: when the run is long enough to repay it", {"affects": "numerics"}
     )
-    threads: int | None = key(None, "CPU threads of each process; null: cores / devices", {"acts_in": EVERYWHERE}, ge=1, le=1024)
+    threads: int | None = key(None, "CPU threads of each process; null: usable cores / devices", {"acts_in": EVERYWHERE}, ge=1, le=1024)
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
         2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1, le=10**6

@@ -16,6 +16,7 @@ import numpy as np
 from lm.data.store import token_dtype
 from lm.data.tokenizer import encode, parse_tokenizer, special_tokens, token_bytes, vocab_size
 from lm.errors import DataError
+from lm.machine import usable_cores
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -145,8 +146,7 @@ def encode_all(documents: Iterator[Document], json: str, end_of_text: str, worke
 
 def default_workers(n_bytes: int) -> int:
     """One process per core, fewer for small texts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, n_bytes // WORTH_BYTES))
+    return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
 
 
 def _start(json: str, end_of_text: str) -> None:

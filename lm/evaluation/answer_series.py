@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from lm.config.eval_config import lengths_of
 from lm.config.task_config import Task
 from lm.data.tasks.examples import Subset, TaskError
 from lm.data.tasks.generators import check_task
@@ -26,7 +27,7 @@ class AnswerMeasurement(Measurement):
     @property
     def lengths(self) -> list[int]:
         """Predicted tokens in a sequence, ascending."""
-        return sorted({round(factor * self.config.data.seq_len) for factor in self.asked.length_factors})
+        return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **given: object) -> Series:
         """A series over `lengths`, of a sample each; of fractions more is better, of losses less. `given`: what else it says."""

@@ -66,14 +66,13 @@ class ByLength(Measurement):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut(length), where, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
-            used = f" {setting.label}" if len(self.asked.inference) > 1 else ""
             found.append(
                 Series(
                     self.kind, "loss", "nats per token", "lower", decoder.seq_len, by_stretch.mean(0), setting=setting.label,
                     axis=Axis("sequence length", "tokens", "in sequences of", tuple(self.lengths)),
                     samples=(Sample(self.stretches.sha256, by_stretch, np.ones(count), self.stretches.document_labels),),
                     data_fingerprint=self.store.fingerprint, interval="documents",
-                    logged=tuple(f"by_length/loss {length}{used}" for length in self.lengths), shown=shown,
+                    logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=shown,
                 )
             )  # fmt: skip
         return found

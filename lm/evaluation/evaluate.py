@@ -1,6 +1,5 @@
 """`lm eval`: measure checkpoints of finished or running runs."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.measurement import measurements, weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
 from lm.evaluation.results import keep, kept, measured, write_evaluation
+from lm.machine import usable_cores
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
@@ -125,5 +125,5 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many it was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, trained)
-    torch.set_num_threads(config.trainer.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.trainer.threads or usable_cores())
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")

@@ -180,7 +180,7 @@ class NeedleMeasurement(AnswerMeasurement):
             if not names:
                 continue
             pooled = [self._pooled([scores[name][number] for name in names]) for number in range(len(self.lengths))]
-            logged = tuple(f"needle/{'control' if control else 'exact'} {length} {label}" for length in self.lengths)
+            logged = tuple(self.asked.metric(control, length, label) for length in self.lengths)
             what = "needle, control without it" if control else "needle"
             chance = self.tasks[names[0]].chance
             given = {"what": what, "options": options, "control": control, "logged": logged}

@@ -29,7 +29,7 @@ class Recall(AnswerMeasurement):
         """Raises ConfigError: a task does not fit into one of its sequences, or the held-out text is too short for one."""
         super().__init__(config, store)
         asked = config.eval.recall
-        self.tasks = asked.tasks or [one.task for one in config.data.tasks]
+        self.tasks = asked.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
         for task, length in product(self.tasks, self.lengths):
             check_room(task, length, "test", asked.sequences, self.haystack, "eval.recall.length_factors", asked.length_factors)
@@ -70,8 +70,7 @@ class Recall(AnswerMeasurement):
             nll.append(by_unit(sha256, found.sequence, found.nll))
         plain, chance = to_plain(task), task.chance
         given = {"what": plain.pop("name"), "options": plain}
-        used = f" {setting}" if len(self.asked.inference) > 1 else ""
-        logged = tuple(f"recall/{name} {length}{used}" for length in self.lengths)
+        logged = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
         series = [self.accuracy(right, chance and chance.teacher_forced, setting, logged=logged, **given)]
         if any(sample.weights.max() > 1 for sample in right):  # else it is the same
             series.append(self.accuracy(rolled_out, chance and chance.rollout, f"{setting}, {ROLL_OUT}", **given))

@@ -111,7 +111,7 @@ class LongContext(Measurement):
                     metric="loss", unit="nats per token", means=by_bucket.mean(0), axis=axis,
                     samples=(Sample(held_out.sha256, by_bucket, np.ones(count), held_out.document_labels),),
                     curve=nll.mean(0, dtype=np.float64), data_fingerprint=self.store.fingerprint, interval="documents",
-                    logged=(f"long/loss {setting.label}",), shown=shown, **common,
+                    logged=(self.asked.metric(setting.label),), shown=shown, **common,
                 )
             )  # fmt: skip
             found.append(Series(metric="bits per byte", unit="", means=np.array([bits_per_byte(nll, held_out)]), **common))

@@ -90,6 +90,12 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, where: str, problems
     first = options.first_init()
     if swap.init is not None and first is None:
         problems.append(Problem(f"{where}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
+    elif swap.init not in (None, "fit"):
+        wrong: list[Problem] = []
+        build(options, {"init": swap.init}, "", wrong)
+        for one in wrong:
+            reason = f"must be fit, or {one.reason.removeprefix('must be ')}"
+            problems.append(Problem(f"{where}.swap.init", swap.init, reason, one.remedy))
     init = {} if first is None else {"init": first if swap.init in (None, "fit") else swap.init}
     return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
 

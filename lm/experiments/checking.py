@@ -4,12 +4,15 @@ from dataclasses import replace
 from itertools import product
 
 from lm.config.load import overrides_in
+from lm.config.task_config import task_names
 from lm.config.tree import Config
+from lm.data.build import labels
 from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Experiment, config_hash
+from lm.experiments.outcomes import SELECTION
 from lm.experiments.tuning_tables import by_arm_and_rate
-from lm.schema import flatten
+from lm.schema import flatten, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
 _OF_TRAINING_LENGTH = ("validation", "long_context")  # are measured in training lengths: arms of different ones read different text
@@ -35,6 +38,7 @@ def check(experiment: Experiment) -> None:
         problems.append(f"{_places(experiment, where)}{text}")
     for size in experiment.sizes:
         problems += _check_arms(experiment, [(arm, made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made])
+    problems += _check_sizes(experiment, made)
     if problems:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
@@ -49,6 +53,17 @@ def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
         of_size = f"size {size}" if size else ""
         found += [of_size] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", of_size))) for arm in arms]
     return "; ".join(found) + ": "
+
+
+def _check_sizes(experiment: Experiment, made: dict[tuple[str, str], Config]) -> list[Problem]:
+    """That no two sizes are the same."""
+    problems, seen = [], {}
+    for size, changes in experiment.sizes.items():
+        runs = tuple(config_hash(made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made)
+        if runs in seen and len(runs) == len(experiment.arms):
+            problems.append(Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it"))
+        seen.setdefault(runs, size)
+    return problems
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[Problem]:
@@ -104,6 +119,10 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         measured = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in wanted)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {measured}", remedy)])
+    names = {kind: _names(config, kind) for kind in wanted}
+    if (known := names[_kind(metric)]) is not None and metric not in known:
+        every = [name for some in names.values() for name in some or ()]
+        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, every))])
     when = config.eval.kinds.get(_kind(metric))
     steps = config.trainer.max_steps
     if experiment.primary.reach is not None and when and sum(when.is_due(step, steps) for step in range(1, steps + 1)) < 2:
@@ -111,6 +130,15 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (still := [arm.name for arm in experiment.arms if not arm.trained]):
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, f"{still[0]} is not trained", "drop the arm, or train it")])
+
+
+def _names(config: Config, kind: str) -> list[str] | None:
+    """The metrics that a kind of evaluation measures by unit; None if that is not known before it has."""
+    if kind != "validation":
+        return config.eval.kinds[kind].metrics(config.data)
+    data = config.data
+    parts = task_names([to_plain(one.task) for one in data.tasks]) if data.symbolic else labels(data)
+    return [SELECTION, *(f"{SELECTION} {part}" for part in parts if len(parts) > 1)]
 
 
 def _check_evaluate(experiment: Experiment) -> list[Problem]:

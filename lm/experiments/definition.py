@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from lm.config.effects import is_learned
 from lm.config.load import merge, read_overrides, read_yaml
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
@@ -65,6 +66,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     fixed = {"seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
+    elif not is_learned(made.tune.key):
+        reason = "is nothing that training depends on"
+        problems.append(Problem("tune.key", made.tune.key, reason, "name a key of the optimizer, such as optim.lr"))
     fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()
     for arm in arms:
         if (given := flatten(arm.changes).get(TOKENS)) is not None:

@@ -32,6 +32,8 @@ class Tune:
     def problems(self) -> list[Problem]:
         """What contradicts itself."""
         found = []
+        if self.table is not None and not self.table.strip():
+            found.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
         if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
             found.append(Problem("grid", self.grid, "must be at least 2 different values"))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:

@@ -1,19 +1,20 @@
 """Opening an experiment, and what its first start settles for all of its runs: the text, precision, compilation, threads and seeds."""
 
-import os
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 
 from lm.config.load import merge
+from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.data.prepare import prepare, vocabulary
-from lm.errors import RunError
+from lm.errors import Problem, RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
+from lm.machine import usable_cores
 from lm.runs.folder import CONFIG, RESOLVED, json_bytes, read_json
-from lm.schema import Plain
+from lm.schema import Plain, build, convert
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 
@@ -32,8 +33,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedur
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     kept = experiment.folder / RESOLVED
     settled = read_json(kept) if kept.exists() else _on_this_machine(experiment.first_config, jobs)
-    if missing := {*SHARED} - settled.keys():
-        raise RunError(f"{kept}: has no {', '.join(sorted(missing))}; bring it back, or delete it, and the next start writes it anew")
+    if wrong := _wrong(settled):
+        raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
     asked = vars(experiment.first_config.trainer)
     left_open = {name: settled[name] for name in SHARED if asked[name] in ("auto", None)}
     planned = tuple(settled["seeds"]) if "seeds" in settled else None
@@ -58,6 +59,17 @@ def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
     return open_experiment(path, overrides, jobs)
 
 
+def _wrong(settled: dict[str, Plain]) -> str:
+    """What is wrong with what a first start has settled, in words; empty if nothing is."""
+    if missing := {*SHARED} - settled.keys():
+        return f"has no {', '.join(sorted(missing))}"
+    problems = [Problem(name, settled[name], "is not settled") for name in SHARED if settled[name] in ("auto", None)]
+    build(TrainerConfig, {name: settled[name] for name in SHARED}, "", problems)
+    if "seeds" in settled and convert(list[int], settled["seeds"]) is MISSING:
+        problems.append(Problem("seeds", settled["seeds"], "must be a list of seeds"))
+    return str(problems[0]) if problems else ""
+
+
 def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
     """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
     from lm.experiments.costs import cost  # torch takes seconds to import
@@ -69,5 +81,5 @@ def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
     return {
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": compiled.value == "true",
-        "threads": config.trainer.threads or max(1, (os.cpu_count() or 1) // jobs),
+        "threads": config.trainer.threads or max(1, usable_cores() // jobs),
     }

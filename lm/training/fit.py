@@ -1,7 +1,6 @@
 """A new or resumed run: its start is checked and recorded, then each phase is trained with Lightning's Trainer."""
 
 import logging
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from lm.evaluation.evaluate import evaluate
 from lm.evaluation.measurement import Measurement, measurements
 from lm.evaluation.numbers import print_results
 from lm.files import write_text
+from lm.machine import usable_cores
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
@@ -62,7 +62,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log)
     if accelerator == "cpu":
-        torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices))
+        torch.set_num_threads(config.trainer.threads or max(1, usable_cores() // config.trainer.devices))
         device = f"cpu ({torch.get_num_threads()} threads)"
 
     before: dict[str, Plain] = {}
