@@ -2,6 +2,7 @@
 
 python scripts/bench.py normalizers             step time of every normalizer over softmax's
 python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT's model code (bring your own copy)
+python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
@@ -35,19 +36,27 @@ from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import Learned, ModelConfig
+from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
 from lm.evaluation.diagnostics import statistics_of
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
 DENSE = ("softmax", "relu2", "sigmoid")
 
 
-def train_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], sequences: torch.Tensor, bf16: bool) -> Step:
-    """One whole optimizer step: forward, backward, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def train_step(
+    model: torch.nn.Module,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    sequences: torch.Tensor,
+    bf16: bool,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Step:
+    """One whole optimizer step: forward, backward, update; by AdamW unless another `optimizer` is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
         with torch.autocast(sequences.device.type, torch.bfloat16, enabled=bf16):
@@ -93,12 +102,20 @@ def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def made(config: ModelConfig, arguments: argparse.Namespace, sequences: torch.Tensor, bf16: bool, compiled: bool) -> Step:
+def made(
+    config: ModelConfig,
+    arguments: argparse.Namespace,
+    sequences: torch.Tensor,
+    bf16: bool,
+    compiled: bool,
+    optim: OptimConfig | None = None,
+) -> Step:
     """A training step of a fresh decoder."""
     decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(sequences.device)
     loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
     tokens = sequences.size(0) * (sequences.size(1) - 1)
-    return train_step(decoder, lambda sequences: loss_sum(Batch.of(sequences)) / tokens, sequences, bf16)
+    optimizer = make_optimizer(decoder, optim) if optim else None
+    return train_step(decoder, lambda sequences: loss_sum(Batch.of(sequences)) / tokens, sequences, bf16, optimizer)
 
 
 def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -110,6 +127,15 @@ def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> 
         name: made(shape(arguments, normalizer=option), arguments, sequences, arguments.bf16, arguments.compile)
         for name, option in options.items()
     }, "softmax"
+
+
+def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """Every optimizer with its defaults, and AdamW twice: the second shows the noise."""
+    options = {"adamw": AdamW(), "adamw again": AdamW(), **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"}}
+    return {
+        name: made(shape(arguments), arguments, sequences, arguments.bf16, arguments.compile, OptimConfig(optimizer=option))
+        for name, option in options.items()
+    }, "adamw"
 
 
 def nanogpt_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -264,6 +290,7 @@ def measure_long(arguments: argparse.Namespace) -> None:
 
 SIDES = {
     "normalizers": normalizer_sides,
+    "optimizers": optimizer_sides,
     "nanogpt": nanogpt_sides,
     "compile": compile_sides,
     "kernels": kernel_sides,

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, lm
 from folders import alive, curve, losses, same, series, weights
 
+from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import MicroBatches, TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
@@ -61,6 +62,22 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     assert a.curve == pytest.approx(b.curve, abs=1e-4)
     for a, b in zip(*(series(run, "swap", 4) for run in (one, two)), strict=True):
         assert a.means.tolist() == pytest.approx(b.means.tolist(), abs=1e-5 if a.metric == "attention drift" else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp_path: Path, optimizer: str):
+    """Less closely: bfloat16 in Muon decides about directions in which a gradient is near 0. Measured: 1.5e-4 nats, 1.6 % of a matrix."""
+    for name, devices in (("one", 1), ("two", 2)):
+        options = [f"optim.optimizer={optimizer}", "model.normalizer=ssmax", f"name={name}", f"trainer.devices={devices}"]
+        result = lm("train", *arguments, *options, process=devices > 1)
+        assert result.returncode == 0, result.stderr
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert curve(one)[0][1] - curve(one)[-1][1] > 0.3
+    for name in ("train/loss", "val/loss"):
+        assert [loss for _, loss in curve(one, name)] == pytest.approx([loss for _, loss in curve(two, name)], abs=1e-3)
+    for name, value in weights(one).items():
+        assert (value - weights(two)[name]).norm() < 0.05 * value.norm(), name
 
 
 def test_a_launcher_of_another_size_is_refused(arguments: list[str]):

@@ -22,6 +22,7 @@ from folders import alive, curve, differences, kill_after, losses, metrics, pois
 
 from lm.attention import catalogue
 from lm.config.data_config import DataConfig
+from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
@@ -82,6 +83,20 @@ def test_a_resumed_run_is_bitwise_the_same(tiny, record_property, name: str, sce
     check(tiny, record_property, name, scenario, [f"model.normalizer={name}", *options], kills)
 
 
+OTHERS = [name for name in OPTIMIZERS if name != "adamw"]  # with which all other runs of the table are made
+FOR_OPTIMIZERS = {name: (["model.normalizer=ssmax", *options], kills) for name, (options, kills) in SCENARIOS.items()}
+FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()}
+
+
+@pytest.mark.parametrize(
+    "scenario", [one if one == "swap, all three" else pytest.param(one, marks=pytest.mark.slow) for one in FOR_OPTIMIZERS]
+)
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
+    options, kills = FOR_OPTIMIZERS[scenario]
+    check(tiny, record_property, optimizer, scenario, [f"optim.optimizer={optimizer}", *options], kills)
+
+
 @rows()
 def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(tiny, record_property, monkeypatch: pytest.MonkeyPatch, name: str):
     poison(monkeypatch, {2, 3, 4, 7}, "gradient")
@@ -129,18 +144,24 @@ RANKS = {"2 ranks": ([], (4,)), "2 ranks, dropout, accumulation": (["model.dropo
 
 
 @pytest.mark.parametrize(
-    "names",
-    [SOME, pytest.param(tuple(name for name in catalogue.ENTRIES if name not in SOME), marks=pytest.mark.slow)],
-    ids=["some", "others"],
+    ("names", "optimizer"),
+    [
+        (SOME, "adamw"),
+        pytest.param(tuple(name for name in catalogue.ENTRIES if name not in SOME), "adamw", marks=pytest.mark.slow),
+        *(pytest.param(SOME, optimizer, marks=pytest.mark.slow) for optimizer in OTHERS),
+    ],
+    ids=["some", "others", *OTHERS],
 )
-def test_two_ranks_resumed_are_bitwise_the_same(arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...]):
+def test_two_ranks_resumed_are_bitwise_the_same(
+    arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...], optimizer: str
+):
     """One torchrun makes all the runs: in one go, in one go again and then back to earlier checkpoints."""
     jobs = []
     expected = []
     for name in names:
         for scenario, (options, backs) in {**RANKS, "2 ranks, swap": ([swap_to(name)], (2, 4, 6))}.items():
             folder = f"{name} {scenario}".replace(",", "").replace(" ", "-")
-            common = [*arguments, *EVERY_STEP, "trainer.devices=2", *options]
+            common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *options]
             common += [f"model.normalizer={name}"] if "swap" not in scenario else []
             jobs += [[*common, f"name={folder}-a"], [*common, f"name={folder}-b"]]
             for step in backs:
@@ -151,7 +172,8 @@ def test_two_ranks_resumed_are_bitwise_the_same(arguments: list[str], tmp_path: 
     failed = []
     for name, scenario, folder in expected:
         found = differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
-        record_property("bitwise", [name, scenario, "equal" if not found else ", ".join(found)])
+        of = name if optimizer == "adamw" else optimizer
+        record_property("bitwise", [of, scenario, "equal" if not found else ", ".join(found)])
         failed += found
     assert not failed
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.errors import Problem
 from lm.schema import key, section, variant
 
 
@@ -58,15 +59,31 @@ class AdamW:
     weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; never on norms, biases or normalizers", ge=0)
 
 
-OPTIMIZERS = {v.name: v for v in (AdamW,)}  # each has a builder in lm.training.optimizers
+@dataclass
+class Muon(AdamW):
+    """Muon (kellerjordan.github.io/posts/muon) for the group `matrices`, each projection apart; AdamW, with its options, for the others."""
+
+    name: ClassVar[str] = "muon"
+    momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
+    nesterov: bool = key(True, "orthogonalise the mean of that and the gradient, weighted by `momentum`")
+    ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
+    adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's size "
+        "(arXiv 2502.16982); original: sqrt(max(1, A / B))",
+    )
+
+
+OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each has a builder in lm.training.optimizers
 
 
 @dataclass
 class Group:
-    """Learning rate and weight decay of a group of parameters."""
+    """Learning rate, weight decay and epsilon of a group of parameters."""
 
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
+    eps: float | None = key(None, "null: the optimizer's", gt=0)
 
 
 @dataclass
@@ -84,7 +101,7 @@ class Groups:
 class OptimConfig:
     lr: float = key(1e-3, "peak learning rate", gt=0)
     optimizer: AdamW = variant(OPTIMIZERS, "adamw", "how gradients become updates")
-    groups: Groups = section(Groups, "learning rates and weight decay of groups of parameters")
+    groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",
@@ -99,6 +116,12 @@ class OptimConfig:
         """Learning rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak: step 0 has lr / warmup_steps."""
         factor = (step + 1) / self.warmup_steps if step < self.warmup_steps else self.schedule.factor(step, self.warmup_steps, max_steps)
         return self.lr * factor
+
+    def problems(self) -> list[Problem]:
+        """Problems that involve several keys."""
+        if isinstance(self.optimizer, Muon) and self.groups.matrices.eps is not None:
+            return [Problem("groups.matrices.eps", self.groups.matrices.eps, "Muon, which updates the matrices, has none", "drop it")]
+        return []
 
 
 @dataclass

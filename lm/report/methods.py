@@ -109,7 +109,7 @@ def models(comparison: Comparison) -> str:
 def training_methods(comparison: Comparison) -> str:
     """A sentence on steps, optimizer, schedule, precision and seeds."""
     key, say = partial(_key, comparison), partial(_say, comparison)
-    usual = {"lr_factor": 1.0, "weight_decay": None}  # what a group of parameters has unless it says otherwise
+    usual = {"lr_factor": 1.0, "weight_decay": None, "eps": None}  # what a group of parameters has unless it says otherwise
     options = dict.fromkeys(
         path
         for run in comparison.runs

@@ -86,14 +86,16 @@ def _normalizer(decoder: Decoder) -> str:
 
 def _options(options: object) -> str:
     """A variant's name and options."""
-    return ", ".join([options.name, *(f"{name} = {value:g}" for name, value in vars(options).items())])
+    named = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in vars(options).items()}
+    return ", ".join([options.name, *(f"{name} = {value}" for name, value in named.items())])
 
 
 def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning rate and weight decay of each group of parameters."""
+    """Size, learning rate and weight decay of each group of parameters, and epsilon where it has its own."""
     return "; ".join(
         f"{group['name']} {sum(p.numel() for _, p in group['params']):,} parameters, "
         f"lr x {getattr(config.optim.groups, group['name']).lr_factor:g}, weight decay {group['weight_decay']:g}"
+        + (f", eps {group['eps']:g}" if "eps" in group else "")
         for group in parameter_groups(decoder, config.optim)
     )
 

@@ -11,9 +11,10 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from lm.config.training_config import AdamW, Groups, OptimConfig
+from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
-from lm.model.decoder import Decoder, is_normalizer
+from lm.model.decoder import Decoder, is_normalizer, projections
+from lm.training.muon import MuonAndAdamW
 
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
 State = dict[str, dict[str, Tensor | float]]
@@ -34,28 +35,37 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """The trained parameters with their names, as torch's groups; those without any parameter are left out."""
+    """The trained parameters with their names, as torch's groups; those without any parameter are left out. `eps` where a group has one."""
     found: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
             found[group_of(name, parameter)].append((name, parameter))
 
-    def decay(group: str) -> float:
+    def options(group: str) -> dict[str, float]:
         rule = optim.optimizer.weight_decay if group in DECAYED else 0.0
-        own = getattr(optim.groups, group).weight_decay
-        return rule if own is None else own
+        own = getattr(optim.groups, group)
+        decay = rule if own.weight_decay is None else own.weight_decay
+        return {"weight_decay": decay} if own.eps is None else {"weight_decay": decay, "eps": own.eps}
 
-    return [{"name": group, "params": params, "weight_decay": decay(group)} for group, params in found.items() if params]
+    return [{"name": group, "params": params, **options(group)} for group, params in found.items() if params]
 
 
 def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
     """AdamW; fused (one kernel over all parameters) where the device supports it."""
-    fused = next(decoder.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=fused)
+    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=_can_fuse(decoder))
+
+
+def muon(options: Muon, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
+    """Muon for matrices, each projection apart, and AdamW, as `adamw`, for the rest."""
+    return MuonAndAdamW(groups, options, projections(decoder), fused=_can_fuse(decoder))
+
+
+def _can_fuse(decoder: Decoder) -> bool:
+    return next(decoder.parameters()).device.type in ("cpu", "cuda")
 
 
 # Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.
-BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:

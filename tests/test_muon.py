@@ -1,0 +1,181 @@
+"""Muon: orthogonal updates of each projection, torch's routine, AdamW for the rest, and what it refuses."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm.config.training_config import Muon, OptimConfig
+from lm.config.tree import Config
+from lm.errors import ConfigError
+from lm.model.decoder import Decoder, projections
+from lm.model.swapped import swapped
+from lm.runs.checkpoints import load_checkpoint
+from lm.training.optimizers import after_swap, group_of, load_named_state, make_optimizer, named_state
+from lm.training.train import train
+
+MODELS = {
+    "attention": [],
+    "grouped queries, gelu": ["model.n_kv_head=1", "model.mlp=gelu"],
+    "gau": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
+}
+
+
+def made(config: Config, optim: OptimConfig) -> tuple[Decoder, torch.optim.Optimizer]:
+    decoder = Decoder(config.model, 400, 32)
+    return decoder, make_optimizer(decoder, optim)
+
+
+def give_gradients(decoder: Decoder, seed: int) -> None:
+    """A gradient drawn anew for each parameter, the same for the same seed."""
+    drawn = torch.Generator().manual_seed(seed)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=drawn)
+
+
+def parts(decoder: Decoder) -> dict[str, Tensor]:
+    """The projections in a decoder's matrices, by name."""
+    fused = projections(decoder)
+    return {
+        f"{name} {part}": parameter.detach()[rows]
+        for name, parameter in decoder.named_parameters()
+        if group_of(name, parameter) == "matrices"
+        for part, rows in fused.get(name, {"": slice(None)}).items()
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_update_of_each_projection_is_near_orthogonal_and_of_adamw_s_size(tiny, model: str):
+    decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=Muon(weight_decay=0.0)))
+    before = {name: part.clone() for name, part in parts(decoder).items()}
+    give_gradients(decoder, 0)
+    optimizer.step()
+    assert len(before) == {"attention": 14, "grouped queries, gelu": 12, "gau": 8}[model]
+    for name, part in parts(decoder).items():
+        update = (part - before[name]) / 1e-3  # the default learning rate
+        values = torch.linalg.svdvals(update) / (0.2 * max(part.shape) ** 0.5)
+        assert values.max() < 1.3, name
+        assert (values > 0.6).float().mean() > 0.9, name  # a random square matrix has some near 0, which stay small
+        assert 0.1 < update.square().mean().sqrt() < 0.3, name  # 0.2 were its singular values exactly 1 (arXiv 2502.16982)
+
+
+OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original")}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, model: str, kind: str):
+    options = OPTIONS[kind]
+    decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
+    alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
+    reference = torch.optim.Muon(
+        alone.values(),
+        weight_decay=options.weight_decay,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        ns_steps=options.ns_steps,
+        adjust_lr_fn=options.adjust_lr,
+    )
+    fused = projections(decoder)
+    for step in range(3):
+        give_gradients(decoder, step)
+        for name, parameter in decoder.named_parameters():
+            for part, rows in fused.get(name, {"": slice(None)}).items():
+                if f"{name} {part}" in alone:
+                    alone[f"{name} {part}"].grad = parameter.grad[rows].clone()
+        optimizer.step()
+        reference.step()
+    assert all(torch.equal(part, alone[name]) for name, part in parts(decoder).items())
+
+
+def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
+    settings = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.3}
+    config = tiny("model.normalizer=qassmax", "eval.long_context.length_factor=0")
+    groups = tiny("optim.groups={head: {eps: 1e-3}, vectors: {weight_decay: 0.2}}").optim.groups
+    kinds = [OptimConfig(optimizer=kind, groups=groups) for kind in (Muon(**settings), tiny("optim.optimizer=adamw").optim.optimizer)]
+    vars(kinds[1].optimizer).update(settings)
+    decoders = []
+    for optim in kinds:
+        decoder, optimizer = made(config, optim)
+        for step in range(3):
+            give_gradients(decoder, step)
+            optimizer.step()
+        decoders.append(decoder)
+    ours, reference = (dict(decoder.named_parameters()) for decoder in decoders)
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, reference[name]) == (group_of(name, parameter) != "matrices"), name
+
+
+def test_epsilon_of_a_group_is_its_own(tiny):
+    config = tiny("optim.groups.head.eps=1e9", "optim.optimizer.weight_decay=0")
+    decoder, optimizer = made(config, config.optim)
+    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    give_gradients(decoder, 0)
+    optimizer.step()
+    moved = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()}
+    assert moved.pop("head.weight") < 1e-9
+    assert min(moved.values()) > 1e-4
+
+
+def test_a_swap_keeps_the_momentum_of_matrices(tiny):
+    config = tiny("model.normalizer=ssmax")
+    optim = OptimConfig(optimizer=Muon())
+    decoder, optimizer = made(config, optim)
+    give_gradients(decoder, 0)
+    optimizer.step()
+    new = swapped(decoder, tiny("model.normalizer=softmax").model.normalizer)
+    after = make_optimizer(new, optim)
+    load_named_state(after, after_swap(named_state(optimizer)))
+    kept, before = named_state(after), named_state(optimizer)
+    assert kept.keys() == {name for name, _ in new.named_parameters()}
+    for name, state in kept.items():
+        assert state.keys() == before[name].keys()
+        assert all(torch.equal(value, before[name][key]) for key, value in state.items())
+    assert kept["blocks.1.mlp.out.weight"]["momentum_buffer"].any()
+
+
+def test_parameters_without_a_gradient_stay_as_they_are(tiny):
+    """As in a step that is skipped because its gradient is not finite."""
+    decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
+    give_gradients(decoder, 0)
+    optimizer.step()
+    weights = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    state = {name: {key: value.clone() for key, value in one.items()} for name, one in named_state(optimizer).items()}
+    decoder.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in decoder.named_parameters())
+    assert all(torch.equal(value, state[name][key]) for name, one in named_state(optimizer).items() for key, value in one.items())
+
+
+def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest.CaptureFixture):
+    config = tiny("name=a", "optim.optimizer={name: muon, momentum: 0.9}", "optim.groups.head.eps=1e-6", "trainer.precision=bf16-mixed")
+    assert train(config) == 0
+    out = capsys.readouterr().out
+    assert "muon, beta1 = 0.9, beta2 = 0.95, eps = 1e-08, weight_decay = 0.1, momentum = 0.9, nesterov = true, ns_steps = 5" in out
+    assert "weight decay 0.1, eps 1e-06" in out
+    states = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["optimizer"]
+    assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
+    assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}
+
+
+def test_without_matrices_to_train_it_is_adamw(tiny):
+    for name in ("muon", "adamw"):
+        assert train(tiny(f"name={name}", f"optim.optimizer={name}", "model.normalizer=ssmax", "train_only=normalizer")) == 0
+    a, b = (load_checkpoint(tiny(f"name={name}").run_folder / "checkpoints" / "last.ckpt")["state_dict"] for name in ("muon", "adamw"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["optim.optimizer={name: muon, momentum: -0.1}"], r"optim\.optimizer\.momentum = -0\.1: must be >= 0 and < 1"),
+        (["optim.optimizer={name: muon, ns_steps: 0}"], r"optim\.optimizer\.ns_steps = 0: must be >= 1 and <= 99"),
+        (
+            ["optim.optimizer=muon", "optim.groups.matrices.eps=1e-6"],
+            r"optim\.groups\.matrices\.eps = 1e-06: Muon, which updates the matrices, has none; drop it",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tiny, options: list[str], expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        tiny(*options)
