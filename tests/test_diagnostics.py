@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import lm
 from folders import metrics, series
+from reported import build_run, write_series
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -21,8 +22,12 @@ from lm.diagnostics.families import families
 from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, orders
 from lm.diagnostics.rows import LEAST_KEYS, query_indices
 from lm.diagnostics.statistic import Values
+from lm.evaluation.diagnostics import describe
+from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
+from lm.model.device import Device
+from lm.report.html import write_report
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
 
@@ -246,6 +251,38 @@ def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str,
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list((run / "evaluations").glob("diagnostics.*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("nowhere", "nowhere: no such run folder, checkpoint or export"),
+        ("a.yaml", "a.yaml: a configuration, not a model: train it (lm train "),
+        ("empty", "empty: not a run folder: it has no config.yaml"),
+        (".yaml", ".yaml: no such run folder, checkpoint or export"),
+    ],
+)
+def test_what_is_no_model_is_said_in_one_line(source: str, said: str, tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("name: a\n")
+    (tmp_path / "empty").mkdir()
+    done = lm("diagnose", str(tmp_path / source))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert said in done.stderr
+
+
+def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
+    held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH + 1)), np.ones(VOCAB, np.float32))
+    asked, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
+    for name in ("softmax", "relu2"):
+        folders.append(build_run(tmp_path, name))
+        found = describe(make_decoder(catalogue.OPTIONS[name]()), held_out, asked, Device(torch.device("cpu"), bf16=False))
+        assert {one.better for one in found} == {"none"}
+        write_series(folders[-1], "diagnostics", found)
+    report = write_report(folders, tmp_path / "report")
+    page, table = report.html.read_text(), report.markdown.read_text()
+    for text in (page, table):
+        assert "Attention: score standard deviation" in text
+    assert "score standard deviation:" in page, "it has no unit, and neither direction is better"
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def test_scores_that_are_not_finite_leave_the_others_alone():
 def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
     axis, shown = Axis("keys N", "", "for N =", (1.0, 2.0)), Shown("Attention: d~", "sequences", "2 of 8 tokens")
     made = [
-        Series("diagnostics", "d~", "", "higher", 8, np.array([1.0, np.nan]), what=what, setting=setting, axis=axis, shown=shown)
+        Series("diagnostics", "d~", "", "none", 8, np.array([1.0, np.nan]), what=what, setting=setting, axis=axis, shown=shown)
         for setting in ("as trained", "untrained weights")
         for what in ("largest weights", "random keys, drawn")
     ]

@@ -14,8 +14,8 @@ from lm.evaluation.measurement import weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
 from lm.progress import Progress
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import CONFIG, read_config
-from lm.runs.loading import Loaded, find_checkpoint, load
+from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
+from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 
@@ -33,6 +33,8 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     """
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
+    for source in sources:
+        check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
     found: list[Evaluated] = []
     for source in sources:
@@ -43,15 +45,25 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
             found += evaluate(config, folder, path, [KIND])
         else:
             found.append(_of_model(load(source, checkpoint), changes))
-    print_results(found)
+    print_results(found, out)
     if out:
         write_table(found, out)
     return found
 
 
+def check_source(source: Path) -> None:
+    """Raises RunError if there is nothing at `source`, or what is no model."""
+    if not source.exists():
+        raise RunError(f"{source}: no such run folder, checkpoint or export")
+    if source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS)):
+        require_run(source, CONFIG)
+    if source.suffix in (".yaml", ".yml"):
+        raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
+
+
 def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     """Of a model folder, kept nowhere: on the held-out text of the run that it is of, or on a text."""
-    config = parse(merge(to_plain(loaded.config or _untrained(loaded)), changes))
+    config = config_of(loaded, changes)
     asked, seed, fingerprint = config.eval.diagnostics, config.seed, ""
     if asked.text:
         held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
@@ -68,6 +80,11 @@ def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     facts = loaded.stamp | {"data_fingerprint": fingerprint, "options": recorded(asked, held_out, loaded.spec.seq_len, seed)}
     evaluation = Evaluation(kind=KIND, precision=where.precision, weights_sha256=weights, series=tuple(series), **facts)
     return Evaluated(loaded.folder, evaluation, cached=False)
+
+
+def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:
+    """The configuration a model was trained with, or one that fits it, with changes."""
+    return parse(merge(to_plain(loaded.config or _untrained(loaded)), changes))
 
 
 def _untrained(loaded: Loaded) -> Config:

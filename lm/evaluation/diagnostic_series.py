@@ -109,7 +109,7 @@ class _Made:
     def _series(self, one: object, setting: str, means: np.ndarray, metric: str = "", unit: str | None = None, **given: object) -> Series:
         interval = "documents" if given.get("samples") else "none"
         return Series(
-            KIND, metric or one.name, one.unit if unit is None else unit, "higher", self.models[setting].train_length,
+            KIND, metric or one.name, one.unit if unit is None else unit, "none", self.models[setting].train_length,
             np.asarray(means, "f8"), setting=setting, control=setting != self.first, interval=interval,
             data_fingerprint=self.fingerprint, **given,
         )  # fmt: skip

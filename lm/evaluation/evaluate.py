@@ -57,7 +57,7 @@ def evaluate_runs(
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
-    print_results(found)
+    print_results(found, out)
     if out:
         write_table(found, out)
     return found

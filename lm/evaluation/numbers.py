@@ -12,13 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lm.files import write_text
+from lm.files import write_together
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import write_json
+from lm.runs.folder import json_bytes
 from lm.runs.series import Series, listed, number, series_names
+from lm.schema import Plain
 from lm.statistics.intervals import interval_of
 
 MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
+MOST_LINES = 24  # numbers without an interval in one table; of curves with more than these the ends are printed
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +77,11 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for one in evaluation.series for name, value in one.scores.items()}
 
 
-def print_results(found: list[Evaluated]) -> None:
-    """Tables of all numbers, by kind of evaluation; runs measured on other data are not comparable, which their fingerprints say."""
+def print_results(found: list[Evaluated], out: Path | None = None) -> None:
+    """Tables by kind of evaluation: of few numbers all, of many those of all places together and the ends of curves.
+
+    Runs measured on other data are not comparable, which their fingerprints say. `out`: the file that all numbers are written to.
+    """
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -85,9 +90,13 @@ def print_results(found: list[Evaluated]) -> None:
         same = [one for one in found if one.evaluation.kind == kind]
         title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].evaluation.step}"
         title += " (cached)" if all(one.cached for one in same) else ""
+        left_out = 0
         for metrics in together(row for one in same for row in one.rows):
             if len(metrics) > MOST_COLUMNS:
-                _print_by_metric(console, title, metrics, same)
+                left_out += _print_by_metric(console, title, metrics, same)
+                continue
+            if max(sum(row.metric in metrics and row.low is None for row in one.rows) for one in same) > MOST_LINES:
+                left_out += _print_ends(console, title, metrics, same, several)
                 continue
             table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
             for name in ("run, step", "used", "where")[not several :]:
@@ -105,10 +114,16 @@ def print_results(found: list[Evaluated]) -> None:
                     name = [f"{one.folder.name}, {one.evaluation.step}" if index == 0 else ""] if several else []
                     table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
             console.print(table)
+        if left_out:
+            where = out or "in a table with -o table.csv"
+            print(f"{left_out:,} more numbers, by layer, position or the like, and all intervals: {where}")
 
 
-def _print_by_metric(console: Console, title: str, metrics: list[str], found: list[Evaluated]) -> None:
-    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting."""
+def _print_by_metric(console: Console, title: str, metrics: list[str], found: list[Evaluated]) -> int:
+    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting.
+
+    Returns how many numbers are left out.
+    """
     columns: dict[tuple[str, str], dict[str, Row]] = {}
     for one in found:
         for row in one.rows:
@@ -124,9 +139,24 @@ def _print_by_metric(console: Console, title: str, metrics: list[str], found: li
         if any(values):
             table.add_row(metric, *("" if row is None else f"{row.value:.4g}" for row in values))
     console.print(table)
-    more = sum(row.metric in metrics and bool(row.where) for one in found for row in one.rows)
-    if more:
-        console.print(f"{more:,} more numbers, by layer, position or the like, and all intervals: in a table with -o table.csv")
+    return sum(row.metric in metrics and bool(row.where) for one in found for row in one.rows)
+
+
+def _print_ends(console: Console, title: str, metrics: list[str], found: list[Evaluated], several: bool) -> int:
+    """A line for each curve, with its values where it begins and where it ends. Returns how many numbers are left out."""
+    table, left_out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD), 0
+    for name in ("run, step", "", "used", "from", "to")[not several :]:
+        table.add_column(name, justify="right" if name in ("from", "to") else "left")
+    for one in found:
+        for curve, name in series_names([curve for curve in one.evaluation.series if curve.metric in metrics]).items():
+            known = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
+            ends = dict.fromkeys((known[0], known[-1])) if known else ()
+            cells = [f"{curve.mean_at(place):.4g}" + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in ends]
+            label = ", ".join(filter(None, (curve.metric, name)))
+            table.add_row(*[f"{one.folder.name}, {one.evaluation.step}"] * several, label, curve.setting, *cells)
+            left_out += len(curve.places) - len(ends)
+    console.print(table)
+    return left_out
 
 
 def together(rows: Iterable[Row]) -> list[list[str]]:
@@ -152,11 +182,15 @@ def write_table(found: list[Evaluated], path: Path) -> None:
     lines = [
         {"run": str(one.folder), "step": one.evaluation.step, "kind": one.evaluation.kind, **vars(row)} for one in found for row in one.rows
     ]
+    write_together({path: table_bytes(lines, path)})
+
+
+def table_bytes(lines: list[dict[str, Plain]], path: Path) -> bytes:
+    """Lines of the same fields, at least one, as the CSV or JSON file that `path` names; what is not finite is null in JSON."""
     if path.suffix == ".json":
-        write_json(path, listed(lines))
-        return
+        return json_bytes(listed(lines))
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(lines[0]))
     writer.writeheader()
     writer.writerows(lines)
-    write_text(path, text.getvalue())
+    return text.getvalue().encode()

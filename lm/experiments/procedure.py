@@ -356,7 +356,7 @@ class Procedure:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
         primary = self.experiment.primary
         found = outcome.values(primary.metric) if outcome.state == "finished" else None
-        if found and found.better != primary.better:
+        if found and found.better not in (primary.better, "none"):
             raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
 
     def _elsewhere(self, size: str, base: Arm, arm: Arm, rates: dict[str, float | None]) -> dict[float, list[float]]:

@@ -16,6 +16,8 @@ from lm.report.plots import Overview, overview
 from lm.report.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
 from lm.runs.record import read_run
 
+BETTER = {"lower": " (below zero: better)", "higher": " (above zero: better)", "none": ""}  # words after the unit of a difference
+
 
 @dataclass(frozen=True)
 class ReportFiles:
@@ -69,10 +71,7 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...])
         caption=picture.caption,
         tables=tables,
         signed=DIFFERENCE,
-        differing=[
-            f"{metric} {in_unit(unit)} ({'below' if better == 'lower' else 'above'} zero: better)"
-            for metric, unit, better in differing(comparison)
-        ],
+        differing=[f"{metric}{in_unit(unit)}{BETTER[better]}" for metric, unit, better in differing(comparison)],
         measured=how_measured(comparison),
         methods=methods(comparison),
         runs=runs,

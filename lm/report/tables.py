@@ -290,7 +290,7 @@ def _difference_table(comparison: Comparison) -> Table:
     for over in covered(intervals) or [""]:
         column = Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference")
         made.append((column, _of_cover(over, intervals)))
-    units = dict.fromkeys(f"{metric} {in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
+    units = dict.fromkeys(f"{metric}{in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
     return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), tuple(made))
 
 
@@ -301,8 +301,8 @@ def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def in_unit(unit: str) -> str:
-    """Words after what a number is of."""
-    return f"as a {unit}" if unit == "fraction" else f"in {unit}"
+    """Words after what a number is of, with a space before them; none of a number without a unit."""
+    return f" as a {unit}" if unit == "fraction" else f" in {unit}" if unit else ""
 
 
 def notes(comparison: Comparison) -> list[str]:

@@ -1,0 +1,71 @@
+"""The picture of heads against theory: each head is where its numbers are, beside the curves it is compared with."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from test_diagnostics import LENGTH, VOCAB, make_decoder
+
+from lm.attention import options as opt
+from lm.attention.options import Options
+from lm.config.eval_config import DiagnosticsConfig
+from lm.evaluation import sparsity_picture
+from lm.evaluation.diagnostic_series import HEAD
+from lm.evaluation.diagnostics import describe
+from lm.evaluation.held_out import HeldOut
+from lm.model.device import Device
+
+
+def panels(options: Options) -> tuple[list, dict[str, np.ndarray]]:
+    """The panels' axes, and of the trained model each statistic by head of all layers."""
+    held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
+    asked = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
+    found = describe(make_decoder(options), held_out, asked, Device(torch.device("cpu"), bf16=False))
+    heads: dict[str, list[np.ndarray]] = {}
+    for one in found:
+        if one.axis and one.axis.name == HEAD and one.setting == "as trained":
+            heads.setdefault(one.metric, []).append(one.means)
+    figure = Figure()
+    sparsity_picture.draw(figure, found)
+    return figure.axes, {name: np.concatenate(parts) for name, parts in heads.items()}
+
+
+def points(axes, label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of the heads of one model."""
+    (line,) = [line for line in axes.lines if line.get_label() == label and line.get_linestyle() == "None"]
+    return line.get_xdata(), line.get_ydata()
+
+
+@pytest.mark.parametrize(
+    ("options", "panel", "x"),
+    [
+        (opt.Softmax(), 0, lambda heads: heads["score standard deviation"]),
+        (opt.Relu2(), 1, lambda heads: heads["score mean"] / heads["score standard deviation"]),
+        (opt.SSMax(), 2, lambda heads: heads["S, closed form"]),
+    ],
+)
+def test_heads_are_drawn_at_their_statistics(options: Options, panel: int, x):
+    axes, heads = panels(options)
+    for row, ending in ((0, ""), (1, ", no first")):
+        of = {name.removesuffix(ending): values for name, values in heads.items() if name.endswith(ending)}
+        drawn = points(axes[3 * row + panel], "as trained")
+        np.testing.assert_allclose(drawn, [x(of), of["S"]], rtol=1e-4)
+        assert {"untrained weights", "shuffled scores"} <= {line.get_label() for line in axes[3 * row + panel].lines}
+
+
+def test_panels_of_maps_that_a_model_does_not_have_are_left_out():
+    (exp, ratio, both, *_), _ = panels(opt.Softmax())
+    assert [one.get_visible() for one in (exp, ratio, both)] == [True, False, True]
+    (exp, ratio, both, *_), _ = panels(opt.Relu2())
+    assert [one.get_visible() for one in (exp, ratio, both)] == [False, True, True]
+
+
+def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
+    (exp, *_), _ = panels(opt.Softmax())
+    labels = {str(line.get_label()): line for line in exp.lines}
+    drawn = {int(label.split()[-1]): line.get_xdata()[0] for label, line in labels.items() if label.startswith("condensation of")}
+    assert min(drawn) == 32
+    assert 60 < max(drawn) <= LENGTH
+    for n, x in drawn.items():
+        assert f"{n} Gaussian scores" in labels
+        assert x == pytest.approx(np.sqrt(np.log(n) / 2))
