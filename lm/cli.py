@@ -38,6 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
     "eval": model_commands.evaluate,
     "diagnose": model_commands.diagnose,
     "swap": model_commands.swap,
+    "import": model_commands.import_,
     "export": model_commands.export,
     "generate": model_commands.generate,
     "harness": model_commands.harness,

@@ -90,6 +90,33 @@ def swap(
     swap_run(source, checkpoint, to, init, out, overrides or [])
 
 
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub")
+    ],
+    out: New,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]", show_default=False)
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch", show_default=False)] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]", show_default=False)
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(help="token that starts a document [default: <|endoftext|> if it has that, else its BOS or EOS]", show_default=False),
+    ] = None,
+) -> None:
+    """Import a pretrained model.
+
+    GPT-2, Llama (SmolLM2, TinyLlama), Qwen 2 or Qwen 3 become a model folder that other commands accept (docs/pretrained.md).
+    No code of the model is executed.
+    """
+    from lm.huggingface.importing import import_model
+
+    import_model(source, out, length, revision, tokenizer, end_of_text)
+
+
 def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plugin: AllowPlugin = None) -> None:
     """Export a trained model.
 

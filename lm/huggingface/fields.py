@@ -69,9 +69,11 @@ class Fields:
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return found
 
-    def size(self, name: str, default: Plain = MISSING) -> int:
+    def size(self, name: str, default: Plain = MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
         found = self.take(name, int, default)
+        if found is not None and found > most:
+            raise self.refused(name, f"must be at most {most:,}")
         if found is not None and found < 1:
             raise self.refused(name, "must be 1 or more")
         return found

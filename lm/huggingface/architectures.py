@@ -1,0 +1,225 @@
+"""What each architecture's configuration fields mean as ours, and where each of our parameters lies in its weights."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lm.attention.catalogue import Layers
+from lm.attention.options import Options, Softmax, Window
+from lm.config.model_config import Learned, ModelConfig
+from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
+from lm.huggingface.rope_fields import read_rope
+
+MOST_LAYERS = 10**4
+FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` lists
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a configuration says of a model: its layers, and how many tokens it knows and was trained on at once."""
+
+    model: ModelConfig
+    vocab_size: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one of our parameters lies: in tensors of these names and shapes, one below the other.
+
+    Attributes:
+        transposed: each is stored as (inputs, outputs).
+        scaled: the first rows, and the factor that they are multiplied by.
+    """
+
+    ours: str
+    theirs: tuple[tuple[str, tuple[int, ...]], ...]
+    transposed: bool = False
+    scaled: tuple[int, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of our parameter."""
+        shapes = [shape[::-1] if self.transposed else shape for _, shape in self.theirs]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+class Architecture(ABC):
+    """One `model_type` of transformers. Its tensors have the names below, after `base` in models with a head and alone in those without."""
+
+    model_type: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]]  # that write such weights; the first is that of a language model
+    base: ClassVar[str]
+    buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
+
+    def read(self, fields: Fields) -> Shape:
+        """The shape that a configuration describes. Raises RunError: a field is missing, unknown or can't be used."""
+        allowed = (*([name] for name in self.classes), [])
+        fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
+        for name, (value, reason) in FIXED.items():
+            fields.fixed(name, (value, *(() if value is not False else (0,))), reason)
+        shape = self.shape(fields)
+        fields.finish(IRRELEVANT)
+        return shape
+
+    @abstractmethod
+    def shape(self, fields: Fields) -> Shape:
+        """The fields of its own, taken."""
+
+    @abstractmethod
+    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
+        """Where each of our parameters lies."""
+
+
+class GPT2(Architecture):
+    """GPT-2: learned positions, LayerNorm, biases everywhere, matrices stored as (inputs, outputs)."""
+
+    model_type = "gpt2"
+    classes = ("GPT2LMHeadModel", "GPT2Model")
+    base = "transformer."
+    buffers = (".attn.bias", ".attn.masked_bias")
+    activations: ClassVar[dict[str, str]] = {
+        "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
+    }  # fmt: skip
+
+    def shape(self, fields: Fields) -> Shape:
+        width, positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
+        fields.fixed("n_ctx", (positions,), f"is not n_positions = {positions}")
+        activation = fields.take("activation_function", str, "gelu_new")
+        if activation not in self.activations:
+            raise fields.refused("activation_function", f"only {', '.join(self.activations)} are read")
+        for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+            fields.take(name, bool, default)  # in `parts`
+        model = ModelConfig(
+            n_layer=fields.size("n_layer", 12, MOST_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
+            n_mlp=fields.size("n_inner", 4 * width),
+            mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5), position=Learned(),
+            normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
+        )  # fmt: skip
+        return Shape(model, fields.size("vocab_size", 50257), positions)
+
+    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
+        width, hidden, scales = shape.model.n_embd, shape.model.mlp_width, fields.take("scale_attn_weights", bool, True)
+        by_layer = fields.take("scale_attn_by_inverse_layer_idx", bool, False)
+        yield Part("embedding.weight", (("wte.weight", (shape.vocab_size, width)),))
+        yield Part("position.weight", (("wpe.weight", (shape.positions, width)),))
+        for n in range(shape.model.n_layer):
+            # Scores are not divided by sqrt(D), or are divided by the layer's number, too: the queries are, instead.
+            factor = (1.0 if scales else math.sqrt(shape.model.key_dims)) / (n + 1 if by_layer else 1)
+            scaled = (width, factor) if factor != 1 else None
+            for ours, theirs, outputs, inputs, change in (
+                ("attention.qkv", "attn.c_attn", 3 * width, width, scaled),
+                ("attention.out", "attn.c_proj", width, width, None),
+                ("mlp.up", "mlp.c_fc", hidden, width, None),
+                ("mlp.out", "mlp.c_proj", width, hidden, None),
+            ):
+                yield Part(f"blocks.{n}.{ours}.weight", ((f"h.{n}.{theirs}.weight", (inputs, outputs)),), True, change)
+                yield Part(f"blocks.{n}.{ours}.bias", ((f"h.{n}.{theirs}.bias", (outputs,)),), False, change)
+            for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+                for kind in ("weight", "bias"):
+                    yield Part(f"blocks.{n}.{ours}.{kind}", ((f"h.{n}.{theirs}.{kind}", (width,)),))
+        for kind in ("weight", "bias"):
+            yield Part(f"norm.{kind}", ((f"ln_f.{kind}", (width,)),))
+
+
+class Llama(Architecture):
+    """Llama and its like (SmolLM2, TinyLlama): RoPE, RMSNorm, SwiGLU, grouped queries."""
+
+    model_type = "llama"
+    classes = ("LlamaForCausalLM", "LlamaModel")
+    base = "model."
+    buffers = (".rotary_emb.inv_freq",)
+    kv_heads: ClassVar[int | None] = None  # the default; None: those of queries
+    head_dim: ClassVar[int | None] = None  # the default; None: hidden_size / num_attention_heads
+    vocab_size: ClassVar[int] = 32000
+    sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # defaults of hidden_size, intermediate_size, max_position_embeddings
+
+    def shape(self, fields: Fields) -> Shape:
+        width, hidden, positions = self.sizes
+        width, positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", positions)
+        fields.fixed("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
+        heads = fields.size("num_attention_heads", 32)
+        size = fields.size("head_dim", self.head_dim)
+        if size is None and width % heads:
+            raise fields.refused("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
+        model = ModelConfig(
+            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads,
+            n_kv_head=fields.size("num_key_value_heads", self.kv_heads),
+            head_size=size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden), mlp="swiglu", norm="rms",
+            norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
+            tied=fields.take("tie_word_embeddings", bool, False), **self.own(fields),
+        )  # fmt: skip
+        return Shape(model, fields.size("vocab_size", self.vocab_size), positions)
+
+    def own(self, fields: Fields) -> dict[str, bool | Options]:
+        """What differs among these architectures: biases, norms of queries and keys, the normalizer."""
+        both = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
+        return {"bias": both[0], "mlp_bias": both[1] if both[0] != both[1] else None, "normalizer": Softmax()}
+
+    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
+        model = shape.model
+        width, hidden, size = model.n_embd, model.mlp_width, model.key_dims
+        q, kv = model.n_head * size, model.kv_heads * size
+        projections = (("q", q), ("k", kv), ("v", kv))
+        yield Part("embedding.weight", (("embed_tokens.weight", (shape.vocab_size, width)),))
+        for n in range(model.n_layer):
+            at, attention, mlp = f"layers.{n}", f"layers.{n}.self_attn", f"layers.{n}.mlp"
+            for ours, theirs, inputs, bias in (
+                ("attention.qkv", {f"{attention}.{part}_proj": rows for part, rows in projections}, width, model.has_qkv_bias),
+                ("attention.out", {f"{attention}.o_proj": width}, q, model.bias),
+                ("mlp.up", {f"{mlp}.gate_proj": hidden, f"{mlp}.up_proj": hidden}, width, model.has_mlp_bias),
+                ("mlp.out", {f"{mlp}.down_proj": width}, hidden, model.has_mlp_bias),
+            ):  # fmt: skip
+                yield Part(f"blocks.{n}.{ours}.weight", tuple((f"{name}.weight", (rows, inputs)) for name, rows in theirs.items()))
+                if bias:
+                    yield Part(f"blocks.{n}.{ours}.bias", tuple((f"{name}.bias", (rows,)) for name, rows in theirs.items()))
+            yield Part(f"blocks.{n}.attention_norm.weight", ((f"{at}.input_layernorm.weight", (width,)),))
+            yield Part(f"blocks.{n}.mlp_norm.weight", ((f"{at}.post_attention_layernorm.weight", (width,)),))
+            for name in ("q_norm", "k_norm") if model.qk_norm else ():
+                yield Part(f"blocks.{n}.attention.{name}.weight", ((f"{attention}.{name}.weight", (size,)),))
+        yield Part("norm.weight", (("norm.weight", (width,)),))
+
+
+class Qwen2(Llama):
+    """Qwen 2 and 2.5: biases of queries, keys and values; some layers may see the latest keys alone."""
+
+    model_type = "qwen2"
+    classes = ("Qwen2ForCausalLM", "Qwen2Model")
+    kv_heads, vocab_size, sizes = 32, 151936, (4096, 22016, 32768)
+
+    def own(self, fields: Fields) -> dict[str, bool | Options]:
+        return {"bias": False, "qkv_bias": True, "normalizer": _windows(fields)}
+
+
+class Qwen3(Llama):
+    """Qwen 3: norms of queries and keys, a head size of its own."""
+
+    model_type = "qwen3"
+    classes = ("Qwen3ForCausalLM", "Qwen3Model")
+    kv_heads, head_dim, vocab_size, sizes = 32, 128, 151936, (4096, 22016, 32768)
+
+    def own(self, fields: Fields) -> dict[str, bool | Options]:
+        bias = fields.take("attention_bias", bool, False)
+        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _windows(fields)}
+
+
+def _windows(fields: Fields) -> Options:
+    """Softmax, or softmax over a window in the layers that have one."""
+    used, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
+    size = fields.size("sliding_window", 4096)
+    first = fields.take("max_window_layers", int, 28)  # the first layer with a window
+    default = [SLIDING if used and n >= first else FULL for n in range(layers)]
+    kinds = fields.take("layer_types", list[str], default)
+    if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
+        raise fields.refused("layer_types", f"must list {FULL} or {SLIDING} for each of the {layers} layers")
+    if SLIDING in kinds and not used:
+        raise fields.refused("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
+    if SLIDING not in kinds:
+        return Softmax()
+    normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in kinds]
+    return normalizers[0] if {*kinds} == {SLIDING} else Layers(of=normalizers)
+
+
+ARCHITECTURES: dict[str, Architecture] = {one.model_type: one() for one in (GPT2, Llama, Qwen2, Qwen3)}

@@ -1,0 +1,200 @@
+"""A GGUF file as a model of transformers: its metadata as fields, its tensors by transformers' names, its tokenizer.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names: gguf's own tables, which llama.cpp's converter uses.
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.errors import RunError, one_line
+from lm.schema import Plain
+
+# Metadata after `ARCHITECTURE.`, and the field of transformers that it is.
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
+ABOUT = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
+# Tensors of a layer, and the names of transformers after `model.layers.N.`.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# How text is cut into words before byte-level BPE, by `tokenizer.ggml.pre`; `""` is GPT-2's own.
+_DIGITS = r"\p{N}"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CUTS = {
+    "gpt-2": "",
+    "smollm": r"\p{N}",
+    "llama-bpe": _WORDS.replace("DIGITS", r"\p{N}{1,3}"),
+    "qwen2": _WORDS.replace("DIGITS", r"\p{N}"),
+}
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+
+
+class GGUF:
+    """A GGUF file of a Llama, Qwen 2 or Qwen 3; its tensors are dequantised one at a time.
+
+    Attributes:
+        config: fields as in a config.json of transformers.
+        tokenizer_config: its special tokens, as in a tokenizer_config.json.
+        shapes: of the tensors, by transformers' names.
+        types: how many tensors there are of each type, e.g. {"Q4_1": 210}.
+
+    Raises:
+        RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used, by name.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            from gguf import GGUFReader
+        except ModuleNotFoundError:
+            raise RunError(f"{path}: reading GGUF files needs gguf: pip install 'gguf>=0.17'") from None
+        try:
+            reader = GGUFReader(path)
+            self._metadata = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {self._name(tensor.name): tensor for tensor in reader.tensors}
+        except RunError:
+            raise
+        except Exception as error:  # all that the reader raises for damaged files
+            raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
+        self._whole()
+        self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
+        self.config = self._config()
+        self.tokenizer_config = {
+            f"{kind}_token": self._token(self._metadata.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("bos", "eos")
+        }
+
+    def _whole(self) -> None:
+        """Raises RunError if a tensor's numbers would lie beyond the end of the file."""
+        size = self.path.stat().st_size
+        for name, tensor in self._tensors.items():
+            if tensor.data_offset + tensor.n_bytes > size:
+                raise RunError(f"{self.path}: cut short: {name} ends beyond the file; fetch it again")
+
+    def _name(self, name: str) -> str:
+        """A tensor's name in transformers; as it is, if it is none that is known."""
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+            number, kind, part = match.groups()
+            return f"model.layers.{number}.{LAYER[kind]}.{part}" if kind in LAYER else name
+        return WHOLE.get(name, name)
+
+    def _config(self) -> dict[str, Plain]:
+        kind = self._metadata.get("general.architecture")
+        if kind not in ARCHITECTURES:
+            raise RunError(f"{self.path}: general.architecture = {kind!r}: only {', '.join(ARCHITECTURES)} are read")
+        found: dict[str, Plain] = {"model_type": kind, "tie_word_embeddings": "lm_head.weight" not in self._tensors}
+        scaling: dict[str, Plain] = {}
+        same = {}  # what must equal the head's size
+        for name, value in self._metadata.items():
+            own = name.removeprefix(f"{kind}.")
+            if name.startswith(ABOUT):
+                continue
+            value = _shortest(value)
+            if own in FIELDS:
+                found[FIELDS[own]] = value
+            elif own.removeprefix("rope.scaling.") in SCALING and own.startswith("rope.scaling."):
+                scaling[SCALING[own.removeprefix("rope.scaling.")]] = value
+            elif own in ("rope.dimension_count", "attention.value_length"):
+                same[name] = value
+            else:
+                raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
+        tokens = self._metadata.get("tokenizer.ggml.tokens", [])
+        found.setdefault("vocab_size", self.shapes.get("model.embed_tokens.weight", (len(tokens),))[0])
+        if scaling.get("rope_type", "none") != "none":
+            found["rope_scaling"] = scaling
+        heads = found.get("num_attention_heads"), found.get("hidden_size")
+        size = found.get("head_dim") or (heads[1] // heads[0] if all(isinstance(one, int) and one > 0 for one in heads) else None)
+        for name, value in same.items():
+            if value != size:
+                raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
+        return found
+
+    def _token(self, index: Plain) -> str | None:
+        tokens = self._metadata.get("tokenizer.ggml.tokens", [])
+        return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError: it can't be read."""
+        from gguf import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)).view(self.shapes[name])
+        except Exception as error:  # a type that gguf can't dequantise
+            raise RunError(f"{self.path}: {name} ({tensor.tensor_type.name}) can't be read: {one_line(error, 160)}") from None
+        part = name.rpartition(".self_attn.")[2]
+        if self.config["model_type"] == "llama" and part.startswith(("q_proj", "k_proj")):
+            # The converter puts the pairs that RoPE rotates side by side.
+            heads = self.config["num_attention_heads"]
+            heads = heads if part.startswith("q_") else self.config.get("num_key_value_heads", heads)
+            value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return value
+
+    def tokenizer(self) -> str | None:
+        """The content of a tokenizer.json of a byte-level BPE; None: there is no tokenizer.
+
+        Raises:
+            RunError: another kind of tokenizer, for which a tokenizer.json must be given.
+        """
+        kind, pre = (self._metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+        if kind is None:
+            return None
+        if kind != "gpt2" or pre not in CUTS:
+            what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
+            raise RunError(f"{self.path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        tokens, merges = (self._metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges"))
+        kinds = self._metadata.get("tokenizer.ggml.token_type", [])
+        try:
+            pairs = [tuple(merge.split(" ")) for merge in merges]
+            bpe = models.BPE({token: index for index, token in enumerate(tokens)}, pairs, ignore_merges=pre == "llama-bpe")
+            tokenizer = Tokenizer(bpe)
+            tokenizer.add_special_tokens(
+                [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
+            )
+            tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED])
+        except Exception as error:  # all that the library raises
+            raise RunError(f"{self.path}: its tokenizer is damaged: {one_line(error, 160)}") from None
+        own = pre in ("gpt-2", "smollm")  # GPT-2's words, after the cut
+        steps = [pre_tokenizers.Split(Regex(CUTS[pre]), "isolated")] if CUTS[pre] else []
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)])
+        tokenizer.decoder = decoders.ByteLevel()
+        if pre == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
+
+
+def _shortest(value: Plain) -> Plain:
+    """A number that was stored as fp32 as the shortest decimal that gives it, e.g. 1e-05 for 9.999999747e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value

@@ -1,0 +1,177 @@
+"""`lm import`: a pretrained model of Hugging Face, or a GGUF file, as a model folder."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
+from lm.huggingface.fields import Fields
+from lm.huggingface.shards import Shards, Tensors
+from lm.huggingface.tokenizer_files import checked, read_tokenizer, start_token, tokenizer_settings
+from lm.model.spec import ModelSpec
+from lm.runs.folder import read_json
+from lm.runs.model_folder import write_model
+from lm.runs.weights_file import Described
+from lm.schema import Plain, to_plain
+
+CONFIG = "config.json"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pretrained model that was opened: nothing of its weights is read yet.
+
+    Attributes:
+        path: names it in errors.
+        config: fields as in a config.json.
+        tokenizer: content of a tokenizer.json; None: there is none.
+        tokenizer_config: content of its tokenizer_config.json.
+        origin: where it came from, beside its architecture.
+    """
+
+    path: Path
+    config: dict[str, Plain]
+    tensors: Tensors
+    tokenizer: str | None
+    tokenizer_config: dict[str, Plain]
+    origin: dict[str, Plain]
+
+
+def import_model(
+    source: str,
+    out: Path,
+    length: int | None = None,
+    revision: str | None = None,
+    tokenizer: Path | None = None,
+    end_of_text: str | None = None,
+) -> ModelSpec:
+    """Write a pretrained model to the model folder `out`; returns its spec. No code of the model is executed.
+
+    Weights are read, checked and written one at a time, so that memory holds a few of the largest, not the model.
+
+    Args:
+        source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
+        length: training length in tokens; None: `max_position_embeddings`.
+        revision: of a model on the hub: commit, tag or branch.
+        tokenizer: a tokenizer.json or a tokenizer's folder; None: the model's own.
+        end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
+
+    Raises:
+        RunError: not a model, or one that can't be used, by the name of what is wrong; nothing is written.
+        ConfigError: a length that learned positions don't have.
+    """
+    opened = open_source(source, revision, tokenizer)
+    fields = Fields(opened.config, opened.path)
+    kind = fields.take("model_type", str)
+    if kind not in ARCHITECTURES:
+        raise fields.refused("model_type", f"only {', '.join(ARCHITECTURES)} are read")
+    architecture = ARCHITECTURES[kind]
+    shape = architecture.read(fields)
+    if length is not None and length != shape.positions and shape.model.position.ends:
+        raise ConfigError([Problem("--length", length, f"{source} has learned positions for {shape.positions}", "drop it")])
+    start, known = "", 0
+    if opened.tokenizer is not None:
+        start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, tokenizer or opened.path)
+        known = checked(opened.tokenizer, start, shape.vocab_size, tokenizer or opened.path)
+    spec = _spec(shape, length or shape.positions, start, opened.path)
+    parts = _parts(architecture, shape, fields, opened.tensors)
+    described: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
+    origin = {**opened.origin, "architecture": kind, "max_position_embeddings": shape.positions}
+    content = None if opened.tokenizer is None else opened.tokenizer.encode()
+    write_model(out, spec, described, _weights(parts, opened.tensors), content, origin=origin)
+    _print(out, kind, spec, known, sum(math.prod(part.shape) for part in parts))
+    return spec
+
+
+def open_source(source: str, revision: str | None, tokenizer: Path | None) -> Source:
+    """What `source` names, opened. Raises RunError as `import_model`."""
+    path, origin = Path(source), {"source": source}
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file")
+        from lm.huggingface.gguf_file import GGUF
+
+        file = GGUF(path)
+        content = read_tokenizer(tokenizer) if tokenizer else file.tokenizer()
+        return Source(path, file.config, file, content, file.tokenizer_config, {**origin, "tensor_types": file.types})
+    if not path.is_dir():
+        path = _download(source, revision)
+        origin["commit"] = path.name
+    if not (path / CONFIG).is_file():
+        raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
+    config = read_json(path / CONFIG)
+    return Source(path / CONFIG, config, Shards(path), read_tokenizer(tokenizer or path), tokenizer_settings(tokenizer or path), origin)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """The files of a model on the hub, without code, in its cache. Raises RunError: no such folder or model, or no network."""
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise RunError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # many kinds: offline, no such model, no permission
+        raise RunError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}") from None
+
+
+def _spec(shape: Shape, length: int, end_of_text: str, path: Path) -> ModelSpec:
+    spec = ModelSpec(shape.model, shape.vocab_size, length, **({"end_of_text": end_of_text} if end_of_text else {}))
+    try:
+        return ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
+    except ConfigError as error:
+        raise RunError(f"{path}: describes a model that can't be built: {one_line(error)}") from None
+
+
+def _parts(architecture: Architecture, shape: Shape, fields: Fields, tensors: Tensors) -> list[Part]:
+    """Where each parameter lies, by the full names of tensors that are there with these shapes. Raises RunError: they are not."""
+    base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
+    parts = [replace(part, theirs=tuple((base + name, size) for name, size in part.theirs)) for part in architecture.parts(shape, fields)]
+    head = (shape.vocab_size, shape.model.n_embd)
+    if not shape.model.tied:
+        parts.append(Part("head.weight", ((HEAD, head),)))
+    expected = {name: size for part in parts for name, size in part.theirs}
+    if shape.model.tied and HEAD in tensors.shapes:
+        expected[HEAD] = head
+        if tensors.shapes[HEAD] == head and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
+            raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
+    for name, size in expected.items():
+        if name not in tensors.shapes:
+            raise RunError(f"{tensors.path}: there is no tensor {name}, which {fields.path.name} implies")
+        if tensors.shapes[name] != size:
+            raise RunError(f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {fields.path.name} implies {size}")
+    unknown = [name for name in tensors.shapes if name not in expected and not name.endswith(architecture.buffers or ("\n",))]
+    if unknown:
+        raise RunError(f"{tensors.path}: {unknown[0]} is not a tensor of the model that {fields.path.name} describes")
+    return sorted(parts, key=lambda part: part.ours)
+
+
+def _weights(parts: list[Part], tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Our parameters, each read when it is asked for. Raises RunError: one holds numbers that are not finite."""
+    for part in parts:
+        pieces = [tensors.read(name) for name, _ in part.theirs]
+        pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces
+        value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+        del pieces
+        if not value.isfinite().all():
+            raise RunError(f"{tensors.path}: {part.theirs[0][0]} holds numbers that are not finite")
+        if part.scaled:
+            rows, factor = part.scaled
+            value = torch.cat((value[:rows] * factor, value[rows:]))
+        yield part.ours, value
+
+
+def _print(out: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
+    print(f"{out}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
+    if tokens:
+        fewer = f" (the model has room for {spec.vocab_size:,})" if tokens < spec.vocab_size else ""
+        print(f"tokenizer: {tokens:,} tokens{fewer}; documents start with {spec.end_of_text}")
+    else:
+        print("no tokenizer: the model neither reads nor writes text; name one with --tokenizer")

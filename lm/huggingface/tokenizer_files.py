@@ -1,0 +1,92 @@
+"""The tokenizer of a pretrained model as a tokenizer.json, and the token that starts its documents."""
+
+import json
+from pathlib import Path
+
+from lm.config.data_config import END_OF_TEXT
+from lm.data.tokenizer import parse_tokenizer, vocab_size
+from lm.errors import DataError, LMError, RunError, one_line
+from lm.runs.folder import TOKENIZER, read_json
+from lm.schema import Plain
+
+CONFIG = "tokenizer_config.json"
+# Files of tokenizers that transformers converts.
+OLDER = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
+
+
+def read_tokenizer(path: Path) -> str | None:
+    """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
+
+    Raises:
+        RunError: files that can't be read, or transformers is not installed.
+    """
+    file = path / TOKENIZER if path.is_dir() else path
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file}: not readable: {one_line(error, 160)}") from None
+    if not path.is_dir():
+        raise RunError(f"{path}: no such tokenizer")
+    if not any((path / name).is_file() for name in OLDER):
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer.to_str(pretty=True)
+    except Exception as error:  # all that transformers raises for files that it can't read
+        raise RunError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
+
+
+def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], given: str | None, path: Path) -> str:
+    """The token that starts a document: as given, else <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
+
+    Raises:
+        RunError: none of them is known.
+    """
+    if given:
+        return given
+    try:
+        added = json.loads(content)["added_tokens"]
+        special = {token["id"]: token["content"] for token in added if token["special"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: its tokenizer is not a tokenizer.json of the `tokenizers` library: {one_line(error, 160)}") from None
+    if END_OF_TEXT in special.values():
+        return END_OF_TEXT
+    for kind in ("bos", "eos"):
+        named = tokenizer_config.get(f"{kind}_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        ids = config.get(f"{kind}_token_id")
+        for token in (named, special.get(ids[0] if isinstance(ids, list) and ids else ids if isinstance(ids, int) else None)):
+            if isinstance(token, str) and token in special.values():
+                return token
+    raise RunError(
+        f"{path}: no token that starts a document is known; name one: --end-of-text TOKEN ({', '.join(list(special.values())[:8])})"
+    )
+
+
+def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
+    """The vocabulary size of a tokenizer that goes with a model of `vocabulary` tokens.
+
+    Raises:
+        RunError: it can't be used, lacks the token, or has more tokens than the model.
+    """
+    try:
+        found = vocab_size(parse_tokenizer(content, end_of_text))
+    except DataError as error:
+        text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
+        raise RunError(f"{path}: {text}") from None
+    except LMError:
+        raise
+    except Exception as error:  # all that the library raises
+        raise RunError(f"{path}: its tokenizer is not a tokenizer.json of the `tokenizers` library: {one_line(error, 160)}") from None
+    if found > vocabulary:
+        raise RunError(f"{path}: the tokenizer has ids up to {found - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?")
+    return found
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Plain]:
+    """The content of tokenizer_config.json; {} if there is none."""
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}

@@ -1,0 +1,307 @@
+"""Pretrained models in: each architecture with every field at a value of its own computes what transformers computes."""
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lm
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.gpt2 import GPT2LMHeadModel
+from transformers.models.llama import LlamaForCausalLM
+from transformers.models.qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3 import Qwen3ForCausalLM
+
+from lm.config.data_config import TrainedTokenizer
+from lm.config.effects import function_of
+from lm.data.tokenizer import train_tokenizer
+from lm.evaluation.generation import generate
+from lm.huggingface.architectures import ARCHITECTURES
+from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
+from lm.runs.loading import load
+
+V, T = 300, 512  # vocabulary, and tokens of the sequences that are compared
+
+# Every field that affects the logits, at a value other than its default; fields that are irrelevant have others, too.
+COMMON = {"initializer_range": 0.3, "use_cache": False, "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
+LLAMA_SIZES = {
+    "vocab_size": V, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 700, "rms_norm_eps": 1e-3, "attention_dropout": 0.3,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 3.0, "original_max_position_embeddings": 200, "beta_fast": 20.0, "beta_slow": 2.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
+MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {
+        "vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True,
+        "tie_word_embeddings": False, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3, "summary_type": "last",
+        "summary_use_proj": False, "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.3,
+    }),
+    "llama": (LlamaForCausalLM, LlamaConfig, LLAMA_SIZES | {
+        "head_dim": 20, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "pretraining_tp": 2,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 200},
+    }),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_SIZES | WINDOWS | {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_SIZES | WINDOWS | {
+        "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 3.0},
+    }),
+}  # fmt: skip
+# Further shapes: fields at their defaults, and other ways to write them.
+OTHERS: dict[str, tuple[str, dict]] = {
+    "gpt2 as released": ("gpt2", {"vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 2, "n_head": 4}),
+    "smollm2": ("llama", LLAMA_SIZES | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "tinyllama": ("llama", LLAMA_SIZES | {"num_key_value_heads": None}),
+    "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True, "rope_parameters": YARN | {"attention_factor": 1.2}}),
+    "biases of the mlp alone": ("llama", LLAMA_SIZES | {"mlp_bias": True}),
+    "qwen2.5": ("qwen2", LLAMA_SIZES),
+    "qwen3": ("qwen3", LLAMA_SIZES | {"head_dim": 16}),
+}  # fmt: skip
+CASES = {name: (name, fields) for name, (_, _, fields) in MODELS.items()} | OTHERS
+
+
+def save(folder: Path, kind: str, fields: dict, **given: object) -> PreTrainedModel:
+    """A model of transformers with random weights, biases and gains among them, saved to `folder`."""
+    made, config, _ = MODELS[kind]
+    torch.manual_seed(0)
+    model = made(config(**COMMON | fields)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(
+                torch.randn(parameter.shape) * (0.12 if parameter.dim() > 1 else 0.2) + (parameter.dim() == 1 and "norm" in name)
+            )
+    model.save_pretrained(folder, **given)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    text = "the quick brown fox jumps over the lazy dog and runs away from them all"
+    return train_tokenizer(iter([text] * 3), TrainedTokenizer(vocab_size=290))
+
+
+def imported(folder: Path, out: Path, *options: str):
+    result = lm("import", str(folder), "-o", str(out), *options)
+    assert result.returncode == 0, result.stderr
+    return load(out)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_and_cached_generation_are_those_of_transformers(case: str, tmp_path: Path):
+    theirs = save(tmp_path / "hf", *CASES[case])
+    ours = imported(tmp_path / "hf", tmp_path / "out")
+    tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    prompt = tokens[:1, :150]
+    there = theirs.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
+    assert list(generate(ours.decoder, prompt[0].tolist(), 20, temperature=0)) == there[0, 150:].tolist()
+    assert ours.spec.seq_len == theirs.config.max_position_embeddings
+    assert (ours.tokenizer, ours.origin["architecture"]) == (None, CASES[case][0])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path: Path):
+    """Of those that the configuration class knows; and a case of `MODELS` has each that is read at a value other than its default."""
+    _, config, own = MODELS[kind]
+    default = config().to_dict()
+    fields = Fields({**config(**COMMON | own).to_dict(), "architectures": None}, tmp_path)
+    ARCHITECTURES[kind].read(fields)
+    known = fields._used | IRRELEVANT | FIXED.keys()
+    assert default.keys() - known == set()
+    read = fields._used - FIXED.keys() - {"architectures", "head_dim"}
+    fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
+    same = {name for name in read & default.keys() - fixed if name not in own or own[name] == default[name]}
+    assert same - {"layer_types"} == set()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
+    found = ARCHITECTURES[kind].read(Fields({}, tmp_path))
+    written = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
+    assert function_of(found.model) == function_of(written.model)
+    assert (found.vocab_size, found.positions) == (written.vocab_size, written.positions)
+
+
+def test_shards_and_older_names_are_read(tmp_path: Path):
+    theirs = save(tmp_path / "one", "llama", OTHERS["smollm2"][1])
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    config = json.loads((tmp_path / "shards" / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None,
+        "torch_dtype": "float32",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+    }
+    (tmp_path / "shards" / "config.json").write_text(json.dumps(config))
+    one, other = (imported(tmp_path / name, tmp_path / f"out-{name}") for name in ("one", "shards"))
+    assert one.spec == other.spec
+    assert all(torch.equal(a, other.decoder.state_dict()[name]) for name, a in one.decoder.state_dict().items())
+
+
+def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path):
+    save(tmp_path / "hf", *OTHERS["gpt2 as released"])
+    weights = {name.removeprefix("transformer."): value for name, value in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    weights |= {f"h.{n}.attn.bias": torch.ones(1, 1, 600, 600).tril() for n in range(2)}
+    first = imported(tmp_path / "hf", tmp_path / "one")
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"n_ctx": 600, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    second = imported(tmp_path / "hf", tmp_path / "two")
+    assert all(torch.equal(a, second.decoder.state_dict()[name]) for name, a in first.decoder.state_dict().items())
+    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "three"), "--length", "300")
+    assert (result.returncode, result.stderr) == (2, f"error: --length = 300: {tmp_path / 'hf'} has learned positions for 600; drop it\n")
+
+
+def test_half_precision_is_widened_and_the_length_can_be_chosen(tmp_path: Path):
+    theirs = save(tmp_path / "hf", *OTHERS["smollm2"])
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    ours = imported(tmp_path / "hf", tmp_path / "out", "--length", "256")
+    assert (ours.spec.seq_len, ours.origin["max_position_embeddings"]) == (256, 700)
+    assert torch.equal(ours.decoder.embedding.weight, theirs.model.embed_tokens.weight.float())
+
+
+def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer: Tokenizer, tmp_path: Path):
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    ours = imported(tmp_path / "hf", tmp_path / "out")
+    assert ours.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
+    assert ours.tokenizer_and_start()[1] == tokenizer.token_to_id("<|endoftext|>")
+    assert lm("generate", str(tmp_path / "out"), "--prompt", "the", "--max-new-tokens", "3").returncode == 0
+    tokenizer.save(str(tmp_path / "other.json"))
+    other = Tokenizer.from_file(str(tmp_path / "other.json"))
+    other.add_tokens([f"word{n}" for n in range(30)])
+    other.save(str(tmp_path / "other.json"))
+    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json"))
+    expected = f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of another model?\n"
+    assert (result.returncode, result.stderr) == (1, expected)
+
+
+def _config(**changes: object):
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def _rope(**parameters: object):
+    return _config(rope_parameters=parameters)
+
+
+def _weights(changed):
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        changed(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def _sharded(folder: Path) -> dict:
+    """The folder's weights in two shards; their index."""
+    weights, names = load_file(folder / "model.safetensors"), {}
+    for number, part in enumerate((list(weights)[::2], list(weights)[1::2])):
+        save_file({name: weights[name] for name in part}, folder / f"{number}.safetensors")
+        names |= {name: f"{number}.safetensors" for name in part}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return names
+
+
+def _missing_shard(folder: Path) -> None:
+    _sharded(folder)
+    (folder / "1.safetensors").unlink()
+
+
+def _outside(folder: Path) -> None:
+    names = _sharded(folder)
+    index = {"weight_map": names | {next(iter(names)): "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _other_index(folder: Path) -> None:
+    names = _sharded(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | {"more": "0.safetensors"}}))
+
+
+def _cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _lying(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+MALFORMED = {
+    "missing shard": (_missing_shard, r"1\.safetensors: no such file, which model\.safetensors\.index\.json lists"),
+    "shard elsewhere": (_outside, r"index\.json: its weight_map must name a file of the folder for each tensor"),
+    "other index": (_other_index, r"0\.safetensors: more is missing, listed for it in model\.safetensors\.index\.json"),
+    "cut short": (_cut, r"model\.safetensors: not a readable safetensors file: "),
+    "lying size": (_lying, r"model\.safetensors: not a readable safetensors file: "),
+    "pickle": (_pickled, r"pytorch_model\.bin: a pickle, which may run code when it is read; convert it"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no weights: neither model\.safetensors nor "),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"not a model in the format of transformers: it has no config\.json"),
+    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
+    "code": (_config(auto_map={"AutoModel": "code.Model"}), r"auto_map = .*: names code in the folder, which is never executed"),
+    "quantised": (_config(quantization_config={"bits": 4}), r"quantization_config = .*: quantised weights are not read"),
+    "another head": (_config(architectures=["LlamaForSequenceClassification"]), "architectures = .*: only LlamaForCausalLM"),
+    "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, qwen2, qwen3 are read"),
+    "unknown field": (_config(logit_scale=2.0), r"logit_scale = 2\.0: a field that is not known here: the model may"),
+    "activation": (_config(hidden_act="gelu"), r"hidden_act = 'gelu': only silu is read"),
+    "dynamic rope": (_rope(rope_type="dynamic", factor=2.0), r"rope_type = 'dynamic': its frequencies depend on the"),
+    "unknown rope": (_rope(rope_type="spiral"), r"rope_type = 'spiral': only default, linear, llama3, yarn are read"),
+    "unknown rope field": (_rope(rope_type="linear", factor=2.0, power=3), r"power = 3: a field that is not known"),
+    "part of a head": (_config(partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5: all dimensions of a head rotate"),
+    "text for a number": (_config(num_hidden_layers="3"), r"num_hidden_layers must be an integer, not '3'"),
+    "no layers": (_config(num_hidden_layers=0), r"num_hidden_layers = 0: must be 1 or more"),
+    "more layers": (_config(num_hidden_layers=10**9), r"num_hidden_layers = 1000000000: must be at most 10,000"),
+    "another layer": (_config(num_hidden_layers=4), r"there is no tensor model\.layers\.3\.\S+, which config\.json implies"),
+    "fewer layers": (_config(num_hidden_layers=2), r"model\.layers\.2\.\S+ is not a tensor of the model that config\.json describes"),
+    "another width": (_config(vocab_size=299), rf"{EMBEDDING} has shape \(300, 48\), config\.json implies \(299, 48\)"),
+    "missing tensor": (_weights(lambda w: w.pop(Q)), rf"there is no tensor {Q}"),
+    "another shape": (_weights(lambda w: w.update({NORM: torch.ones(7)})), rf"{NORM} has shape \(7,\), config\.json implies \(48,\)"),
+    "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})), rf"{NORM} has type I32; only F32, F16, BF16"),
+    "not finite": (_weights(lambda w: w[NORM].fill_(float("nan"))), rf"{NORM} holds numbers that are not finite"),
+    "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})), "lm_head.weight differs from"),
+    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer is not a tokenizer\.json of the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_folder_is_refused_in_one_line(case: str, tmp_path: Path):
+    change, reason = MALFORMED[case]
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    change(tmp_path / "hf")
+    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert re.search(reason, result.stderr), result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "./nowhere", "config.json"])
+def test_what_is_no_model_is_said(source: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    result = lm("import", str(tmp_path / source), "-o", str(tmp_path / "out"))
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
