@@ -61,7 +61,7 @@ def test_a_metric_of_which_more_is_better_turns_the_words():
 
 def test_one_of_many_comparisons_needs_more_evidence():
     one, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
-    assert p_difference(one.differences) < 0.05 < 5 * p_difference(one.differences)
+    assert p_difference(one) < 0.05 < 5 * p_difference(one)
     assert kind(one) == "better"
     assert kind(one, *[nothing] * 4) == "not resolved", "what can't be tested counts in the family"
 
@@ -76,11 +76,11 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
 
 def test_p_values_are_those_of_the_t_tests():
     values = np.random.default_rng(0).normal(0.005, 0.01, 7)
-    assert p_difference(values) == pytest.approx(ttest_1samp(values, 0).pvalue)
+    assert p_difference(Comparison(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)
     one_sided = ttest_1samp(values, -MATTERS, alternative="greater").pvalue, ttest_1samp(values, MATTERS, alternative="less").pvalue
-    assert p_equivalence(values, MATTERS) == pytest.approx(max(one_sided))
-    assert (p_difference([0.0] * 3), p_difference([0.25] * 3), p_equivalence([0.0] * 3, MATTERS)) == (1.0, 0.0, 0.0)
-    assert p_equivalence([MATTERS] * 3, MATTERS) >= 0.5
+    assert p_equivalence(Comparison(values), MATTERS) == pytest.approx(max(one_sided))
+    assert (p_difference(same(0.0)), p_difference(same(0.25)), p_equivalence(same(0.0), MATTERS)) == (1.0, 0.0, 0.0)
+    assert p_equivalence(same(MATTERS), MATTERS) >= 0.5
 
 
 def test_holms_adjustment_is_the_textbooks():

@@ -12,6 +12,7 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
+from lm.experiments.judging import judge
 from lm.experiments.page_pictures import differences, rates
 from lm.experiments.page_tables import seeds_table, summary_table
 from lm.experiments.page_words import answers, question
@@ -86,7 +87,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
     assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)
     assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
-    sizes = [SizeResults(procedure, "", procedure.verdicts())]
+    sizes = [SizeResults(procedure, "", judge(procedure))]
     assert answers(sizes)[0].because.startswith("0.70 [0.70, 0.70] times the tokens of softmax, 95% interval over 3 seeds; adjusted p = ")
     assert question(procedure.experiment) == (
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
@@ -105,7 +106,7 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not resolved", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
-    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.verdicts())).rows]
+    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", judge(procedure))).rows]
     assert cells[0][1:] == ["at the first evaluation", "707", None]
     assert cells[4][2:] == ["not reached", None]
 
@@ -133,7 +134,7 @@ def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkey
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     at_end, at_rates = (
         [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
-        for made in (differences(procedure, [SizeResults(procedure, "", procedure.verdicts())]), rates(procedure, ""))
+        for made in (differences(procedure, [SizeResults(procedure, "", judge(procedure))]), rates(procedure, ""))
     )
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)

@@ -119,10 +119,6 @@ class Experiment:
         """The configuration of the baseline's first run."""
         return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
 
-    def n_runs(self, arm: Arm, n_seeds: int) -> int:
-        """Runs of an arm in a size, with so many final seeds and the grid as it is; an arm that is not trained has no tuning runs."""
-        return n_seeds + (len(self.tune.grid) * len(self.tune.seeds) if arm.trained else 0)
-
     def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError."""
         tuned = {} if rate is None else nested({self.tune.key: rate})

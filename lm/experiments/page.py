@@ -6,6 +6,7 @@ from typing import Literal
 
 from lm.config.yaml_text import dump_yaml
 from lm.experiments import page_pictures, page_tables, page_words
+from lm.experiments.judging import judge
 from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary
@@ -77,7 +78,7 @@ def write_page(procedures: list[Procedure], out: Path) -> Path:
 
 
 def _experiment(procedure: Procedure, prefix: str) -> PageExperiment:
-    experiment, lines, verdicts = procedure.experiment, summary(procedure), procedure.verdicts()
+    experiment, lines, verdicts = procedure.experiment, summary(procedure), judge(procedure)
     sizes = [SizeResults(procedure, size, verdicts) for size in experiment.sizes]
     sections = [_verdict(procedure, sizes, lines, prefix)]
     for one in sizes:

@@ -7,6 +7,7 @@ import numpy as np
 
 from lm.evaluation.pictures import MOST_LINES
 from lm.experiments.experiment import Experiment
+from lm.experiments.judging import compared, differences_by_rate
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
@@ -92,7 +93,7 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     first = Panel("Tuning runs", experiment.tune.key, f"{SELECTION}, selection text", traces, ticks, log=10, rings=rings)
     primary, apart = experiment.primary, []
     for number, arm in enumerate(experiment.arms[1:], 1):
-        found = {rate: [one for one in some if math.isfinite(one)] for rate, some in procedure.by_rate(size, arm).items()}
+        found = {rate: [one for one in some if math.isfinite(one)] for rate, some in differences_by_rate(procedure, size, arm).items()}
         if primary.reach is not None:
             found = {rate: np.expm1(some).tolist() for rate, some in found.items()}
         found = {rate: some for rate, some in found.items() if some}
@@ -136,7 +137,7 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
     places = [found.size for found in sizes] if several else names[1:]
     traces = []
     for found, (number, arm) in product(sizes, enumerate(others, 1)):
-        single, interval = np.array(procedure.comparison(found.size, base, arm).differences), found.verdicts[arm.name].interval
+        single, interval = np.array(compared(procedure, found.size, arm).differences), found.verdicts[arm.name].interval
         ends = interval and np.array(interval.listed())
         if experiment.primary.reach is not None:
             single, ends = np.expm1(single), interval and ends - 1

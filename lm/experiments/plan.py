@@ -42,12 +42,12 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
     tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
-    counts = {arm.name: experiment.n_runs(arm, len(experiment.seeds)) for arm in experiment.arms}
-    number, more = sum(counts.values()) * len(sizes), "; the grid may grow twice" if tune.grid else ""
-    untrained = sum(counts[arm.name] for arm in experiment.arms if not arm.trained) * len(sizes)
+    counts = {(size, arm.name): procedure.n_runs(size, arm, len(experiment.seeds)) for size in sizes for arm in experiment.arms}
+    number, more = sum(counts.values()), "; the grid may grow twice, and arms of different rates are trained at both" if tune.grid else ""
+    untrained = sum(counts[size, arm.name] for size in sizes for arm in experiment.arms if not arm.trained)
     runs = f"{number} runs" + (f" ({untrained} of them are measured without training)" if untrained else "")
     if taken:
-        totals = (sum(counts[arm] * getattr(each, name) for (_, arm), each in taken.items()) for name in ("tokens", "flops", "disk"))
+        totals = (sum(counts[place] * getattr(each, name) for place, each in taken.items()) for name in ("tokens", "flops", "disk"))
         tokens, flops, disk = totals
         yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {_bytes(disk)} on disk{more}"
     else:

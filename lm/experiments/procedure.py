@@ -8,8 +8,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.arms import SWAPPED, Arm, Swap
@@ -17,11 +15,7 @@ from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, Values
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys
 from lm.schema import Plain
-from lm.statistics.intervals import Interval, over_seeds_and_documents
-from lm.statistics.learned import Learned, has_learned, learned_verdicts
-from lm.statistics.reach import factor, log_tokens
-from lm.statistics.tuning import Tuned, chosen, differences, elsewhere, tuned
-from lm.statistics.verdicts import Comparison, Verdict, verdicts
+from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,21 @@ class Run:
         """Its size, arm, rate and seed in words."""
         at = "" if self.rate is None else f"at {self.rate:g}"
         return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.seed}")))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The learning rates of a size, as far as they are known.
+
+    Attributes:
+        runs: the tuning runs by arm and rate; none with a table.
+        final: by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`).
+        rates: by arm, the one that it is judged at; arms still at an edge of the grid have none. None: not known yet.
+    """
+
+    runs: dict[str, dict[float, list[Run]]]
+    final: dict[str, tuple[float | None, ...]]
+    rates: dict[str, float | None] | None
 
 
 class Procedure:
@@ -115,38 +124,67 @@ class Procedure:
             self._evaluated[size, arm.name] = {kind: evaluated.eval.asked(kind) for kind in evaluated.eval.wanted(evaluated.data)}
         return self._evaluated[size, arm.name]
 
-    def tuning(self, size: str) -> tuple[dict[str, dict[float, list[Run]]], Tuned]:
-        """The tuning runs of a size by arm and rate, as far as they are known, and what they say; with a table there are none. Arms that
-        start from others come after these, as they start from the runs at the rate chosen for them; then `missing` is what the first
-        arms lack."""
-        experiment, runs, rates = self.experiment, {}, {}
+    def choice(self, size: str) -> Choice:
+        """The tuning runs of a size and the rates of its arms, as far as they are known.
+
+        Arms that start from others are tuned after these, as they start from the runs at the rate that these are judged at.
+        """
+        runs: dict[str, dict[float, list[Run]]] = {}
+        rates: dict[str, float | None] = {}
+        final: dict[str, tuple[float | None, ...]] = {}
+        if not self.experiment.tuned:
+            rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
+            return Choice(runs, dict.fromkeys(rates, (None,)), rates)
+        depths = sorted(set(map(self._depth, self.experiment.arms)))
+        for depth in depths:
+            rates = self._with_untrained(rates)
+            layer = [arm for arm in self.experiment.arms if self._depth(arm) == depth and arm.trained]
+            found = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
+            if found.missing:
+                return Choice(runs, final, None)
+            crossed = crossed_rates(self.experiment.arms[0].name, found.rates)
+            settled = self._settled(size, crossed)
+            final |= crossed
+            if settled is None and depth != depths[-1]:
+                return Choice(runs, final, None)
+            rates |= settled or found.rates
+        return Choice(runs, final, self._with_untrained(rates))
+
+    def _tuned(self, size: str, arms: list[Arm], rates: dict[str, float], runs: dict[str, dict[float, list[Run]]]) -> Tuned:
+        """What the tuning runs of arms say, or the table in place of them; they start from others at `rates`, and are added to `runs`."""
+        experiment = self.experiment
         if experiment.table:
             losses = by_arm_and_rate(experiment.table, size, "selection")
-            found = chosen({arm.name: losses[arm.name] for arm in experiment.arms if arm.trained})
-            return {}, Tuned(self._with_untrained(found.rates), (), found.at_edge)
-        for depth in sorted(set(map(self._depth, experiment.arms))):
-            rates = self._with_untrained(rates)
-            layer = [arm for arm in experiment.arms if self._depth(arm) == depth and arm.trained]
-            known = [arm for arm in layer if not arm.start or arm.start in rates]
-            asked: tuple[float, ...] = tuple(experiment.tune.grid)
-            for arm in known:
-                runs[arm.name] = {}
-            while asked and known:
-                for arm in known:
-                    for rate in asked:
-                        runs[arm.name][rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
-                layer_runs = [one for arm in known for some in runs[arm.name].values() for one in some]
-                if not all(one.outcome.ended for one in layer_runs):
-                    return runs, Tuned({}, asked)
-                for arm in known:
-                    _check_alike([one for one in layer_runs if one.arm == arm.name], SELECTION)
-                losses = {arm.name: _losses(runs[arm.name], SELECTION) for arm in known}
-                found = tuned(experiment.tune.grid, losses, partial(self._possible, size, known))
-                asked = found.missing
-            if known:
-                rates |= found.rates
-        rates = self._with_untrained(rates)
-        return runs, Tuned(rates, (), tuple(arm.name for arm in experiment.arms if arm.name not in rates))
+            return chosen({arm.name: losses[arm.name] for arm in arms})
+        found, asked = Tuned({}), tuple(experiment.tune.grid) if arms else ()
+        while asked:
+            for arm in arms:
+                for rate in asked:
+                    runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
+            of_arms = [[one for some in runs[arm.name].values() for one in some] for arm in arms]
+            if not all(one.outcome.ended for of_arm in of_arms for one in of_arm):
+                return Tuned({}, asked)
+            for of_arm in of_arms:
+                check_alike(of_arm, SELECTION)
+            losses = {arm.name: _losses(runs[arm.name]) for arm in arms}
+            found = tuned(experiment.tune.grid, losses, partial(self._possible, size, arms))
+            asked = found.missing
+        return found
+
+    def _settled(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
+        """The rate that each arm is judged at: of those that its final seeds are trained at, that of the lowest mean loss on the selection
+        text, as in tuning. None while runs at several rates have not ended."""
+        rates = {}
+        for arm in self.experiment.arms:
+            tried = crossed.get(arm.name, ())
+            if len(tried) > 1:
+                runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in tried}
+                if not all(one.outcome.ended for some in runs.values() for one in some):
+                    return None
+                rates[arm.name] = best_rate(_losses(runs), tried)
+            elif tried:
+                rates[arm.name] = tried[0]
+        return rates
 
     def _with_untrained(self, rates: dict[str, float]) -> dict[str, float]:
         """Rates, and for arms that are not trained the rates of those that they start from."""
@@ -171,7 +209,7 @@ class Procedure:
         if experiment.table:
             arms = [arm.name for arm in experiment.arms]
             return sorted((one for one in experiment.table if one.size == size and one.arm in arms), key=lambda one: arms.index(one.arm))
-        runs, _ = self.tuning(size) if experiment.tune.grid else ({}, None)
+        runs = self.choice(size).runs
         starts = {arm.name: arm.start for arm in experiment.arms}
         return [
             Tried(
@@ -219,55 +257,47 @@ class Procedure:
 
     def finished_seeds(self, size: str, arm: Arm) -> tuple[int, ...]:
         """The seeds of the final runs of an arm that are finished."""
-        runs = self.final(size, self.rates(size) or {})
-        return tuple(one.seed for one in runs if one.arm == arm.name and one.outcome.state == "finished")
+        return tuple(one.seed for one in self.final(size) if one.arm == arm.name and one.outcome.state == "finished")
 
     def _depth(self, arm: Arm) -> int:
         """How many arms it starts from, one after the other."""
         return 0 if not arm.start else 1 + self._depth(next(one for one in self.experiment.arms if one.name == arm.start))
 
     def rates(self, size: str) -> dict[str, float | None] | None:
-        """The rate of each arm that has one; None: not known yet."""
-        if not self.experiment.tuned:
-            return dict.fromkeys((arm.name for arm in self.experiment.arms), None)
-        found = self.tuning(size)[1]
-        return None if found.missing else dict(found.rates)
+        """The rate that each arm is judged at, of those that have one; None: not known yet."""
+        return self.choice(size).rates
 
-    def final(self, size: str, rates: dict[str, float | None]) -> Iterator[Run]:
-        """The runs that are judged, by seed and arm."""
+    def final(self, size: str) -> Iterator[Run]:
+        """The runs that are judged, by seed and arm; none before rates are known."""
+        rates = self.rates(size) or {}
         for seed in self.experiment.seeds:
             for arm in self.experiment.arms:
                 if arm.name in rates:
                     yield self.run(size, arm, "final", rates[arm.name], seed, rates)
 
+    def crossed(self, size: str) -> Iterator[Run]:
+        """The final runs of arms whose seeds are trained at several rates, at each of them, by seed and arm."""
+        final = self.choice(size).final
+        for seed in self.experiment.seeds:
+            for arm in self.experiment.arms:
+                tried = final.get(arm.name, ())
+                for rate in tried if len(tried) > 1 else ():
+                    yield self.run(size, arm, "final", rate, seed, {})
+
     def known(self) -> list[Run]:
         """All runs that the experiment needs, as far as is known: those of tuning first, each after the one it starts from."""
         found: list[Run] = []
         for size in self.experiment.sizes:
-            rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
-            if self.experiment.tuned:
-                runs, choice = self.tuning(size)
-                found += [one for by_rate in runs.values() for some in by_rate.values() for one in some]
-                rates = None if choice.missing else choice.rates
-            found += [] if rates is None else self.final(size, rates)
+            found += [one for by_rate in self.choice(size).runs.values() for some in by_rate.values() for one in some]
+            found += self.crossed(size)
+            found += self.final(size)
         return list({one.config.run_folder: one for one in found}.values())
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """The verdict on each arm but the baseline, of several sizes on `ARM, SIZE`; with `primary.reach` the interval is of the factor.
-
-        Raises:
-            RunError: the primary metric was not measured, or its direction is another.
-        """
-        primary, (base, *others) = self.experiment.primary, self.experiment.arms
-        pairs = {(f"{arm.name}, {size}" if size else arm.name): (size, base, arm) for size in self.experiment.sizes for arm in others}
-        if primary.learned is not None:
-            found = learned_verdicts({name: self.counted(*pair) for name, pair in pairs.items()})
-        else:
-            ratio = primary.reach is not None
-            better = "lower" if ratio else primary.better
-            found = verdicts({name: self.comparison(*pair) for name, pair in pairs.items()}, primary.matters, better, ratio)
-            found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
-        return {name: replace(one, exploratory=self.added + self.left_out) for name, one in found.items()}
+    def n_runs(self, size: str, arm: Arm, n_seeds: int) -> int:
+        """Runs of an arm in a size, with so many final seeds, as far as its grid and its rates are known."""
+        choice, tune = self.choice(size), self.experiment.tune
+        grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.trained else 0
+        return n_seeds * max(1, len(choice.final.get(arm.name, ()))) + grid * len(tune.seeds)
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -281,57 +311,6 @@ class Procedure:
         experiment = self.experiment
         return tuple(seed for seed in experiment.planned or () if seed not in experiment.seeds + experiment.dropped)
 
-    def comparison(self, size: str, base: Arm, arm: Arm) -> Comparison:
-        """What the runs so far show of an arm against the baseline."""
-        rates = self.rates(size)
-        if rates is None:
-            return Comparison((), planned=len(self.experiment.seeds))
-        if not {arm.name, base.name} <= rates.keys():
-            return Comparison((), tuned=False)
-        pairs = list(zip(*(self._judged(size, one, rates) for one in (arm, base)), strict=True))
-        diverged = [one for pair in pairs for one in pair if one.outcome.state == "diverged"]
-        why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
-        finished = [pair for pair in pairs if all(one.outcome.state == "finished" for one in pair)]
-        differences = [self._value(ours) - self._value(theirs) for ours, theirs in finished]
-        unreached = ""
-        if self.experiment.primary.reach is not None:
-            unreached = self._unreached([one for pair in finished for one in pair])
-            differences = [one for one in differences if math.isfinite(one)]
-        text = [pair for pair in finished if self.experiment.primary.reach is None and not pair[0].config.data.symbolic]
-        crossed = _over_documents([[one.outcome.values(self.experiment.primary.metric) for one in pair] for pair in text])
-        other = self._elsewhere(size, base, arm, rates)
-        return Comparison(differences, len(diverged), other, planned=len(pairs), why=why, over_documents=crossed, unreached=unreached)
-
-    def counted(self, size: str, base: Arm, arm: Arm) -> Learned:
-        """How many of the runs so far have learned, of an arm and of the baseline."""
-        primary, rates = self.experiment.primary, self.rates(size)
-        if rates is None:
-            return Learned(0, 0, 0, 0, planned=len(self.experiment.seeds))
-        if not {arm.name, base.name} <= rates.keys():
-            return Learned(0, 0, 0, 0, tuned=False)
-        ours, theirs = ([one for one in self._judged(size, which, rates) if one.outcome.ended] for which in (arm, base))
-        learned = [sum(has_learned(self._value(one), primary.learned, primary.better) for one in runs) for runs in (ours, theirs)]
-        diverged = sum(one.outcome.state == "diverged" for one in ours + theirs)
-        other = {rate: float(np.mean(some)) for rate, some in self._elsewhere(size, base, arm, rates).items()}
-        return Learned(learned[0], len(ours), learned[1], len(theirs), diverged, other, planned=len(self.experiment.seeds))
-
-    def _judged(self, size: str, arm: Arm, rates: dict[str, float | None]) -> list[Run]:
-        """The final runs of an arm by seed. Raises RunError if finished ones were not measured on the sequences of the baseline's."""
-        runs = list(self.final(size, rates))
-        _check_alike([one for one in runs if one.arm in (arm.name, self.experiment.arms[0].name)], self.experiment.primary.metric)
-        return [one for one in runs if one.arm == arm.name]
-
-    def _unreached(self, runs: list[Run]) -> str:
-        """How many finished runs of each arm have no number of tokens, in words; empty if all have one."""
-        primary, said = self.experiment.primary, []
-        for arm in dict.fromkeys(one.arm for one in runs):
-            tokens = [self.quantity(one.outcome) for one in runs if one.arm == arm]
-            if never := sum(one == math.inf for one in tokens):
-                said.append(f"{never} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
-            if early := sum(one == 0 for one in tokens):
-                said.append(f"{early} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
-        return "; ".join(said)
-
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
         """What is compared of a finished run, on the documents that report or on those that select: the primary metric, or the tokens at
         which it first reached `primary.reach` (0: before its first evaluation; infinite: never)."""
@@ -340,49 +319,12 @@ class Procedure:
             return outcome.values(primary.metric).part(selection).mean
         return outcome.tokens_to_reach(primary.reach, selection)
 
-    def _value(self, run: Run) -> float:
-        """The primary metric on the documents that are reported on, or the logarithm of `quantity`'s tokens; NaN of a run that is not
-        finished.
-
-        Raises:
-            RunError: its direction is another than the experiment says.
-        """
-        primary = self.experiment.primary
-        self.check_direction(run.outcome)
-        found = self.quantity(run.outcome) if run.outcome.state == "finished" else math.nan
-        return found if primary.reach is None else log_tokens(found)
-
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
         primary = self.experiment.primary
         found = outcome.values(primary.metric) if outcome.state == "finished" else None
         if found and found.better not in (primary.better, "none"):
             raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
-
-    def _elsewhere(self, size: str, base: Arm, arm: Arm, rates: dict[str, float | None]) -> dict[float, list[float]]:
-        """Arm minus baseline of the tuning seeds at other rates, as `by_rate` gives them."""
-        values = self._tried_values(size)
-        return elsewhere(arm.name, base.name, rates, values) if {arm.name, base.name} <= values.keys() else {}
-
-    def by_rate(self, size: str, arm: Arm) -> dict[float, list[float]]:
-        """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
-        run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
-        values, base = self._tried_values(size), self.experiment.arms[0]
-        return differences(arm.name, base.name, values) if {arm.name, base.name} <= values.keys() and self.rates(size) else {}
-
-    def _tried_values(self, size: str) -> dict[str, dict[float, list[float]]]:
-        """The primary metric of the tuning runs by arm, rate and seed."""
-        primary = self.experiment.primary
-
-        def of_run(value: float) -> float:
-            if primary.learned is not None:
-                return float(has_learned(value, primary.learned, primary.better))
-            if primary.reach is not None:
-                return log_tokens(value)
-            return -value if value == math.inf and primary.better == "higher" else value
-
-        measured = by_arm_and_rate(self.tried(size), size, "primary") if self.experiment.tuned else {}
-        return {name: {rate: list(map(of_run, some)) for rate, some in by_rate.items()} for name, by_rate in measured.items()}
 
 
 def _scheduled(arm: Arm, config: Config, last_step: int) -> tuple[str, ...]:
@@ -391,16 +333,7 @@ def _scheduled(arm: Arm, config: Config, last_step: int) -> tuple[str, ...]:
     return tuple(kind for kind, one in wanted.items() if not arm.trained or one.is_due(last_step, last_step))
 
 
-def _over_documents(pairs: list[list[Values]]) -> Interval | None:
-    """The difference of pairs of runs, one a seed, over seeds and documents; None without held-out documents, or with too few of either."""
-    if not pairs or not pairs[0][0].held_out:
-        return None
-    parts = [[one.part(selection=False) for one in pair] for pair in pairs]
-    first = parts[0][0]
-    return over_seeds_and_documents(np.stack([ours.values - theirs.values for ours, theirs in parts]), first.weights, first.groups)
-
-
-def _check_alike(runs: list[Run], metric: str) -> None:
+def check_alike(runs: list[Run], metric: str) -> None:
     """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
     first: tuple[Run, Values] | None = None
     for run in runs:
@@ -415,3 +348,8 @@ def _check_alike(runs: list[Run], metric: str) -> None:
 
 def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[float]]:
     return {rate: [one.outcome.loss(metric) for one in runs] for rate, runs in by_rate.items()}
+
+
+def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
+    """What rates are chosen by."""
+    return {rate: [one.outcome.loss(SELECTION) for one in runs] for rate, runs in by_rate.items()}

@@ -30,7 +30,7 @@ class SizeResults:
         self.experiment, self.size, self._quantity = procedure.experiment, size, procedure.quantity
         self.verdicts = {name: verdicts[f"{name}, {size}" if size else name] for name in self.arm_names[1:]}
         self.rates = procedure.rates(size)
-        self.final: list[Run] = list(procedure.final(size, self.rates or {}))
+        self.final: list[Run] = list(procedure.final(size))
         self._records: dict[Path, RunRecord] = {}
 
     @property

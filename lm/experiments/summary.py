@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from lm.experiments.judging import differences_by_rate, judge
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure
 from lm.experiments.tuning_tables import table_lines
@@ -18,14 +19,14 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
     arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
     over the tuning seeds at each rate (with `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in
     place of differences); if runs learn or don't, how many `learned` of those that `ended`, and the fraction's interval."""
-    experiment, judged, lines = procedure.experiment, procedure.verdicts(), []
+    experiment, judged, lines = procedure.experiment, judge(procedure), []
     counting, reach = experiment.primary.learned is not None, experiment.primary.reach is not None
     for size in experiment.sizes:
         rates = procedure.rates(size) or {}
         finished = [seeds for arm in experiment.arms if (seeds := procedure.finished_seeds(size, arm))]
         common = set(finished[0]).intersection(*finished) if finished else set()
         for number, arm in enumerate(experiment.arms):
-            runs = [one for one in procedure.final(size, rates) if one.arm == arm.name]
+            runs = [one for one in procedure.final(size) if one.arm == arm.name]
             done = [one for one in runs if one.outcome.state == "finished"]
             values = {one.seed: procedure.quantity(one.outcome) for one in done}
             means = [value for seed, value in values.items() if seed in common]
@@ -45,7 +46,7 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
                 line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
                 line |= {"p": verdict.p, "p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
-                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in procedure.by_rate(size, arm).items() if some}
+                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in differences_by_rate(procedure, size, arm).items() if some}
                 finite = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
                 line["factors_by_rate" if reach else "differences_by_rate"] = {
                     rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()

@@ -3,6 +3,7 @@
 Everything here is in closed form: no resampling, no seed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +31,11 @@ class Interval:
     def listed(self) -> list[float]:
         """As results keep it: [mean, low, high]."""
         return [self.mean, self.low, self.high]
+
+
+def envelope(one: Interval, upper: Iterable[Interval], lower: Iterable[Interval]) -> Interval:
+    """An interval whose upper end is the highest of these, and whose lower end the lowest of those; its own, where it has the extreme."""
+    return replace(one, low=min([one.low, *(each.low for each in lower)]), high=max([one.high, *(each.high for each in upper)]))
 
 
 def sampled(groups: np.ndarray) -> str:

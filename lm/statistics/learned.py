@@ -1,7 +1,7 @@
 """Metrics that a run has learned or not, such as recall: fractions of runs that have, compared by Fisher's exact test."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,8 @@ from scipy.special import betaincinv
 from lm.statistics.intervals import Interval
 from lm.statistics.verdicts import ALPHA, Verdict, holm
 
+Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of them; those of the baseline
+
 
 @dataclass(frozen=True)
 class Learned:
@@ -19,6 +21,8 @@ class Learned:
     Attributes:
         ours, of_ours, theirs, of_theirs: runs of the arm that have learned, and all of them; those of the baseline. A run that diverged
             has not learned.
+        others: the same four numbers at further pairs of rates (`lm.statistics.verdicts.bounding_pairs`): those that must show as well
+            that the arm's fraction is `higher`, and those that must show that it is `lower`.
         diverged: how many of them all diverged.
         elsewhere: by other rates, the arm's fraction minus the baseline's over the tuning seeds.
         tuned: False if the best rate of either is at an edge of the grid.
@@ -29,6 +33,7 @@ class Learned:
     of_ours: int
     theirs: int
     of_theirs: int
+    others: Mapping[Literal["higher", "lower"], Sequence[Counts]] = field(default_factory=dict)
     diverged: int = 0
     elsewhere: Mapping[float, float] = field(default_factory=dict)
     tuned: bool = True
@@ -53,9 +58,19 @@ def learned_verdicts(counts: Mapping[str, Learned]) -> dict[str, Verdict]:
     alone of which one arm has learned and the other not, and can't reach 0.05 with fewer than 6. Seeds in common can only make the
     arms' results more alike, which makes equal arms differ less often than the test allows for: it errs to the safe side.
     """
-    tested = [fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) if one.tuned and one.whole else 1.0 for one in counts.values()]
+    tested = [_p(one) if one.tuned and one.whole else 1.0 for one in counts.values()]
     needed = fewest_seeds(ALPHA / max(1, len(counts)))
     return {name: _verdict(one, p, needed) for (name, one), p in zip(counts.items(), holm(tested), strict=True)}
+
+
+def _p(one: Learned) -> float:
+    """Of Fisher's test, the greatest at all pairs of rates that must show a difference of this direction; 1 where one shows another."""
+    sign = np.sign(one.difference)
+    found = [fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs)]
+    for ours, of_ours, theirs, of_theirs in one.others.get("higher" if sign > 0 else "lower", ()):
+        same = np.sign(ours / of_ours - theirs / of_theirs) == sign
+        found.append(fisher_exact(ours, of_ours, theirs, of_theirs) if same else 1.0)
+    return max(found)
 
 
 def _verdict(one: Learned, p: float, needed: int) -> Verdict:

@@ -53,7 +53,7 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses], possible: Callabl
         if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
             return Tuned({}, missing)
         found = chosen(losses, asked)
-        more = [rate for rate in _beyond(asked, {arm: _best(losses[arm], asked) for arm in found.at_edge}, losses) if possible(rate)]
+        more = [rate for rate in _beyond(asked, {arm: best_rate(losses[arm], asked) for arm in found.at_edge}, losses) if possible(rate)]
         if grown == EXTENSIONS or not more:
             return found
         asked = sorted([*asked, *more])
@@ -65,13 +65,28 @@ def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -
     found, at_edge = {}, []
     for arm, by_rate in losses.items():
         asked = sorted(by_rate if rates is None else rates)
-        found[arm] = _best(by_rate, asked)
+        found[arm] = best_rate(by_rate, asked)
         if found[arm] in (asked[0], asked[-1]) or mean_loss(by_rate[found[arm]]) == math.inf:
             at_edge.append(arm)
     return Tuned({arm: rate for arm, rate in found.items() if arm not in at_edge}, at_edge=tuple(at_edge))
 
 
-def _best(by_rate: Losses, asked: Iterable[float]) -> float:
+def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+    """The rates that the final seeds of each arm are trained at, its own first: an arm at the baseline's, too, and the baseline at those of
+    all arms. Tuning seeds are few; what they chose for one arm is tried with the other before a difference is believed.
+
+    Args:
+        base: the baseline; without a rate of its own, nothing is crossed.
+        rates: by arm, as tuning chose them.
+    """
+    found = {arm: (rate, rates.get(base, rate)) for arm, rate in rates.items()}
+    if base in rates:
+        found[base] = (rates[base], *rates.values())
+    return {arm: tuple(dict.fromkeys(some)) for arm, some in found.items()}
+
+
+def best_rate(by_rate: Losses, asked: Iterable[float]) -> float:
+    """That of the lowest mean loss; the first of several."""
     return min(asked, key=lambda rate: mean_loss(by_rate[rate]))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit
 
-from lm.statistics.intervals import Interval, over_seeds
+from lm.statistics.intervals import Interval, envelope, over_seeds
 
 ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
 POWER = 0.8
@@ -22,6 +22,9 @@ Kind = Literal[
 ]
 
 
+Pair = tuple[float, float]  # the rates of an arm and of the baseline
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What was measured of an arm against the baseline, on the primary metric.
@@ -30,7 +33,10 @@ class Comparison:
         differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
             trained with.
         diverged: final runs of either that diverged; they are counted, never dropped.
-        elsewhere: differences at other learning rates, one value a tuning seed (`lm.statistics.tuning.elsewhere`).
+        upper, lower: further differences over the same seeds, where arms were trained at several rates (`bounding_pairs`): the
+            difference between the arms, each at the best of its rates, is at most the greatest of `upper`, and at least the least of
+            `lower`.
+        elsewhere: differences at other learning rates, one value a seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
@@ -40,6 +46,8 @@ class Comparison:
 
     differences: Sequence[float]
     diverged: int = 0
+    upper: Sequence[Sequence[float]] = ()
+    lower: Sequence[Sequence[float]] = ()
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
     planned: int | None = None
@@ -104,8 +112,8 @@ def verdicts(
         raise ValueError("the smallest difference of interest must be above 0 and finite")
     margin, amount = (math.log1p(matters), f"a factor of {1 + matters:g}") if ratio else (matters, f"{matters:g}")
     tested = {name: _testable(one) for name, one in comparisons.items()}
-    differs = holm([p_difference(one.differences) if tested[name] else 1.0 for name, one in comparisons.items()])
-    alike = holm([p_equivalence(one.differences, margin) if tested[name] else 1.0 for name, one in comparisons.items()])
+    differs = holm([p_difference(one) if tested[name] else 1.0 for name, one in comparisons.items()])
+    alike = holm([p_equivalence(one, margin) if tested[name] else 1.0 for name, one in comparisons.items()])
     return {
         name: _verdict(one, p, q, margin, amount, better, len(comparisons))
         for (name, one), p, q in zip(comparisons.items(), differs, alike, strict=True)
@@ -120,7 +128,7 @@ def _testable(one: Comparison) -> bool:
 
 def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
     seeds = len(one.differences)
-    interval = over_seeds(np.array(one.differences)) if seeds > 1 and not one.unreached else None
+    interval = interval_of_all(one) if seeds > 1 and not one.unreached else None
     spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
     needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family)
 
@@ -161,15 +169,45 @@ def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[
     return [rate for rate, some in elsewhere.items() if len(some) and not mean * float(np.mean(some)) > 0]
 
 
-def p_difference(differences: Sequence[float]) -> float:
-    """Two-sided p of the paired t test of mean 0. Differences that are all the same have p 0, or 1 where they are 0."""
-    return 2 * stdtr(len(differences) - 1, -abs(_t(differences, 0.0)))
+def bounding_pairs(arm: Sequence[float], base: Sequence[float]) -> tuple[list[Pair], list[Pair]]:
+    """At which pairs of rates (the arm's, the baseline's) a difference must show that the arm is better, and at which that the baseline is.
+
+    The best mean of the arm is at least as good as that at the rate which tuning chose for it, without the final seeds; so the arm is
+    better than the baseline at its best if it is at that rate better than the baseline at each of its. Every one of these differences
+    must show it (an intersection-union test, Berger 1982), and no choice is made by the seeds that are tested.
+
+    Args:
+        arm, base: the rates at which they were trained, first the ones that tuning chose.
+    """
+    return [(arm[0], rate) for rate in base], [(rate, base[0]) for rate in arm]
 
 
-def p_equivalence(differences: Sequence[float], matters: float) -> float:
+def p_difference(one: Comparison) -> float:
+    """Two-sided p of the paired t test of mean 0, of the greatest p in either direction where there are several differences. Differences
+    that are all the same have p 0, or 1 where they are 0."""
+    return min(1.0, 2 * min(_p_below(one, 0.0), _p_above(one, 0.0)))
+
+
+def p_equivalence(one: Comparison, matters: float) -> float:
     """The greater p of the two one-sided t tests of a mean at or beyond -matters, and at or beyond +matters."""
-    degrees = len(differences) - 1
-    return max(stdtr(degrees, _t(differences, matters)), stdtr(degrees, -_t(differences, -matters)))
+    return max(_p_below(one, matters), _p_above(one, -matters))
+
+
+def interval_of_all(one: Comparison) -> Interval:
+    """The mean difference with its interval over seeds: from the lowest end of `lower` to the highest of `upper`, where there are any."""
+    found = over_seeds(np.array(one.differences))
+    upper, lower = ([over_seeds(np.array(some)) for some in all_] for all_ in (one.upper, one.lower))
+    return envelope(found, upper, lower)
+
+
+def _p_below(one: Comparison, at: float) -> float:
+    """One-sided, that the difference is at or above a value."""
+    return max(float(stdtr(len(some) - 1, _t(some, at))) for some in (one.differences, *one.upper))
+
+
+def _p_above(one: Comparison, at: float) -> float:
+    """One-sided, that the difference is at or below a value."""
+    return max(float(stdtr(len(some) - 1, -_t(some, at))) for some in (one.differences, *one.lower))
 
 
 def _t(differences: Sequence[float], at: float) -> float:
