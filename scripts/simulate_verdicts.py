@@ -1,12 +1,15 @@
 """The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts are false.
 
 python scripts/simulate_verdicts.py [--trials 10000] [--jobs 2]
+python scripts/simulate_verdicts.py --learned           of metrics that a run has learned or not: the chance of each verdict
 python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
-where the best is at an edge, then trained with further seeds and judged by `verdicts`. A final loss is: the arm's curve over log2(rate),
-plus effects of the seed (shared by arms, as seeds share the order of data), of arm x rate x seed, of the document, of arm x document and of
-arm x seed x document. What is drawn can have heavy tails (Student t with 4 degrees of freedom) and differ in variance between arms.
+where the best is at an edge, then trained with further seeds, at both rates where arms have chosen different ones, and judged by
+`verdicts`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data),
+of arm x rate x seed, of the document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4
+degrees of freedom) and differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential
+amount is added to their loss.
 """
 
 import argparse
@@ -14,15 +17,19 @@ import math
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
+from scipy.stats import binom
 
-from lm.statistics.intervals import mean_ends, over_seeds, over_seeds_and_documents
-from lm.statistics.tuning import Tuned, elsewhere, tuned
-from lm.statistics.verdicts import Comparison, seeds_needed, verdicts
+from lm.statistics.intervals import Interval, envelope, mean_ends, over_seeds_and_documents
+from lm.statistics.learned import Learned, learned_verdicts
+from lm.statistics.tuning import Tuned, best_rate, crossed_rates, elsewhere, tuned
+from lm.statistics.verdicts import Comparison, bounding_pairs, interval_of_all, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
+UNLUCKY_FROM = 4e-3
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,14 @@ class World:
     equal_on_text: bool = False  # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
     heavy: bool = False
     unequal: bool = False  # the noise of arms twice that of the baseline, and documents of unequal length
+    unlucky: float = 0.0  # the chance that a run at 4e-3 or more is
+    unlucky_by: float = 0.1  # the mean of what it loses by that
+    growing: bool = False  # arm_seed grows in proportion to the rate: it is what is said at 1e-3
 
 
 def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, bool, bool]]]:
     """One experiment: each arm's verdict, and whether its intervals hold the truth: over seeds; over seeds and documents (or none is made);
-    and whether the two have chosen different rates."""
+    and whether tuning chose different rates for the two."""
     random = np.random.default_rng((*world.name.encode(), world.seeds, trial))
 
     def draw(scale: float, *shape: int) -> np.ndarray:
@@ -58,7 +68,15 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
     noise = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
 
     def expected(arm: int, rate: float) -> float:
-        return 4 + effects[arm] + world.curvature * (math.log2(rate / 3e-3) - optima[arm]) ** 2
+        unlucky = world.unlucky * world.unlucky_by if rate >= UNLUCKY_FROM else 0.0
+        return 4 + effects[arm] + world.curvature * (math.log2(rate / 3e-3) - optima[arm]) ** 2 + unlucky
+
+    def of_runs(arm: int, rate: float, seeds: int) -> np.ndarray:
+        """What the runs of an arm at a rate have for themselves, of mean 0."""
+        own = draw(noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
+        if world.unlucky and rate >= UNLUCKY_FROM:
+            own += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
+        return own
 
     # Tuning: the mean over the selection text, whose documents are the same at every rate and seed.
     shared, shift = draw(world.seed, 2), draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
@@ -67,35 +85,54 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
     while choice.missing:
         for rate in choice.missing:
             for number, arm in enumerate(arms):
-                own = draw(noise[number] * world.arm_seed, 2)
-                losses[arm][rate] = list(expected(number, rate) + shift[number] + shared + own)
+                losses[arm][rate] = list(expected(number, rate) + shift[number] + shared + of_runs(number, rate, 2))
         choice = tuned(GRID, losses)
 
+    # The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean.
     weights = random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
-    by_document = draw(world.seed, world.seeds, 1) + draw(world.document, world.documents)
-    values, truth = {}, {}
+    by_seed, by_document = draw(world.seed, world.seeds, 1), draw(world.document, world.documents)
+    crossed, values, truth, judged = crossed_rates("base", choice.rates), {}, {}, {}
     for number, arm in enumerate(arms):
-        if arm in choice.rates:
-            own = draw(noise[number] * world.arm_seed, world.seeds, 1)
-            on_text = draw(world.arm_document, world.documents)
-            if world.equal_on_text:
-                on_text -= np.average(on_text, weights=weights)
+        if arm not in crossed:
+            continue
+        on_text = draw(world.arm_document, world.documents)
+        if world.equal_on_text:
+            on_text -= np.average(on_text, weights=weights)
+        values[arm], truth[arm], selected = {}, {}, {}
+        for rate in crossed[arm]:
+            own, at = of_runs(number, rate, world.seeds)[:, None], expected(number, rate)
             rest = draw(noise[number] * world.arm_seed_document, world.seeds, world.documents)
-            at = expected(number, choice.rates[arm])
-            values[arm], truth[arm] = at + by_document + own + on_text + rest, (at, at + np.average(on_text, weights=weights))
+            values[arm][rate] = at + by_seed + by_document + own + on_text + rest
+            truth[arm][rate] = at, at + np.average(on_text, weights=weights)
+            rest = draw(noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), world.seeds)
+            selected[rate] = list(at + by_seed[:, 0] + own[:, 0] + shift[number] + rest)
+        judged[arm] = best_rate(selected, crossed[arm])
+
     comparisons, covered = {}, []
     for arm in arms[1:]:
         if not {arm, "base"} <= values.keys():
             comparisons[arm] = Comparison((), tuned=False)
             continue
-        difference = values[arm] - values["base"]
-        per_seed = difference @ weights / weights.sum()
-        comparisons[arm] = Comparison(per_seed.tolist(), elsewhere=elsewhere(arm, "base", choice.rates, losses))
-        population, text = (truth[arm][i] - truth["base"][i] for i in (0, 1))
-        one, both = over_seeds(per_seed), over_seeds_and_documents(difference, weights, np.arange(world.documents))
-        differ = choice.rates[arm] != choice.rates["base"]
-        covered.append((one.low <= text <= one.high, both.low <= population <= both.high, differ))
+        ours, theirs = values[arm], values["base"]
+        several = len(ours) > 1 or len(theirs) > 1
+        upper, lower = bounding_pairs([*ours], [*theirs]) if several else ([], [])
+        by_pair = [ours[mine] - theirs[other] for mine, other in ((judged[arm], judged["base"]), *upper, *lower)]
+        per_seed = [(one @ weights / weights.sum()).tolist() for one in by_pair]
+        if len(ours) > 1:
+            other = {rate: list((ours[rate] - theirs[rate]) @ weights / weights.sum()) for rate in ours}
+        else:
+            other = elsewhere(arm, "base", choice.rates, losses)
+        split = 1 + len(upper)
+        comparisons[arm] = Comparison(per_seed[0], upper=per_seed[1:split], lower=per_seed[split:], elsewhere=other)
+        both = [over_seeds_and_documents(one, weights, np.arange(world.documents)) for one in by_pair]
+        population, text = (min(at[i] for at in truth[arm].values()) - min(at[i] for at in truth["base"].values()) for i in (0, 1))
+        on_other_text = envelope(both[0], both[1:split], both[split:])
+        covered.append((_holds(interval_of_all(comparisons[arm]), text), _holds(on_other_text, population), len(ours) > 1))
     return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    return interval.low <= value <= interval.high
 
 
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
@@ -129,6 +166,7 @@ def all_worlds() -> list[World]:
     worlds = []
     for seeds in (3, 5, 10):
         plain = World("4 equal arms", seeds, (0.0,) * 4, equal_on_text=True)
+        unlucky = replace(plain, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
         worlds += [
             plain,
             replace(plain, name="4 equal arms, heavy tails", heavy=True),
@@ -137,7 +175,11 @@ def all_worlds() -> list[World]:
             replace(plain, name="4 equal arms of different best rates", optima=(0.0, 0.5, -0.5, 0.3, 1.0)),
             replace(plain, name="4 equal arms that differ by text", equal_on_text=False),
             replace(plain, name="4 equal arms that differ by text, heavy, unequal", equal_on_text=False, heavy=True, unequal=True),
+            replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.1"),
+            replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.2", unlucky_by=0.2),
+            replace(unlucky, name="4 equal arms, noise grows with the rate", unlucky=0.0, growing=True),
             replace(plain, name=f"1 arm better by {MATTERS:g}", effects=(-MATTERS,)),
+            replace(unlucky, name="1 arm better by 0.05, a fifth of runs unlucky by 0.1", effects=(-0.05,), optima=(0.4,) * 2),
         ]
     spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
     planned = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
@@ -161,13 +203,32 @@ def report_intervals(trials: int) -> None:
         print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in covered / trials) + " |", flush=True)
 
 
+def report_learned() -> None:
+    """Print the chances of `better` and `worse` of one arm, in % and exact: the numbers of both arms' runs that learn are binomial."""
+    chances = [(0.5, 0.5), (0.9, 0.9), (0.5, 0.9), (0.2, 0.9), (0.0, 0.9), (0.0, 1.0)]
+    print("| seeds | " + " | ".join(f"{base:g} and {arm:g}" for base, arm in chances) + " |")
+    print("|---:|" + "---:|" * len(chances))
+    for seeds in (4, 5, 6, 8, 10, 15, 20):
+        cells = []
+        for base, arm in chances:
+            kinds: Counter = Counter()
+            for theirs, ours in product(range(seeds + 1), repeat=2):
+                found = learned_verdicts({"arm": Learned(ours, seeds, theirs, seeds, planned=seeds)})["arm"]
+                kinds[found.kind] += binom.pmf(theirs, seeds, base) * binom.pmf(ours, seeds, arm)
+            cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
+        print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--learned", action="store_true")
     parser.add_argument("--intervals", action="store_true")
     arguments = parser.parse_args()
-    if arguments.intervals:
+    if arguments.learned:
+        report_learned()
+    elif arguments.intervals:
         report_intervals(arguments.trials)
     else:
         report(all_worlds(), arguments.trials, arguments.jobs)

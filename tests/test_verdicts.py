@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, nct, t, ttest_1samp
 
-from lm.statistics.verdicts import Comparison, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, bounding_pairs, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from simulate_verdicts import World, many
@@ -21,6 +21,10 @@ def spread(mean: float, deviation: float, seeds: int) -> list[float]:
     """So many differences of exactly this mean and standard deviation."""
     values = np.linspace(-1, 1, seeds)
     return list(mean + deviation * values / values.std(ddof=1))
+
+
+def same(value: float) -> Comparison:
+    return Comparison([value] * 3)
 
 
 def kind(*comparisons: Comparison, better: str = "lower") -> str:
@@ -53,6 +57,39 @@ def kind(*comparisons: Comparison, better: str = "lower") -> str:
 )
 def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
     assert kind(one) == expected
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "expected"),
+    [
+        ([-0.02], [-0.06], "better"),  # at its tuned rate it is better than the baseline at each
+        ([0.005], [-0.06], "not resolved"),  # the baseline is as good at the arm's rate
+        ([-0.02, 0.005], [], "not resolved"),
+        ([-0.02], [0.06], "better"),  # that the arm is worse at the baseline's rate says nothing about its best
+    ],
+)
+def test_an_arm_is_better_if_it_is_so_against_each_rate_of_the_baseline(upper: list[float], lower: list[float], expected: str):
+    several = {name: [spread(mean, 0.005, 5) for mean in means] for name, means in (("upper", upper), ("lower", lower))}
+    assert kind(Comparison(spread(-0.03, 0.005, 5), **several)) == expected
+    turned = {
+        "upper": [[-one for one in some] for some in several["lower"]],
+        "lower": [[-one for one in some] for some in several["upper"]],
+    }
+    assert kind(Comparison(spread(0.03, 0.005, 5), **turned), better="higher") == expected
+    assert kind(Comparison(spread(0.03, 0.005, 5), **turned)) == expected.replace("better", "worse")
+
+
+def test_the_interval_reaches_from_the_lowest_to_the_highest_of_what_bounds_it():
+    one = Comparison(spread(-0.01, 0.005, 5), upper=[spread(0.004, 0.005, 5)], lower=[spread(-0.05, 0.005, 5)])
+    found = verdicts({"a": one}, MATTERS, "lower")["a"]
+    half = t.ppf(0.975, 4) * 0.005 / np.sqrt(5)
+    assert found.interval.listed() == pytest.approx([-0.01, -0.05 - half, 0.004 + half])
+    assert found.kind == "not resolved"
+    assert p_equivalence(one, MATTERS) == pytest.approx(ttest_1samp(one.lower[0], -MATTERS, alternative="greater").pvalue)
+
+
+def test_which_pairs_of_rates_bound_a_difference():
+    assert bounding_pairs([8, 4], [4, 8, 2]) == ([(8, 4), (8, 8), (8, 2)], [(8, 4), (4, 4)])
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():
@@ -119,6 +156,14 @@ def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_inter
     some, (seeds, *_, n) = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
     assert (some["better"] + some["worse"]) / 300 <= 0.06
     assert 0.925 <= seeds / n <= 0.975
+
+
+def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts():
+    world = World("unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
+    some, (seeds, _, differ, n) = many(world, range(300))
+    assert (some["better"] + some["worse"]) / 300 <= 0.03, "the rates of tuning alone: 0.17"
+    assert differ / n > 0.2
+    assert seeds / n >= 0.95
 
 
 def test_simulated_experiments_find_what_was_planned_for():
