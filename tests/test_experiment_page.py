@@ -112,7 +112,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
         assert {f"{name}.{kind}" for kind in kinds} <= linked
     assert escape(procedure.experiment.command) in html
-    for run in procedure.final("", procedure.rates("")):
+    for run in procedure.final(""):
         assert f"{run.label} (finished)" in words
 
 

@@ -120,3 +120,62 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
     line = summary(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
     assert (line["verdict"], line["reason"]) == ("not resolved", "0 of 3 seeds have ended")
+
+
+GRID = {"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102]}
+
+
+def misled(run: Run) -> float:
+    """Arms are equal, best at 4e-3; softmax's tuning runs were unlucky there."""
+    unlucky = run.stage == "tune" and run.arm == "softmax" and run.rate == 4e-3
+    return 5 + 10 * abs(run.rate - 4e-3) + 0.1 * unlucky + 1e-4 * run.seed * (run.arm == "ssmax")
+
+
+def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_path):
+    procedure = finish_all(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
+    choice = procedure.choice("")
+    assert choice.final == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
+    assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
+    final = [one for one in procedure.known() if one.stage == "final"]
+    assert len(final) == len({one.config.run_folder for one in final}) == 4 * 5
+    assert all(one.outcome.state == "finished" for one in final)
+    line = summary(procedure)[1]
+    assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
+    assert line["difference"][1] < 0 < line["difference"][2] + 1e-3
+    assert line["verdict"] not in ("better", "worse"), "the tuned rates alone: better by 0.02"
+    expected = "final seeds are trained at 0.002 and 0.004, as tuning chose different rates for the arms; judged at 0.004"
+    assert any(note.endswith(expected) and "softmax" in note for note in procedure.notes())
+
+
+def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
+    procedure = finish_all(experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed)
+    line = summary(procedure)[1]
+    assert (line["verdict"], line["rate"]) == ("better", 4e-3)
+    assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
+
+
+def test_a_run_at_the_others_rate_that_diverges_takes_nothing_from_the_verdict(tmp_path):
+    def found(lost: tuple[str, float]) -> dict:
+        def loss(run: Run) -> float:
+            return 9.5 if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
+
+        return summary(finish_all(experiment(tmp_path / f"{lost[0]}-{lost[1]:g}", tune=GRID), loss))[1]
+
+    for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
+        (tmp_path / name).mkdir()
+    assert found(("ssmax", 2e-3))["verdict"] == "depends on the rate", "with both at the baseline's rate, the arm diverged"
+    assert found(("softmax", 2e-3))["verdict"] == "unstable", "the rate that tuning chose for it"
+    assert found(("ssmax", 4e-3))["verdict"] == "unstable"
+
+
+def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
+    procedure = experiment(tmp_path, tune=GRID)
+    for run in procedure.known():
+        finish(run, misled(run))
+    again = Procedure(procedure.experiment)
+    for run in again.known():
+        if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
+            finish(run, misled(run))
+    line = summary(Procedure(procedure.experiment))[1]
+    assert (line["verdict"], line["reason"]) == ("not resolved", "0 of 3 seeds have ended")
+    assert summary(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"

@@ -71,10 +71,7 @@ def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
 def test_an_arm_is_better_if_it_is_so_against_each_rate_of_the_baseline(upper: list[float], lower: list[float], expected: str):
     several = {name: [spread(mean, 0.005, 5) for mean in means] for name, means in (("upper", upper), ("lower", lower))}
     assert kind(Comparison(spread(-0.03, 0.005, 5), **several)) == expected
-    turned = {
-        "upper": [[-one for one in some] for some in several["lower"]],
-        "lower": [[-one for one in some] for some in several["upper"]],
-    }
+    turned = {name: (-np.array(several[other])).tolist() for name, other in (("upper", "lower"), ("lower", "upper"))}
     assert kind(Comparison(spread(0.03, 0.005, 5), **turned), better="higher") == expected
     assert kind(Comparison(spread(0.03, 0.005, 5), **turned)) == expected.replace("better", "worse")
 
@@ -155,13 +152,13 @@ def test_a_verdict_takes_a_difference_of_interest(matters: float):
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold():
     some, (seeds, *_, n) = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
     assert (some["better"] + some["worse"]) / 300 <= 0.06
-    assert 0.925 <= seeds / n <= 0.975
+    assert 0.95 <= seeds / n <= 0.995
 
 
 def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts():
     world = World("unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
-    some, (seeds, _, differ, n) = many(world, range(300))
-    assert (some["better"] + some["worse"]) / 300 <= 0.03, "the rates of tuning alone: 0.17"
+    some, (seeds, _, differ, n) = many(world, range(200))
+    assert (some["better"] + some["worse"]) / 200 <= 0.03, "the rates of tuning alone: 0.17"
     assert differ / n > 0.2
     assert seeds / n >= 0.95
 

@@ -110,6 +110,8 @@ def _of_size(procedure: Procedure, found: SizeResults, prefix: str) -> list[Page
     training.add("picture", page_pictures.curves(found), f"{prefix}curves")
     training.add("picture", page_pictures.normalizer_parameters(found), f"{prefix}normalizer-parameters")
     tuning.add("picture", page_pictures.rates(procedure, found.size), f"{prefix}rates")
+    tuning.add("table", page_tables.crossed_table(procedure, found.size), f"{prefix}final-rates")
+    tuning.add("note", page_words.CROSSED if procedure.choice(found.size).crossed else None)
     if found.comparison is None:
         return [training, tuning]
     measured, cost, runs = (PageSection(f"{title}{of}") for title in ("Measured at the end", "Cost", "What differs, and what does not"))

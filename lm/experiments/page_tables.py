@@ -1,13 +1,17 @@
 """The tables of an experiment's page."""
 
 import re
+from collections.abc import Collection
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
 from lm.experiments.experiment import Experiment
+from lm.experiments.outcomes import SELECTION
+from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
+from lm.experiments.summary import crossed_runs
 from lm.report.comparison import Comparison, show
 from lm.report.methods import how_measured
 from lm.report.tables import Cell, Column, Table, digits, signed
@@ -16,7 +20,7 @@ from lm.runs.identity import starts
 from lm.runs.metric_log import read_metrics
 from lm.runs.record import RunRecord
 from lm.schema import Plain
-from lm.statistics.intervals import Interval
+from lm.statistics.intervals import Interval, over_seeds
 
 _Made = tuple[Column, list[Cell]]
 
@@ -77,6 +81,43 @@ def seeds_table(found: SizeResults) -> Table:
             ratios = [f"{pair[0] / pair[1]:.3g}" if reached(pair) else None for pair in both]
             made.append((Column(f"{arm} / {base}", primary.quantity), ratios))
     return Table("Every seed" + (f", {found.size}" if found.size else "") + ", on the report text", primary.quantity, tuple(made))
+
+
+def crossed_table(procedure: Procedure, size: str) -> Table | None:
+    """The final seeds of arms that are trained at several rates, at each of them; None if there are none."""
+    experiment, choice, base = procedure.experiment, procedure.choice(size), procedure.experiment.arms[0].name
+    finished = {at: [one for one in some if one.outcome.state == "finished"] for at, some in crossed_runs(procedure, size).items()}
+    if not finished:
+        return None
+    values = {at: {one.seed: procedure.quantity(one.outcome) for one in some} for at, some in finished.items()}
+
+    def apart(arm: str, rate: float) -> Interval | None:
+        theirs = values.get((base, rate), {}) if arm != base else {}
+        both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
+        return over_seeds(np.array(both)) if len(both) > 1 else None
+
+    def mean(some: Collection[float]) -> str | None:
+        return digits(float(np.mean(list(some)))) if some else None
+
+    used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
+    for arm, rate in choice.rates.items() if choice.settled else ():
+        used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
+    made: list[_Made] = [
+        (Column("arm", kind="label"), [arm for arm, _ in finished]),
+        (Column(experiment.tune.key), [f"{rate:g}" for _, rate in finished]),
+        (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
+        (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
+        (
+            Column(f"mean {SELECTION}", "selection text"),
+            [mean([each.outcome.loss(SELECTION) for each in one]) for one in finished.values()],
+        ),
+    ]
+    if experiment.primary.reach is None:
+        means = [mean(some.values()) for some in values.values()]
+        made.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
+        over = "95% interval over seeds, not adjusted"
+        made.append((Column(f"difference to {base}, both at this rate", over, "difference"), [apart(*at) for at in finished]))
+    return Table("Final seeds at the rates of both arms" + (f", {size}" if size else ""), "", tuple(made))
 
 
 def reached(tokens: tuple[float | None, ...]) -> bool:

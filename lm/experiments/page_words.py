@@ -21,6 +21,11 @@ BASIS = (
     "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
     "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
 )
+CROSSED = (
+    "Tuning seeds are few: where they chose different rates, final seeds are trained at the rates of both arms. Each arm is judged at the "
+    "one of lowest mean loss on the selection text; one is better only if it is so at the rate that tuning chose for it, against the other "
+    "at each of its rates. The intervals of the summary are those of all of these differences together."
+)
 COST = (
     "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
     "device and with as many other runs beside: how many final runs of this experiment were under way at a time is known from their "

@@ -57,11 +57,18 @@ class Choice:
         runs: the tuning runs by arm and rate; none with a table.
         final: by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`).
         rates: by arm, the one that it is judged at; arms still at an edge of the grid have none. None: not known yet.
+        settled: False while final runs at several rates have not ended: then `rates` are those that tuning chose.
     """
 
     runs: dict[str, dict[float, list[Run]]]
     final: dict[str, tuple[float | None, ...]]
     rates: dict[str, float | None] | None
+    settled: bool = True
+
+    @property
+    def crossed(self) -> dict[str, tuple[float | None, ...]]:
+        """The arms whose final seeds are trained at several rates."""
+        return {arm: rates for arm, rates in self.final.items() if len(rates) > 1}
 
 
 class Procedure:
@@ -143,11 +150,11 @@ class Procedure:
             if found.missing:
                 return Choice(runs, final, None)
             crossed = crossed_rates(self.experiment.arms[0].name, found.rates)
-            settled = self._settled(size, crossed)
+            best = self._best(size, crossed)
             final |= crossed
-            if settled is None and depth != depths[-1]:
-                return Choice(runs, final, None)
-            rates |= settled or found.rates
+            rates |= best or found.rates
+            if best is None:
+                return Choice(runs, final, self._with_untrained(rates) if depth == depths[-1] else None, settled=False)
         return Choice(runs, final, self._with_untrained(rates))
 
     def _tuned(self, size: str, arms: list[Arm], rates: dict[str, float], runs: dict[str, dict[float, list[Run]]]) -> Tuned:
@@ -171,7 +178,7 @@ class Procedure:
             asked = found.missing
         return found
 
-    def _settled(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
+    def _best(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
         """The rate that each arm is judged at: of those that its final seeds are trained at, that of the lowest mean loss on the selection
         text, as in tuning. None while runs at several rates have not ended."""
         rates = {}
@@ -249,6 +256,11 @@ class Procedure:
             seeds = ", ".join(map(str, self.left_out))
             found.append(f"exploratory: seeds {seeds} were planned at the first start and are left out; p values are too small")
         for size in experiment.sizes:
+            choice = self.choice(size)
+            for arm, tried in choice.crossed.items():
+                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(f"{rate:g}" for rate in sorted(tried))
+                at = f"; judged at {choice.rates[arm]:g}" if choice.settled else ""
+                found.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
             seeds = {arm.name: self.finished_seeds(size, arm) for arm in experiment.arms}
             if len({some for some in seeds.values() if some}) > 1:
                 each = "; ".join(f"{name} has {', '.join(map(str, some)) or 'none'}" for name, some in seeds.items())
@@ -277,11 +289,10 @@ class Procedure:
 
     def crossed(self, size: str) -> Iterator[Run]:
         """The final runs of arms whose seeds are trained at several rates, at each of them, by seed and arm."""
-        final = self.choice(size).final
+        crossed = self.choice(size).crossed
         for seed in self.experiment.seeds:
             for arm in self.experiment.arms:
-                tried = final.get(arm.name, ())
-                for rate in tried if len(tried) > 1 else ():
+                for rate in crossed.get(arm.name, ()):
                     yield self.run(size, arm, "final", rate, seed, {})
 
     def known(self) -> list[Run]:

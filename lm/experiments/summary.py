@@ -6,7 +6,7 @@ import numpy as np
 
 from lm.experiments.judging import differences_by_rate, judge
 from lm.experiments.outcomes import SELECTION
-from lm.experiments.procedure import Procedure
+from lm.experiments.procedure import Procedure, Run
 from lm.experiments.tuning_tables import table_lines
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
@@ -17,8 +17,9 @@ from lm.statistics.tuning import mean_loss
 def summary(procedure: Procedure) -> list[dict[str, Plain]]:
     """One entry for each size and arm: rate, finished runs, mean of the primary metric on the reported documents over the seeds that all
     arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
-    over the tuning seeds at each rate (with `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in
-    place of differences); if runs learn or don't, how many `learned` of those that `ended`, and the fraction's interval."""
+    over the tuning seeds at each rate; of arms whose final seeds are trained at several rates the mean at each. With `primary.reach`
+    geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn or don't, how many
+    `learned` of those that `ended`, and the fraction's interval."""
     experiment, judged, lines = procedure.experiment, judge(procedure), []
     counting, reach = experiment.primary.learned is not None, experiment.primary.reach is not None
     for size in experiment.sizes:
@@ -37,6 +38,9 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(values), "of": len(experiment.seeds),
                 "mean": _mean(means, geometric=reach),
             }  # fmt: skip
+            at_rates = {f"{rate:g}": some for (name, rate), some in crossed_runs(procedure, size).items() if name == arm.name}
+            if at_rates:
+                line["means_by_rate"] = {rate: _mean_of(procedure, some) for rate, some in at_rates.items()}
             line |= {"reached": sum(map(math.isfinite, values.values()))} if reach else {}
             if counting:
                 ended = sum(one.outcome.ended for one in runs)
@@ -53,6 +57,20 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 }
             lines.append(line)
     return lines
+
+
+def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], list[Run]]:
+    """The final runs that have ended, by arm and rate, of arms whose final seeds are trained at several rates."""
+    found: dict[tuple[str, float], list[Run]] = {}
+    for run in procedure.crossed(size):
+        found.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.ended else [])
+    return found
+
+
+def _mean_of(procedure: Procedure, runs: list[Run]) -> float | None:
+    """The mean of what is compared of runs that have ended; None without any, or where one diverged."""
+    found = [procedure.quantity(one.outcome) if one.outcome.state == "finished" else math.inf for one in runs]
+    return _mean(found, geometric=procedure.experiment.primary.reach is not None)
 
 
 def _mean(values: list[float], geometric: bool) -> float | None:
