@@ -69,9 +69,13 @@ class DeclaredEffect(typing.TypedDict, total=False):
     acts_in: tuple[str, ...]
 
 
-def key(default, help: str, effect: DeclaredEffect | None = None, **limits: float):
-    """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`)."""
-    metadata = {"help": help, "effect": effect, "limits": Limits(**limits)}
+def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
+    """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`).
+
+    omit_default: plain data leave it out while it has its default: for a key added to a block that there are runs of, whose
+    configurations, arms and hashes then stay as they were.
+    """
+    metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -269,8 +273,9 @@ def type_name(hint: type) -> str:
 
 def _type_remedy(hint: type, value: Plain) -> str:
     words = [arg for arg in _literals(hint) if isinstance(arg, str)]
-    if isinstance(value, str) and words:
-        return suggest(value, words)
+    unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one not in words]
+    if unknown and words:
+        return suggest(unknown[0], words)
     return "quote it in the YAML" if hint is str else ""
 
 
@@ -296,10 +301,12 @@ def own_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config) -> dict[str, Plain]:
-    """The instance as nested plain data, each variant with its `name`: what `build` reads back."""
+    """The instance as nested plain data, each variant with its `name`: what `build` reads back. Without defaults that `key` omits."""
     plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
     for spec in fields(config):
         value = getattr(config, spec.name)
+        if spec.metadata.get("omit_default") and value == spec.default:
+            continue
         if "item" in spec.metadata or "list_table" in spec.metadata:
             plain[spec.name] = [to_plain(item) for item in value]
         else:

@@ -48,6 +48,15 @@ def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
     assert canonical(to_plain(other)) != canonical(to_plain(listed[0]))
 
 
+def test_softmax_without_a_temperature_is_written_as_before_there_was_one(tiny):
+    plain = to_plain(tiny("model.normalizer=softmax"))
+    assert plain["model"]["normalizer"] == {"name": "softmax"}
+    one, half = (to_plain(tiny(f"model.normalizer={{name: softmax, temperature: {tau}}}")) for tau in (1, 0.5))
+    assert one == plain
+    assert half["model"]["normalizer"] == {"name": "softmax", "temperature": 0.5}
+    assert arm(half, {}) != arm(plain, {})
+
+
 def test_a_gated_attention_unit_has_no_nulls_to_resolve(tiny):
     plain = to_plain(tiny("model.block=gau", "model.n_head=1"))
     found = canonical(plain)

@@ -184,7 +184,7 @@ def linear(query: Query) -> Vector:
 
 
 DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
-    "softmax": scaled(lambda query: 1.0),
+    "softmax": scaled(lambda query: 1 / query.options.temperature),
     "ssmax": scaled(ssmax),
     "log_n": scaled(log_n),
     "sqrt_log_n": scaled(lambda query: query.p["c"][query.h] * math.sqrt(2 * math.log(query.n))),
@@ -212,7 +212,7 @@ DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
 
 LENGTHS = ("visible", "sample", "fixed:7")
 CASES = [
-    opt.Softmax(),
+    *(opt.Softmax(temperature=temperature) for temperature in (1.0, 0.3)),
     *(opt.SSMax(n=n) for n in LENGTHS),
     *(opt.SSMax(scale="none", bias=bias) for bias in (False, True)),
     *(opt.SSMax(bias=True, init=init) for init in ("match", "unit", 0.43)),

@@ -23,6 +23,7 @@ from lm.errors import ConfigError
 # One case for each entry and choice of options; a new normalizer adds its case here.
 CASES = {
     "softmax": opt.Softmax(),
+    "softmax at temperature 0.3": opt.Softmax(temperature=0.3),
     "ssmax": opt.SSMax(),
     "ssmax, init 1": opt.SSMax(init=1.0),
     "ssmax without s": opt.SSMax(scale="none"),
@@ -236,6 +237,18 @@ def test_retention_fades_by_its_heads_rates():
 # ---------------------------------------------------------------- figures of the source (SSMax)
 
 
+def test_softmax_at_a_temperature_is_softmax_of_divided_logits():
+    z = torch.tensor([0.3, -1.2, 2.0, 0.0], dtype=torch.float64)
+    for tau in (0.25, 1.0, 2.0):
+        assert torch.allclose(row_weights(opt.Softmax(temperature=tau), z), (z / tau).softmax(0))
+    plain, sharp = (make_normalizer(opt.Softmax(temperature=tau), LayerSpec(2, 16, WIDTH, 64)) for tau in (1.0, 0.5))
+    assert plain.scale(AttentionLayout.full(5)) is None  # softmax takes the route it always took
+    assert sharp.scale_by_position().tolist() == [[2.0] * 64] * 2
+    assert [*plain.parameters(), *sharp.parameters()] == []
+    assert (opt.Softmax().label(), opt.Softmax(temperature=0.5).label()) == ("softmax", "softmax (temperature=0.5)")
+    assert (opt.Softmax().formula(), opt.Softmax(temperature=0.5).formula()) == ("softmax(z)", "softmax(z / tau)")
+
+
 @pytest.mark.parametrize("options", [opt.ALiBi(), opt.Linear(decay=True), opt.Softmax()], ids=Options.label)
 def test_weights_of_equal_tokens_fall_by_the_decay(options: Options):
     normalizer, tokens = randomized(options), torch.ones(1, HEADS, 20, 16, dtype=torch.float64)
@@ -378,6 +391,11 @@ def test_options_at_their_bounds_give_finite_outputs_and_gradients(options: Opti
 @pytest.mark.parametrize(
     "override",
     [
+        "softmax temperature=0",
+        "softmax temperature=-1",
+        "softmax temperature=.inf",
+        "softmax temperature=1e-300",
+        "softmax temperature=warm",
         "ssmax n=fixed:1",
         "ssmax n=fixed:1000000001",
         "ssmax n=fixed:" + 30 * "9",

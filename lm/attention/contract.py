@@ -3,6 +3,7 @@
 Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -151,6 +152,15 @@ def scores_apart(options: Options) -> None:
     require((own.transpose(1, 2)[~layout.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
 
 
+def scale_by_position(options: Options) -> None:
+    """scores are q.k / sqrt(D) times `scale_by_position` in a sequence of the training length, if it names a factor"""
+    normalizer = randomized(options)
+    q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
+    if (factor := normalizer.scale_by_position()) is not None:
+        expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
+        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "scores", 1e-10)
+
+
 def score_map(options: Options) -> None:
     """weights are the function of the scores that `score_map` names, if it names one, and 0 for keys that are not `visible`"""
     normalizer, layout = randomized(options), AttentionLayout.full(33)
@@ -285,8 +295,8 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, fast_path, finite_differences, row_sums, scores_apart, score_map, causality, decoding, shared_keys, packed, documents,
-    row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
+    initial_values, fast_path, finite_differences, row_sums, scores_apart, scale_by_position, score_map, causality, decoding,
+    shared_keys, packed, documents, row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 
 

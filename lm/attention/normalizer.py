@@ -87,6 +87,11 @@ class Normalizer(nn.Module, ABC):
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
         return {}
 
+    def scale_by_position(self) -> Tensor | None:
+        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None: they are no such
+        multiple."""
+        return None
+
     def row_length(self, layout: AttentionLayout) -> Tensor:
         """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""
         return layout.n(self.options.n).unsqueeze(-2)

@@ -99,10 +99,17 @@ def shown(value: Plain) -> str:
 
 @dataclass
 class Softmax(Options):
-    """softmax(z): the baseline."""
+    """softmax(z / tau): the baseline."""
 
     name = "softmax"
-    full_formula = "softmax(z)"
+    full_formula = "softmax(z / tau)"
+    temperature: float = key(
+        1.0, "tau, a constant that divides the logits: below 1 attention is sharper from the start", omit_default=True,
+        ge=1 / _LARGEST, le=_LARGEST,
+    )  # fmt: skip
+
+    def formula(self) -> str:
+        return self.full_formula if self.temperature != 1 else "softmax(z)"
 
 
 @dataclass

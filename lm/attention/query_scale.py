@@ -25,10 +25,9 @@ class QueryScale(SoftmaxNormalizer):
         return None
 
     def scale_by_position(self) -> Tensor | None:
-        """c at each position of a training sequence: (H, L) float64; None if it isn't a factor on softmax's own logits."""
         device = next((p.device for p in self.parameters()), "cpu")
         scale = self.scale(AttentionLayout.full(self.layer.train_length, device))
-        c = torch.ones(1, 1) if scale is None else scale.detach().cpu()
+        c = torch.ones(1, 1) if scale is None else scale.detach()
         return c.double().expand(self.layer.n_head, self.layer.train_length)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -46,10 +45,16 @@ class QueryScale(SoftmaxNormalizer):
 
 
 class Softmax(QueryScale):
-    """softmax(z), z = q.k / sqrt(D)."""
+    """softmax(z / tau), z = q.k / sqrt(D); tau is a constant, 1 unless set."""
+
+    options: options.Softmax
+
+    def scale(self, layout: AttentionLayout) -> Tensor | None:
+        tau = self.options.temperature
+        return None if tau == 1 else torch.full((1, 1), 1 / tau, device=layout.positions.device)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA: plain softmax"
+        return "SDPA: plain softmax" if self.options.temperature == 1 else super().kernel_description(device)
 
 
 class SSMax(QueryScale):
@@ -79,9 +84,10 @@ class SSMax(QueryScale):
         s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
         least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
         """
-        c, log_n = other.scale_by_position() if isinstance(other, QueryScale) else None, self.log_n()
+        c, log_n = other.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
             return
+        c = c.cpu()
         s = torch.ones_like(c[:, 0])
         if self.options.scale == "learned":
             s = c.mean(-1) / log_n.mean()
