@@ -55,7 +55,7 @@ def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
     found = [
         name
-        for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "lr", "train/skipped")
+        for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "train/grad_norm/layer1", "lr", "train/skipped")
         if curve(a, name) != curve(b, name)
     ]
     one, other = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))

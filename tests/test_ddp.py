@@ -26,7 +26,7 @@ TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
 
 def close(one: Path, other: Path) -> None:
     """Equal up to the order of additions: losses, validations, last weights."""
-    for name in ("train/loss", "val/loss"):
+    for name in ("train/loss", "val/loss", "train/grad_norm/layer0", "train/grad_norm/layer1"):
         a, b = curve(one, name), curve(other, name)
         assert [step for step, _ in a] == [step for step, _ in b]
         assert [loss for _, loss in a] == pytest.approx([loss for _, loss in b], abs=TOLERANCE)

@@ -1,43 +1,258 @@
 """What is logged of a model while it trains, beside loss and speed."""
 
-import pytest
+import math
 
+import pytest
+import torch
+from folders import differences, kill_after, metrics
+
+from lm.attention import catalogue
+from lm.attention import options as opt
+from lm.attention.options import Options
+from lm.config.training_config import Dynamics
+from lm.data.batches import Batch
+from lm.errors import ConfigError
+from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
+from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import read_metrics
-from lm.training.dynamics import normalizer_parameters
+from lm.training.dynamics import gradient_norms, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.module import TrainModule
 from lm.training.train import train
 
+CPU = Device(torch.device("cpu"), bf16=False)
+EVERYTHING = "log.dynamics=[logit_scale, largest_score, gradient_norm]"
+TIMES = ("tokens_per_s", "elapsed_s")
+SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
 
-def decoder(tiny, normalizer: str) -> Decoder:
-    config = tiny(f"model.normalizer={normalizer}")
+
+def decoder(tiny, normalizer: str | Options) -> Decoder:
+    config = tiny(*([f"model.normalizer={normalizer}"] if isinstance(normalizer, str) else []))
+    if isinstance(normalizer, Options):
+        config.model.normalizer = normalizer
     return Decoder(config.model, 400, config.data.seq_len, seed=1)
 
 
+# ---------------------------------------------------------------- normalizers
+
+
 def test_values_by_head_are_logged_by_layer_and_head_and_others_as_their_root_mean_square(tiny):
-    assert normalizer_parameters(decoder(tiny, "softmax")) == {}
+    assert transferred(normalizer_parameters(decoder(tiny, "softmax"))) == {}
     made = decoder(tiny, "[ssmax, forget]")
     made.normalizers()[0].s.data[1] = 3.5
     made.normalizers()[1].w.data[:] = -2.0
-    found = normalizer_parameters(made)
+    found = transferred(normalizer_parameters(made))
     names = ["s/layer0/head0", "s/layer0/head1", "w/layer1/rms", "b/layer1/head0", "b/layer1/head1"]
     assert list(found) == [f"normalizer/{name}" for name in names]
     assert (found["normalizer/s/layer0/head1"], found["normalizer/w/layer1/rms"]) == (3.5, 2.0)
 
 
 def test_what_layers_share_is_logged_once(tiny):
-    found = normalizer_parameters(decoder(tiny, "p_n"))
+    found = transferred(normalizer_parameters(decoder(tiny, "p_n")))
     assert [name for name in found if name.startswith("normalizer/p/")] == ["normalizer/p/layer0/rms"]
     assert found["normalizer/p/layer0/rms"] == 1
 
 
 def test_the_last_line_has_the_parameters_of_the_last_checkpoint(tiny):
-    config = tiny("model.normalizer={name: ssmax, bias: true}", "eval.long_context.length_factor=0")
+    config = tiny("model.normalizer={name: ssmax, bias: true}", "eval.long_context.length_factor=0", EVERYTHING)
     assert train(config) == 0
     line = [one for one in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in one][-1]
     weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
-    for name in ("s", "b"):
+    for name, what in (("s", "slope"), ("b", "intercept")):
         for layer in range(2):
-            logged = [line[f"normalizer/{name}/layer{layer}/head{head}"] for head in range(2)]
-            assert logged == pytest.approx(weights[f"blocks.{layer}.attention.normalizer.{name}"].tolist())
+            expected = pytest.approx(weights[f"blocks.{layer}.attention.normalizer.{name}"].tolist(), abs=1e-5)
+            assert [line[f"normalizer/{name}/layer{layer}/head{head}"] for head in range(2)] == expected
+            assert [line[f"logit_scale/{what}/layer{layer}/head{head}"] for head in range(2)] == expected
+
+
+def test_the_logit_scale_is_that_of_the_normalizer_at_three_lengths_with_its_line_in_ln_n(tiny):
+    made = decoder(tiny, "[{name: ssmax, bias: true}, {name: softmax, temperature: 0.5}]")
+    made.normalizers()[0].s.data[:] = torch.tensor([0.3, -0.2])
+    made.normalizers()[0].b.data[:] = torch.tensor([0.5, 1.5])
+    found = transferred(logit_scales(made))
+    assert len(found) == 2 * 2 * 5
+    for head, (s, b) in enumerate(((0.3, 0.5), (-0.2, 1.5))):
+        for n in (2, 6, 32):
+            assert found[f"logit_scale/n{n}/layer0/head{head}"] == pytest.approx(s * math.log(n) + b, abs=1e-6)
+        assert found[f"logit_scale/slope/layer0/head{head}"] == pytest.approx(s, abs=1e-6)
+        assert found[f"logit_scale/intercept/layer0/head{head}"] == pytest.approx(b, abs=1e-6)
+    assert {found[f"logit_scale/n{n}/layer1/head0"] for n in (2, 6, 32)} == {2.0}
+    assert found["logit_scale/slope/layer1/head1"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["relu2", "cosine", "qassmax", "forget", "entmax15", "linear"])
+def test_a_normalizer_whose_scores_are_no_multiple_of_the_logits_has_no_logit_scale(tiny, name: str):
+    assert transferred(logit_scales(decoder(tiny, name))) == {}
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_short_training_lengths_have_a_logit_scale(tiny, length: int):
+    found = transferred(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
+    assert all(map(math.isfinite, found.values()))
+    assert ("logit_scale/slope/layer0/head0" in found) == (length == 3)
+
+
+# ---------------------------------------------------------------- scores
+
+
+@torch.no_grad()
+def by_hand(model: Decoder, batch: Batch) -> dict[str, float]:
+    """The largest score of each head, one query after the other."""
+    found = {}
+    for block in attention_blocks(model, batch):
+        visible = block.normalizer.visible(block.layout).expand(block.scores.shape)
+        for head in range(block.scores.size(1)):
+            scores, seen = (one[:, head].flatten(0, 1) for one in (block.scores, visible))
+            largest = max(row[mask].max().item() for row, mask in zip(scores, seen, strict=True))
+            name = f"largest_score/layer{block.layer}/head{head}"
+            found[name] = max(largest, found.get(name, -math.inf))
+    return found
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held(tiny, name: str, monkeypatch: pytest.MonkeyPatch):
+    made = decoder(tiny, catalogue.ENTRIES[name].options()).train()
+    sequences = torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0))
+    sequences[:, [0, 11, 20]] = 0
+    for batch in (Batch.of(sequences), Batch.of(sequences, end_of_text=0)):
+        expected = by_hand(made, batch)
+        for held in (2**24, 2 * 2 * 32 * 5):  # five queries at a time
+            monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", held)
+            assert transferred(largest_scores(made, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert made.training
+
+
+def test_scores_of_keys_ahead_and_of_other_documents_are_not_seen(tiny):
+    made = decoder(tiny, opt.Softmax())
+    sequences = torch.randint(1, 400, (1, 33), generator=torch.Generator().manual_seed(0))
+    sequences[:, [0, 16]] = 0
+    whole, apart = (transferred(largest_scores(made, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
+    every = {}
+    with torch.no_grad():
+        for block in attention_blocks(made, Batch.of(sequences)):
+            every |= {f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)}
+    assert sum(every.values()) > sum(whole.values()) + 1e-6
+    assert sum(whole.values()) > sum(apart.values()) + 1e-6
+
+
+def test_scores_are_fp32_under_autocast(tiny):
+    made = decoder(tiny, opt.Softmax()).double().float()
+    with torch.no_grad():
+        for block in made.blocks:
+            block.attention.qkv.weight.mul_(30)
+    batch = Batch.of(torch.randint(0, 400, (1, 33), generator=torch.Generator().manual_seed(0)))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = by_hand(made, batch)
+    found = transferred(largest_scores(made, batch, Device(torch.device("cpu"), bf16=True)))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert any(torch.tensor(value).bfloat16().item() != value for value in found.values())
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def test_gradient_norms_of_layers_are_those_of_their_parameters(tiny):
+    made = decoder(tiny, "ssmax")
+    made.loss(Batch.of(torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0)))).backward()
+    found = transferred(gradient_norms(made))
+    for layer, block in enumerate(made.blocks):
+        squares = sum(p.grad.double().square().sum().item() for p in block.parameters())
+        assert found[f"train/grad_norm/layer{layer}"] == pytest.approx(math.sqrt(squares), rel=1e-5)
+    made.zero_grad()
+    made.normalizers()[1].s.grad = torch.tensor([3.0, 4.0])
+    assert transferred(gradient_norms(made)) == {"train/grad_norm/layer1": 5.0}
+
+
+TASK = ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]", "data.seq_len=64"]
+
+
+@pytest.mark.parametrize(
+    "options", [["trainer.micro_batch=2"], [*TASK, "eval.recall.length_factors=[]"]], ids=["accumulated", "few targets"]
+)
+def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+    clip, modules, found = torch.nn.utils.clip_grads_with_norm_, [], []
+
+    def clipped(parameters, *arguments):
+        blocks = modules[-1].decoder.blocks
+        found.append([math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters())) for block in blocks])
+        clip(parameters, *arguments)
+
+    def started(self, *arguments):
+        modules.append(self)
+        begin(self, *arguments)
+
+    begin = TrainModule.on_train_batch_start
+    monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
+    monkeypatch.setattr("torch.nn.utils.clip_grads_with_norm_", clipped)
+    config = tiny("name=norms", "optim.grad_clip=0.01", *SHORT, *options)
+    assert train(config) == 0
+    lines = [line for line in metrics(config.run_folder) if "train/loss" in line]
+    logged = [[line[f"train/grad_norm/layer{layer}"] for layer in range(2)] for line in lines]
+    assert logged == [pytest.approx(norms, rel=1e-5) for norms in found]
+    assert len(logged) == 4
+    assert all(0.1 < max(norms) < line["train/grad_norm"] for norms, line in zip(logged, lines, strict=True))
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def options() -> list[str]:
+    return [
+        *SHORT,
+        "model.dropout=0.2",
+        "trainer.micro_batch=2",
+        "model.normalizer={name: ssmax, bias: true}",
+        "trainer.precision=bf16-mixed",
+    ]
+
+
+def test_what_is_logged_changes_nothing_that_is_trained_and_resumes_exactly(tiny, options: list[str]):
+    off, on = tiny("name=without", "log.dynamics=[]", *options), tiny("name=with", EVERYTHING, *options)
+    assert train(off) == train(on) == 0
+    assert differences(off.run_folder, on.run_folder) == ["train/grad_norm/layer1"]
+
+    def logged() -> list[dict[str, float]]:
+        return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(on.run_folder)]
+
+    before = logged()
+    assert sum(name.startswith("largest_score/") for name in before[0]) == 4
+    kill_after(on.run_folder, 2)
+    assert train(tiny("name=with", EVERYTHING, *options, "resume=auto")) == 0
+    assert logged() == before
+    assert differences(off.run_folder, on.run_folder) == ["train/grad_norm/layer1"]
+
+
+def test_the_sequences_whose_scores_are_looked_at_are_the_first_of_the_step_however_it_is_split(tiny):
+    by_split = []
+    for name, changes in (("whole", []), ("split", ["trainer.micro_batch=2"]), ("few", ["log.score_sequences=100"])):
+        config = tiny(f"name={name}", "log.dynamics=[largest_score]", *SHORT, "trainer.max_steps=2", *changes)
+        assert train(config) == 0
+        line = metrics(config.run_folder)[0]
+        by_split.append({name: value for name, value in line.items() if name.startswith("largest_score/")})
+    assert by_split[0] == pytest.approx(by_split[1], rel=1e-4)
+    assert all(by_split[2][name] >= value - 1e-4 for name, value in by_split[0].items())
+    assert by_split[2] != pytest.approx(by_split[0], rel=1e-4)
+
+
+def test_only_what_is_named_is_logged(tiny):
+    for asked, begins in (
+        ("[]", set()),
+        ("[gradient_norm]", {"train"}),
+        ("[logit_scale, largest_score]", {"logit_scale", "largest_score"}),
+    ):
+        config = tiny(f"name=run{len(asked)}", f"log.dynamics={asked}", *SHORT, "trainer.max_steps=2")
+        assert train(config) == 0
+        assert {name.partition("/")[0] for name in metrics(config.run_folder)[0] if "/layer" in name} == begins
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_a_name_given_twice(tiny):
+    with pytest.raises(ConfigError, match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list [^\n]*; did you mean 'gradient_norm'\?$"):
+        tiny("log.dynamics=[gradient_nrm]")
+    with pytest.raises(ConfigError, match=r"^log\.dynamics = [^\n]*: names something twice$"):
+        tiny("log.dynamics=[logit_scale, logit_scale]")
+    with pytest.raises(ConfigError, match=r"^log\.score_sequences = 0: must be >= 1"):
+        tiny("log.score_sequences=0")
+    assert set(Dynamics.__args__) == {"logit_scale", "largest_score", "gradient_norm"}

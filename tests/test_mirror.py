@@ -91,7 +91,10 @@ def placed(tiny, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run of an experiment that is logged offline."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     place = "experiment={name: trial, arm: scalable, size: small, stage: final, rate: 0.002}"
-    return tiny("name=mirrored", "log.wandb=offline", place, "seed=3", "model.normalizer=ssmax", "eval.long_context.length_factor=2")
+    dynamics = "log.dynamics=[logit_scale, largest_score, gradient_norm]"
+    return tiny(
+        "name=mirrored", "log.wandb=offline", place, dynamics, "seed=3", "model.normalizer=ssmax", "eval.long_context.length_factor=2"
+    )
 
 
 def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed: Config):
@@ -114,7 +117,9 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert all("tokens" in line for line in history(sent))
     for line in lines:
         assert line == {"step": line["step"]} | {name: logged[line["step"], name] for name in line if name != "step"}
-    assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss"} <= {name for _, name in logged}
+    names = {name for _, name in logged}
+    assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss", "largest_score/layer1/head0"} <= names
+    assert {"logit_scale/n32/layer0/head1", "logit_scale/slope/layer0/head0", "train/grad_norm/layer0"} <= names
     assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 

@@ -164,9 +164,27 @@ class TrainerConfig:
     )
 
 
+Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
+
+
 @dataclass
 class LogConfig:
     every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
+    dynamics: list[Dynamics] = key(
+        ["gradient_norm"],
+        "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head `logit_scale`, the factor "
+        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of `score_sequences`",
+    )
+    score_sequences: int = key(2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6)
     wandb: Literal["auto", "online", "offline", "disabled"] = key("auto", "`auto`: online with credentials, else offline")
     project: str = key("lm", "wandb project")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
+
+    def problems(self) -> list[Problem]:
+        """A name that is given twice."""
+        twice = len(set(self.dynamics)) < len(self.dynamics)
+        return [Problem("dynamics", self.dynamics, "names something twice")] if twice else []
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Whether metrics are logged after optimizer step `step` (1-based)."""
+        return step % self.every == 0 or step in (1, max_steps)

@@ -5,6 +5,7 @@ Shapes: B sequences, T queries, S keys, H heads, D head size, E width of the val
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ class AttentionBlock:
         queries: (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1.
         layout: where those queries and keys stand in their documents.
         scores: (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see.
-        weights: (B, H, T, S), the normalized scores; 0 for those keys.
         inputs: the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for.
     """
 
@@ -37,8 +37,12 @@ class AttentionBlock:
     queries: Tensor
     layout: AttentionLayout
     scores: Tensor
-    weights: Tensor
     inputs: AttentionInputs | None
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(B, H, T, S), the normalized scores, made when they are first read; 0 for keys that a query does not see."""
+        return self.normalizer.normalize(self.scores, self.layout)
 
 
 def attention_blocks(
@@ -109,4 +113,4 @@ def _layer(
         n_keys = int(queries.max()) + 1  # no query sees a later one
         part = layout.select(queries, n_keys)
         scores = normalizer.scores(inputs.q[:, :, queries].to(dtype), inputs.k[:, :, :n_keys].to(dtype), part)
-        yield AttentionBlock(layer, normalizer, queries, part, scores, normalizer.normalize(scores, part), inputs if keep else None)
+        yield AttentionBlock(layer, normalizer, queries, part, scores, inputs if keep else None)

@@ -4,10 +4,12 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import lightning as L
 
+from lm.data.batches import train_sequences
 from lm.errors import RunError, one_line
 from lm.evaluation.continuity import Swap
 from lm.evaluation.measurement import Measurement
@@ -17,7 +19,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.training.clock import Clock
-from lm.training.dynamics import normalizer_parameters
+from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
 from lm.training.state import Best
@@ -88,11 +90,12 @@ class StopOnSignal(StepCallback):
 
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; tokens per second; the normalizers' parameters."""
+    rate; tokens per second; the normalizers' parameters, and what `log.dynamics` names."""
 
     def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
-        self.last_step, self.last_time = 0, 0.0
+        self.bf16, self.last_step, self.last_time = run.machine.bf16, 0, 0.0
+        self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Speed is measured from here; training time continues from that of the checkpoint."""
@@ -102,7 +105,7 @@ class Metrics(StepCallback):
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Reduce, log, and show the step."""
         max_steps = self.config.trainer.max_steps
-        if step % self.config.log.every and step not in (1, max_steps):
+        if not self.config.log.is_due(step, max_steps):
             self.progress.advance(step)
             return
         state, tokens = module.start.state, self.config.optim.batch_tokens
@@ -121,10 +124,20 @@ class Metrics(StepCallback):
                 "elapsed_s": round(now, 3),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
-                **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
+                **module.last.layers,
+                **(transferred(self._of_the_model(module, step)) if trainer.is_global_zero else {}),
             }
         )
         self.progress.advance(step, loss, speed)
+
+    def _of_the_model(self, module: TrainModule, step: int) -> Iterator[Named]:
+        """What is logged of the weights after the step, the largest scores on the first of its sequences."""
+        yield from normalizer_parameters(module.decoder)
+        if "logit_scale" in self.config.log.dynamics:
+            yield from logit_scales(module.decoder)
+        if self.sequences:
+            batch = self.sequences.batch(step - 1, 0, min(self.config.log.score_sequences, self.sequences.batch_slots))
+            yield from largest_scores(module.decoder, batch, Device(module.device, self.bf16))
 
 
 class Evaluations(StepCallback):

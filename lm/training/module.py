@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
+from lm.training.dynamics import gradient_norms, transferred
 from lm.training.nonfinite import skip_or_stop
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
 from lm.training.run_context import RunContext
@@ -17,12 +18,13 @@ from lm.training.starting import PhaseStart
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, the same on all ranks: loss (nats per target), gradient norm before clipping, and whether a rank was asked to
-    stop after it."""
+    """An optimizer step, the same on all ranks: loss (nats per target), gradient norm before clipping, whether a rank was asked to
+    stop after it, and the gradient norms of layers by their names in metrics.jsonl, if they are logged."""
 
     loss: float
     grad_norm: float
     stop: bool
+    layers: dict[str, float]
 
 
 class TrainModule(L.LightningModule):
@@ -103,17 +105,21 @@ class TrainModule(L.LightningModule):
 
         All that the host needs to know comes from the device in one transfer, the step's only synchronization.
         """
-        optim, state = self.config.optim, self.start.state
+        optim, state, log = self.config.optim, self.start.state, self.config.log
+        logged = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # norm of the gradient of the mean over tokens, not targets
         nll, targets, stop = self._all_reduced()
-        nll, targets, stop, grad_norm = torch.stack((nll, targets, stop, norm.double())).tolist()
+        step = ["loss", "targets", "stop", "norm"], torch.stack((nll, targets, stop, norm.double()))
+        layers = transferred([step, *(gradient_norms(self.decoder) if logged else [])])
+        nll, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
         targets = max(1, int(targets))
         if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
             factor = optim.batch_tokens / targets
             torch._foreach_mul_([p.grad for p in trained], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
-        self.last = Step(nll / targets, grad_norm, stop > 0)
+            layers = {name: value * factor for name, value in layers.items()}
+        self.last = Step(nll / targets, grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, targets)
             torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
