@@ -21,7 +21,7 @@ from lm.experiments.size_results import report_part
 from lm.experiments.summary import summary
 from lm.report.along_axis import differences_along
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CONFIG, step_path
+from lm.runs.folder import CONFIG, METRICS, step_path
 from lm.runs.series import Axis, Sample, Series, Shown
 
 STEPS = 200
@@ -145,6 +145,26 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     assert (cells["2", "ssmax"], cells["3", "log_n"]) == ("diverged", "unfinished")
     assert ("2", "ssmax - softmax") not in cells
     assert {one["of"] for one in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
+
+
+def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
+    procedure = finish_all(made(tmp_path, tune=None))
+    for run in procedure.known():
+        with (run.config.run_folder / METRICS).open("a") as file:
+            for step in (1, STEPS):
+                heads = {f"{name}/layer0/head{head}": head + step for name in ("largest_score", "normalizer/s") for head in range(3)}
+                file.write(json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n")
+    folder = write_page([procedure], tmp_path / "out").parent
+    found, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
+    assert {row["panel"] for row in found} == {"Largest score", "Gradient norm before clipping"}
+    assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
+    assert len({row["of"] for row in parameters}) == 3 * 3 * 3
+    assert "ssmax, seed 2, layer0/head1" in {row["of"] for row in parameters}
+    largest = [row["y"] for row in found if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
+    assert largest == ["3", str(STEPS + 2)]
+    assert {row["of"] for row in found if row["y"] == "2.5"} == {
+        f"{arm}, seed {seed}, layer1" for arm in ("softmax", "ssmax", "log_n") for seed in (1, 2, 3)
+    }
 
 
 def test_a_page_before_anything_has_ended(tmp_path, undrawn):

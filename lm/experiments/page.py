@@ -109,6 +109,7 @@ def _of_size(procedure: Procedure, found: SizeResults, prefix: str) -> list[Page
     training, tuning = PageSection(f"While training{of}"), PageSection(f"Learning rates{of}")
     training.add("picture", page_pictures.curves(found), f"{prefix}curves")
     training.add("picture", page_pictures.normalizer_parameters(found), f"{prefix}normalizer-parameters")
+    training.add("picture", page_pictures.dynamics(found), f"{prefix}dynamics")
     tuning.add("picture", page_pictures.rates(procedure, found.size), f"{prefix}rates")
     tuning.add("table", page_tables.crossed_table(procedure, found.size), f"{prefix}final-rates")
     tuning.add("note", page_words.CROSSED if procedure.choice(found.size).crossed else None)

@@ -13,17 +13,14 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.report.along_axis import AlongAxis, differences_along, values_along
+from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, panel
 from lm.report.panels import Map, Panel, Picture, Trace, picture
-from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth
+from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth, token_unit
 from lm.report.sections import Section
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import DIVERGED, Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain
-
-_POINTS = 250  # most points of a curve in a picture
-NORMALIZER = "normalizer/"  # beginning of the names of logged parameters
-_UNITS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 def curves(found: SizeResults) -> Picture | None:
@@ -48,13 +45,13 @@ def curves(found: SizeResults) -> Picture | None:
 
 def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]], logs: dict) -> Panel:
     last = max((one.tokens[-1] for _, one in by_run if len(one.tokens)), default=1)
-    unit, word = next(((size, word) for size, word in _UNITS if last >= size), (1, ""))
+    unit, x_label = token_unit(last)
     traces, settled = [], []
     for run, one in by_run:
         if not len(one.tokens):
             continue
         window = max(1, len(one.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-        every, y = max(1, len(one.tokens) // _POINTS), smooth(one.loss, window)
+        every, y = max(1, len(one.tokens) // POINTS), smooth(one.loss, window)
         traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[::every] / unit, y[::every], "seed"))
         settled += y[(one.tokens > 0.1 * last) & np.isfinite(y)].tolist()
         if any(DIVERGED in line for line in logs[run.config.run_folder]):
@@ -68,7 +65,7 @@ def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[
     low, high = (min(settled), max(settled)) if settled else (0, 1)
     pad = 0.06 * (high - low) or 0.1
     label = "nats per token" if name in ("train/loss", SELECTION) else name
-    return Panel(title, f"tokens seen ({word})" if word else "tokens seen", label, traces, y_range=(low - pad, high + pad))
+    return Panel(title, x_label, label, traces, y_range=(low - pad, high + pad))
 
 
 def _of_seed(run: Run) -> str:
@@ -273,18 +270,36 @@ def _map(arm: str, rows: dict[str, list[Series]]) -> Map:
 
 def normalizer_parameters(found: SizeResults) -> Picture | None:
     """The normalizers' parameters by tokens seen; None: none are logged."""
-    by_name: dict[str, list[Trace]] = {}
-    for run, record in found.begun:
-        lines = [line for line in read_metrics(record.folder / METRICS)[0] if "tokens" in line]
-        logged = sorted({name for line in lines for name in line if name.startswith(NORMALIZER)})
-        for name in logged:
-            points = np.array(
-                [(line["tokens"], np.nan if line[name] is None else line[name]) for line in lines if name in line], dtype=float
-            )
-            parameter, _, place = name.removeprefix(NORMALIZER).partition("/")
-            points = points[:: max(1, len(points) // _POINTS)]
-            by_name.setdefault(parameter, []).append(Trace(found.colour(run.arm), f"{_of_seed(run)}, {place}", *points.T, "seed"))
-    if not by_name:
-        return None
-    panels = [Panel(name, "tokens seen", name, traces) for name, traces in by_name.items()]
-    return picture(panels, found.arm_names, "Parameters of the normalizers. A line for each seed, layer and head.")
+    return _by_layer(found, "Parameters of the normalizers. A line for each seed, layer and head.", parameters=True)
+
+
+def dynamics(found: SizeResults) -> Picture | None:
+    """What `log.dynamics` names, by tokens seen; None: nothing is logged."""
+    caption = "A line for each seed and layer; of what is logged by head the median over heads, of the largest score the largest."
+    return _by_layer(found, caption, parameters=False)
+
+
+def _by_layer(found: SizeResults, caption: str, parameters: bool) -> Picture | None:
+    """A panel for each quantity that is logged by layer, of the normalizers' parameters or of all others."""
+    by_quantity: dict[str, list[Trace]] = {}
+    logged = [(run, layer_curves(read_metrics(record.folder / METRICS)[0])) for run, record in found.begun]
+    ends = [curve.tokens[-1] for _, quantities in logged for layers in quantities.values() for curve in layers.values()]
+    unit, label = token_unit(max(ends, default=1))
+    for run, quantities in logged:
+        for quantity, layers in quantities.items():
+            if quantity.startswith(PARAMETERS) == parameters:
+                for layer, curve in layers.items():
+                    traces = _layer_traces(found.colour(run.arm), f"{_of_seed(run)}, layer{layer}", quantity, curve, unit)
+                    by_quantity.setdefault(quantity, []).extend(traces)
+    panels = [panel(quantity, label, traces) for quantity, traces in sorted(by_quantity.items())]
+    return picture(panels, found.arm_names, caption) if panels else None
+
+
+def _layer_traces(number: int, label: str, quantity: str, curve: LayerCurve, unit: float) -> list[Trace]:
+    every = max(1, len(curve.tokens) // POINTS)
+    lines = dict(zip(curve.columns, curve.values.T, strict=True))
+    if not quantity.startswith(PARAMETERS):
+        lines = {"": (np.max if quantity == "largest_score" else np.median)(curve.values, axis=1)}
+    return [
+        Trace(number, "/".join(filter(None, (label, head))), curve.tokens[::every] / unit, y[::every], "seed") for head, y in lines.items()
+    ]

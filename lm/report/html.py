@@ -11,7 +11,9 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import Comparison, compare, printable, show
+from lm.report.layer_curves import by_layer
 from lm.report.methods import how_measured, methods
+from lm.report.panels import Picture
 from lm.report.plots import Overview, overview
 from lm.report.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
 from lm.runs.record import read_run
@@ -43,6 +45,7 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
     """
     comparison = compare([read_run(folder) for folder in folders], baseline)
     picture, tables = overview(comparison), comparison_tables(comparison)
+    layers = by_layer(comparison.runs[0]) if len(comparison.runs) == 1 else None
     out = Path(out)
     paths = ReportFiles(*(out / name for name in ("report.html", "overview.png", "overview.svg", "table.md", "table.csv", "table.tex")))
     contents = {
@@ -51,14 +54,16 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
         paths.markdown: to_markdown(tables, notes(comparison)).encode(),
         paths.csv: to_csv(tables).encode(),
         paths.latex: to_latex(tables).encode(),
-        paths.html: render(comparison, picture, tables).encode(),
+        paths.html: render(comparison, picture, tables, layers).encode(),
     }
+    if layers:
+        contents |= {out / "by-layer.svg": layers.svg.encode(), out / "by-layer.csv": layers.csv.encode()}
     write_together(contents, "the report")
     return paths
 
 
-def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...]) -> str:
-    """The page as text: no scripts, nothing loaded from outside."""
+def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...], layers: Picture | None = None) -> str:
+    """The page as text: no scripts, nothing loaded from outside. `layers`: what was logged by layer, of a single run."""
     runs = [
         (arm.label, printable(run.name), show(run.measured("command")), dump_yaml(run.config))
         for arm in comparison.arms
@@ -70,6 +75,8 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...])
         picture=inline(picture.svg),
         caption=picture.caption,
         tables=tables,
+        layers=layers,
+        inline=inline,
         signed=DIFFERENCE,
         differing=[f"{metric}{in_unit(unit)}{BETTER[better]}" for metric, unit, better in differing(comparison)],
         measured=how_measured(comparison),

@@ -49,6 +49,7 @@ class Panel:
     Attributes:
         ticks: labels of the x axis by value; empty: as matplotlib chooses.
         log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
+        log_y: whether the y axis is logarithmic.
         y_range: ends of the y axis; None: as the traces need.
         zero: whether a line is drawn at zero, as of differences.
         small: differences within this of zero do not matter: shaded; 0: nothing is.
@@ -62,6 +63,7 @@ class Panel:
     traces: Sequence[Trace]
     ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0
+    log_y: bool = False
     y_range: tuple[float, float] | None = None
     zero: bool = False
     small: float = 0.0
@@ -131,6 +133,8 @@ def _drawn(panels: Sequence[Panel | Map | None], arms: Sequence[str], rows: int,
 def _panel(axes: Axes, panel: Panel) -> None:
     if panel.log:
         axes.set_xscale("log", base=panel.log)
+    if panel.log_y:
+        axes.set_yscale("log", nonpositive="mask")
     draw: dict[str, Callable[[Axes, Trace], None]] = {
         "seed": _seed, "mean": _mean, "dots": _dots, "interval": _bar, "diverged": _diverged,
     }  # fmt: skip

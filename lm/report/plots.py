@@ -101,7 +101,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     window = max(1, min(points, default=1) // 50) // 2 * 2 + 1
     curves = [curve for run in comparison.runs for curve in (run.training, run.validations)]
     last = max((curve.tokens[-1] for curve in curves if len(curve.tokens)), default=1)
-    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
+    unit, label = token_unit(last)
     lows, highs, bands, swaps = [], [], [], ""
     for index, arm in enumerate(comparison.arms):
         style_of_arm = colour_and_marker(index)
@@ -125,7 +125,7 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
             axes.axvline(step * (arm.runs[0].flat.get("optim.batch_tokens") or 0) / unit, color=colour, linestyle=":", linewidth=1.2)
             swaps = " Dotted: where the normalizer was swapped."
     axes.set_title("While training")
-    axes.set_xlabel(f"tokens seen ({word})" if word else "tokens seen")
+    axes.set_xlabel(label)
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, last / unit * 1.01)
     level, entropy = comparison.level("nats per token") or ("", None)
@@ -151,6 +151,12 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     top = _finite(lows, max)
     cut = f"Losses above {shown:.2f} (highest: {top:.4g}) are not shown." if top > shown else ""
     return f"loss against tokens seen.{ends}", f"{_bands(bands)} {cut}".strip()
+
+
+def token_unit(last: float) -> tuple[float, str]:
+    """The unit in which to draw tokens of which `last` is the most, and the label of the axis."""
+    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
+    return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
 def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:

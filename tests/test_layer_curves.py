@@ -1,0 +1,75 @@
+"""Curves of what is logged by layer and head: what they are made of, and where a report shows them."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reported import build_run
+
+from lm.report.html import write_report
+from lm.report.layer_curves import POINTS, by_layer, layer_curves, title
+from lm.runs.folder import METRICS
+from lm.runs.record import read_run
+
+
+def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step_counts():
+    lines = [
+        {"step": 2, "tokens": 20, "train/loss": 1.0, "largest_score/layer0/head0": 9.0, "largest_score/layer0/head1": 9.0},
+        {"step": 1, "tokens": 10, "largest_score/layer0/head0": 1.0, "largest_score/layer0/head1": 2.0, "train/grad_norm/layer10": None},
+        {"step": 2, "tokens": 20, "largest_score/layer0/head0": 3.0, "largest_score/layer0/head1": None, "train/grad_norm/layer10": 4.0},
+        {"step": 2, "tokens": 20, "val/loss": 1.0},
+        {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer3/rms": 0.5, "train/grad_norm/layer2": 7.0},
+    ]
+    found = layer_curves(lines)
+    assert [*found] == ["largest_score", "normalizer/base.out.bias", "train/grad_norm"]
+    assert [*found["train/grad_norm"]] == [2, 10]
+    scores = found["largest_score"][0]
+    assert (scores.tokens.tolist(), scores.columns) == ([10, 20], ("head0", "head1"))
+    np.testing.assert_array_equal(scores.values, [[1.0, 2.0], [3.0, np.nan]])
+    np.testing.assert_array_equal(found["train/grad_norm"][10].values, [[np.nan], [4.0]])
+    assert found["normalizer/base.out.bias"][3].columns == ("rms",)
+
+
+def test_quantities_have_titles():
+    assert title("logit_scale/n1024") == "Logit scale of a query that sees 1,024 keys"
+    assert title("normalizer/s") == "Parameter s of the normalizer"
+    assert title("train/grad_norm") == "Gradient norm before clipping"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A made-up run of 600 logged steps, with one spike of the gradient, and a step whose norm was not finite."""
+    folder = build_run(tmp_path, "logged")
+    lines = [
+        {"step": step, "tokens": 1000 * step, "largest_score/layer0/head0": 1.0, "largest_score/layer0/head1": 2.0,
+         "largest_score/layer0/head2": 6.0, "train/grad_norm/layer1": 100.0 if step == 301 else None if step == 400 else 0.5}
+        for step in range(1, 601)
+    ]  # fmt: skip
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_line_is_the_median_over_heads_its_band_reaches_from_the_least_to_the_largest_and_no_spike_is_lost(run: Path):
+    picture = by_layer(read_run(run))
+    rows = list(csv.DictReader(io.StringIO(picture.csv)))
+    scores = [row for row in rows if row["panel"] == "Largest score"]
+    assert len(scores) == POINTS
+    assert {(row["of"], row["y"], row["low"], row["high"]) for row in scores} == {("layer 0, median of 3", "2", "1", "6")}
+    norms = [row for row in rows if row["panel"] == "Gradient norm before clipping"]
+    assert {row["y"] for row in norms} == {"0.5", "50.25", "nan"}  # two steps are drawn together
+    assert [row["high"] for row in norms if row["high"] not in ("0.5", "nan")] == ["100"]
+    assert picture.svg.count("<svg") == 1
+
+
+def test_only_the_report_of_a_single_run_has_them(run: Path, tmp_path: Path):
+    one = write_report([run], tmp_path / "one").html
+    assert "By layer, while training" in one.read_text()
+    assert sorted(path.name for path in one.parent.glob("by-layer.*")) == ["by-layer.csv", "by-layer.svg"]
+    other = build_run(tmp_path, "other")
+    for runs in ([run, other], [other]):
+        page = write_report(runs, tmp_path / f"of-{len(runs)}").html
+        assert "By layer" not in page.read_text()
+        assert not list(page.parent.glob("by-layer.*"))
