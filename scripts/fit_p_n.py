@@ -1,40 +1,177 @@
-"""The fit p_n ~ a1 ln n + a2 of a run with `model.normalizer=p_n` (arXiv 2501.19399, sec. 2.1), with a picture.
+"""The experiment that SSMax was derived from (arXiv 2501.19399, sec. 2.1, Fig. 2): what a learned factor p_n on the logits is of n.
 
-python scripts/fit_p_n.py runs/p_n p_n.png
+python scripts/fit_p_n.py runs/p_n [FOLDER]     # a run with model.normalizer=p_n; writes p_n.csv, p_n.json and p_n.png (docs/ssmax.md)
 """
 
+import csv
+import io
+import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from scipy.optimize import minimize_scalar
 
 import lm
+from lm.errors import ConfigError, LMError
+from lm.files import write_together
+
+FIRST = 2  # the weight of a single key is 1 whatever p_1, which is never trained
+LARGEST_POWER = 4.0
 
 
-def main() -> None:
-    """Fit by least squares over n = 2 ... training length, print, draw.
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A least-squares fit of p_n over n = 2 ... training length, each n alike.
 
-    p_n is known up to scale and offset only, so that R^2 and a2 / a1 of the table divided by its mean are what can be compared.
+    Attributes:
+        formula: in which `parameters` are named.
+        values: of the fit, at each of those n.
+        r2: fraction of the variance of p_n that it explains; NaN if p_n has none.
+        rms: root mean square of the residuals, as a fraction of the standard deviation of p_n.
     """
-    run, out = Path(sys.argv[1]), Path(sys.argv[2])
-    p = lm.load(run).decoder.normalizers()[0].p.detach().double().numpy()
-    p = p / p.mean()
-    n = np.arange(1, len(p) + 1)
-    design = np.stack([np.log(n), np.ones(len(n))], 1)[1:]
-    (a1, a2), *_ = np.linalg.lstsq(design, p[1:], rcond=None)
-    residual = p[1:] - design @ (a1, a2)
-    r2 = 1 - residual.var() / p[1:].var()
-    print(f"p_n / mean ~ {a1:.4f} ln n + {a2:.4f}, a2 / a1 = {a2 / a1:.3f}, R^2 = {r2:.4f} over n = 2 ... {len(p)}")
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(n, p, ".", markersize=3, color="#D55E00", label="learned p_n / mean")
-    axes.plot(n, a1 * np.log(n) + a2, color="#0072B2", label=f"{a1:.3f} ln n + {a2:.3f}, $R^2$ = {r2:.3f}")
-    axes.set(xlabel="n", xscale="log")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150, metadata={"Software": None})
+
+    formula: str
+    parameters: dict[str, float]
+    values: np.ndarray
+    r2: float
+    rms: float
+
+
+def fits(p: np.ndarray) -> dict[str, Fit]:
+    """A constant, a line in ln n, and a power of n, of p_n (training length,) from n = 1 on.
+
+    The power is written (n^k - 1) / k, which is ln n at k = 0 and a line in n at k = 1: k says which of them p_n is nearest to.
+    All three stay as good if p_n is multiplied, or something is added to it.
+    """
+    n, p = np.arange(FIRST, len(p) + 1, dtype=float), p[FIRST - 1 :].astype(float)
+
+    def power(k: float) -> np.ndarray:
+        return np.log(n) if abs(k) < 1e-9 else np.expm1(k * np.log(n)) / k
+
+    def error(k: float) -> float:
+        return float(np.square(p - _line(power(k), p)[2]).sum())
+
+    k = float(minimize_scalar(error, bounds=(-LARGEST_POWER, LARGEST_POWER), method="bounded", options={"xatol": 1e-7}).x)
+    log, of_power = _line(np.log(n), p), _line(power(k), p)
+    return {
+        "constant": _fit("b", {"b": p.mean()}, np.full_like(p, p.mean()), p),
+        "logarithm": _fit("a ln n + b", {"a": log[0], "b": log[1]}, log[2], p),
+        "power": _fit("a (n^k - 1) / k + b", {"a": of_power[0], "b": of_power[1], "k": k}, of_power[2], p),
+    }
+
+
+def _line(x: np.ndarray, p: np.ndarray) -> tuple[float, float, np.ndarray]:
+    """Slope, intercept and values of the least-squares line of p on x."""
+    centred = x - x.mean()
+    slope = float(centred @ p / (centred @ centred))
+    return slope, float(p.mean() - slope * x.mean()), p.mean() + slope * centred
+
+
+def _fit(formula: str, parameters: dict[str, float], values: np.ndarray, p: np.ndarray) -> Fit:
+    error, variance = np.square(p - values).mean(), p.var()
+    explained = 1 - error / variance if variance > 1e-20 * np.square(p).mean() else np.nan
+    return Fit(formula, {name: float(value) for name, value in parameters.items()}, values, float(explained), float(np.sqrt(1 - explained)))
+
+
+def by_head(s: np.ndarray, b: np.ndarray, line: Fit) -> list[dict[str, float]]:
+    """The factor s p_n + b of each layer and head as SSMax with a bias would have it, slope x ln n + intercept; s, b: (layers, heads).
+
+    These are determined, which a and b of p_n alone are not: a factor of p_n can stand in s, and a term in b.
+    """
+    a, offset = line.parameters["a"], line.parameters["b"]
+    return [
+        {"layer": layer, "head": head, "s": float(s[place]), "b": float(b[place]), "slope": float(s[place] * a),
+         "intercept": float(s[place] * offset + b[place])}
+        for place in np.ndindex(s.shape)
+        for layer, head in [place]
+    ]  # fmt: skip
+
+
+def table(p: np.ndarray, found: dict[str, Fit]) -> str:
+    """CSV: n, p_n and the value of each fit, which has none at n = 1."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["n", "p_n", *found])
+    for n, value in enumerate(p, 1):
+        writer.writerow([n, f"{value:.8g}", *("" if n < FIRST else f"{fit.values[n - FIRST]:.8g}" for fit in found.values())])
+    return out.getvalue()
+
+
+def draw(p: np.ndarray, found: dict[str, Fit], heads: list[dict[str, float]]) -> bytes:
+    """A PNG file: p_n with its fits, what they leave, and the factor of each head with its line in ln n."""
+    n = np.arange(FIRST, len(p) + 1)
+    styles = {"constant": ("#555555", ":"), "logarithm": ("#0072B2", "-"), "power": ("#009E73", "--")}
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    left.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
+    for name, fit in found.items():
+        colour, dashes = styles[name]
+        text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (f", k = {fit.parameters['k']:.2f}" if name == "power" else "")
+        left.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
+        if name != "constant":
+            middle.plot(n, p[FIRST - 1 :] - fit.values, ".", markersize=3, color=colour, label=fit.formula)
+    middle.axhline(0, color="#555555", linewidth=0.8)
+    for head in heads:
+        colour = f"C{head['layer'] % 10}"
+        right.plot(n, head["s"] * p[FIRST - 1 :] + head["b"], ".", markersize=1.5, alpha=0.5, color=colour)
+        label = f"layer {head['layer']}" if head["head"] == 0 else None
+        right.plot(n, head["slope"] * np.log(n) + head["intercept"], color=colour, linewidth=0.9, label=label)
+    left.set_title("p_n and its fits", loc="left")
+    middle.set_title("p_n minus the fit", loc="left")
+    right.set_title("factor s p_n + b on the logits, by head", loc="left")
+    for axes in (left, middle, right):
+        axes.set(xlabel="n, keys that a query sees", xscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
+    return png.getvalue()
+
+
+def main(arguments: list[str]) -> None:
+    """Fit, print, write.
+
+    Raises:
+        LMError: no run with a table p_n, or the files can't be written.
+    """
+    if len(arguments) not in (1, 2):
+        raise ConfigError("give a run, and a folder to write to: python scripts/fit_p_n.py runs/p_n [FOLDER]")
+    run, out = Path(arguments[0]), Path(arguments[-1])
+    normalizers = lm.load(run).decoder.normalizers()
+    if any(normalizer.options.name != "p_n" for normalizer in normalizers):
+        raise ConfigError(f"{run}: model.normalizer is not p_n in every layer; train configs/p_n.yaml")
+    p = normalizers[0].p.detach().double().numpy()
+    s, b = (np.array([getattr(one, name).detach().double().tolist() for one in normalizers]) for name in ("s", "b"))
+    mean = p.mean()  # what divides p multiplies s
+    found = fits(p / mean)
+    heads = by_head(s * mean, b, found["logarithm"])
+    summary = {
+        "run": str(run),
+        "train_length": len(p),
+        "fits": {name: {key: value for key, value in asdict(fit).items() if key != "values"} for name, fit in found.items()},
+        "heads": heads,
+    }
+    contents = {
+        out / "p_n.csv": table(p / mean, found).encode(),
+        out / "p_n.json": (json.dumps(summary, indent=1).replace("NaN", "null") + "\n").encode(),
+        out / "p_n.png": draw(p / mean, found, heads),
+    }
+    write_together(contents, "the fit")
+    for fit in found.values():
+        values = ", ".join(f"{name} = {value:.4f}" for name, value in fit.parameters.items())
+        print(f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of p_n")
+    slopes = np.array([head["slope"] for head in heads])
+    print(
+        f"factor on the logits, {len(heads)} heads: slope in ln n {slopes.mean():.4f} on average, {slopes.min():.4f} to {slopes.max():.4f}"
+    )
+    print(*contents, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except LMError as error:
+        sys.exit(str(error))
