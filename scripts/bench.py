@@ -9,6 +9,7 @@ python scripts/bench.py memory                  peak memory of the same at 16,38
 python scripts/bench.py documents               step time where documents of one size or of many don't see each other,, over packed
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
 python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the models'
+python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step
 python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its own options: --help
 """
 
@@ -42,6 +43,7 @@ from lm.evaluation.diagnostics import statistics_of
 from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.training.dynamics import gradient_norms, largest_scores, logit_scales, transferred
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
@@ -288,6 +290,21 @@ def measure_long(arguments: argparse.Namespace) -> None:
     )
 
 
+def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+    """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two sequences."""
+    decoder = Decoder(shape(arguments, normalizer=opt.SSMax()), arguments.vocab_size, arguments.seq_len).to(sequences.device)
+    step = made(decoder.config, arguments, sequences, arguments.bf16, arguments.compile)
+    batch, where = Batch.of(sequences), Device(sequences.device, arguments.bf16)
+    with where.autocast():
+        decoder.loss(batch).backward()
+    return {
+        "a training step": step,
+        "gradient_norm": lambda: transferred(gradient_norms(decoder)),
+        "logit_scale": lambda: transferred(logit_scales(decoder)),
+        "largest_score": lambda: transferred(largest_scores(decoder, Batch.of(sequences[:2]), where)),
+    }, "a training step"
+
+
 SIDES = {
     "normalizers": normalizer_sides,
     "optimizers": optimizer_sides,
@@ -295,6 +312,7 @@ SIDES = {
     "compile": compile_sides,
     "kernels": kernel_sides,
     "documents": document_sides,
+    "dynamics": dynamics_sides,
 }
 LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072, "documents": 1024, "diagnose": 1024}
 
