@@ -85,6 +85,11 @@ def test_the_interval_reaches_from_the_lowest_to_the_highest_of_what_bounds_it()
     assert p_equivalence(one, MATTERS) == pytest.approx(ttest_1samp(one.lower[0], -MATTERS, alternative="greater").pvalue)
 
 
+def test_a_difference_that_hangs_on_one_rate_says_so():
+    one = Comparison(spread(-0.03, 0.005, 5), upper=[spread(0.005, 0.005, 5)])
+    assert verdicts({"a": one}, MATTERS, "lower")["a"].reason == "the difference is not shown where one arm has the rate of the other"
+
+
 def test_which_pairs_of_rates_bound_a_difference():
     assert bounding_pairs([8, 4], [4, 8, 2]) == ([(8, 4), (8, 8), (8, 2)], [(8, 4), (4, 4)])
 

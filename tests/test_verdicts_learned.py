@@ -50,6 +50,9 @@ def test_intervals_are_clopper_and_pearsons():
         (Learned(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
         (Learned(5, 5, 0, 5, elsewhere={2e-3: -0.5, 8e-3: 0.0}, planned=5), "depends on the rate", "with both at rate 0.002"),
         (Learned(5, 5, 0, 5, elsewhere={8e-3: 0.0}, planned=5), "better", ""),
+        (Learned(5, 5, 0, 5, {"higher": [(5, 5, 5, 5)]}, planned=5), "not resolved", "not so where one arm has the rate of the other"),
+        (Learned(5, 5, 0, 5, {"higher": [(5, 5, 1, 5)]}, planned=5), "better", "p = 0.048"),
+        (Learned(5, 5, 0, 5, {"lower": [(5, 5, 5, 5)]}, planned=5), "better", "p = 0.0079"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: Learned, kind: str, reason: str):
@@ -85,7 +88,7 @@ def recall(accuracy: float) -> Series:
         Sample(f"of {length}", np.full((8, 1), value), np.ones(8), np.arange(8)) for length, value in ((32, 1.0), (512, accuracy))
     )
     axis = Axis("sequence length", "tokens", "in sequences of", (32, 512))
-    logged = ("recall/associative 32", "recall/associative 512")
+    logged = ("recall/passkey 32", "recall/passkey 512")
     means = np.array([1.0, accuracy])
     return Series("recall", "accuracy", "fraction", "higher", 32, means, axis=axis, samples=samples, interval="wilson", logged=logged)
 
@@ -96,7 +99,7 @@ def experiment(folder: Path, **primary: object) -> Procedure:
         "base": str(ROOT / "tests" / "tiny.yaml"),
         "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
         "seeds": [1, 2, 3, 4, 5],
-        "primary": {"metric": "recall/associative 512", "better": "higher", **primary},
+        "primary": {"metric": "recall/passkey 512", "better": "higher", **primary},
     }
     path.write_text(yaml.safe_dump(file, sort_keys=False))
     return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", "eval.recall.tasks=[passkey]"]))

@@ -88,6 +88,8 @@ def _verdict(one: Learned, p: float, needed: int) -> Verdict:
             kind, reason = "depends on the rate", f"{found}; more runs of the other learn with both at rate {at}"
         else:
             kind = "better" if one.difference > 0 else "worse"
+    elif fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) < _p(one):
+        reason = f"{found}; but not so where one arm has the rate of the other"
     elif min(one.of_ours, one.of_theirs) < needed:
         reason = f"{found}; Fisher's exact test can show a difference from {needed} seeds on"
     return Verdict(kind, reason, None, p, 1.0, needed)

@@ -157,6 +157,8 @@ def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, be
         return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
     if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
         return verdict("equivalent", f"within {amount} of the baseline (p = {q:.2g} over {seeds} seeds)")
+    if p_difference(Comparison(one.differences)) <= ALPHA / family < p_difference(one):
+        return verdict("not resolved", "the difference is not shown where one arm has the rate of the other")
     if needed is not None and needed <= seeds:
         more = f"; equivalence takes {FEWEST_EQUIVALENT} seeds or more" if seeds < FEWEST_EQUIVALENT else ""
         return verdict("not resolved", f"neither a difference (p = {p:.2g}) nor equivalence (p = {q:.2g}) is shown{more}")
