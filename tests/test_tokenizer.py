@@ -68,11 +68,13 @@ def words_tokenizer(path: Path, last: int, **changes) -> TokenizerFile:
     """A tokenizer of letters, which is not byte-level but gives letters and spaces back."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = {"<eos>": 0, "[unk]": 1, " ": 2, **{letter: n for n, letter in enumerate("abcdefghij", 3)}, "z": last}
+    letters = {"<eos>": 0, "[unk]": 1, " ": 2, **{letter: n for n, letter in enumerate("abcdefghij", 3)}}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="[unk]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changes}))
+    made = json.loads(tokenizer.to_str())
+    made["model"]["vocab"]["z"] = last  # written by hand: the library counts to the largest id to write it
+    path.write_text(json.dumps({**made, **changes}))
     return TokenizerFile(str(path), "<eos>")
 
 
