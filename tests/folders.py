@@ -16,6 +16,14 @@ from lm.runs.folder import step_of, steps_saved
 from lm.runs.series import Series
 from lm.training.module import TrainModule
 
+EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
+
+
+def swap_to(name: str) -> str:
+    """Phases that end with the normalizer `name`, the boundary after step 4 of 8."""
+    first = "ssmax" if name == "softmax" else "softmax"
+    return f"phases=[{{until: 0.5, normalizer: {first}}}, {{until: 1, normalizer: {name}, warmup_steps: 3}}]"
+
 
 def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
     """What a run folder keeps of an evaluation."""
@@ -49,6 +57,14 @@ def kill_after(folder: Path, step: int) -> None:
         if step_of(path) > step:
             path.unlink()
     os.replace(shutil.copy(checkpoints / f"step-{step:06d}.ckpt", checkpoints / "copy"), checkpoints / "last.ckpt")
+
+
+def rewritten(path: Path, change: Callable[[dict], object]) -> None:
+    """A checkpoint with something changed in it, as whole as before."""
+    content = load_checkpoint(path)
+    change(content)
+    torch.save(content, path.with_name("changed"))  # not in place: what was loaded is a map of the file
+    os.replace(path.with_name("changed"), path)
 
 
 def differences(a: Path, b: Path) -> list[str]:

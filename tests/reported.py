@@ -126,6 +126,11 @@ def build_run(
     return folder
 
 
+def two_runs(root: Path) -> list[Path]:
+    """A baseline, and a run that is better by what an interval can tell."""
+    return [build_run(root, "soft"), build_run(root, "scalable", "ssmax", better=0.05, rise=0.1)]
+
+
 def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN, **task: int) -> None:
     """Recall of `asked`, the accuracy by length, and needles, of which a tenth fewer are found."""
     by_sequence = {length: np.clip(fraction + np.linspace(-0.1, 0.1, 16), 0, 1) for length, fraction in asked.items()}

@@ -1,4 +1,4 @@
-"""Synthetic tasks: exact lengths and depths, no leaks, the same sequences everywhere, no contents shared by training and test."""
+"""Synthetic tasks: exact lengths and depths, no leaks, the same sequences everywhere, and tasks in text."""
 
 import contextlib
 import hashlib
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from texts import occurrences
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load
@@ -54,10 +55,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 def label(task: Task) -> str:
     changed = [f"{name}={value}" for name, value in vars(task).items() if value != getattr(type(task)(), name)]
     return "-".join([task.name, *changed])
-
-
-def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
-    return int((np.lib.stride_tricks.sliding_window_view(tokens, len(piece)) == piece).all(1).sum())
 
 
 def check(task: Task, made: Example, length: int) -> None:
@@ -284,133 +281,6 @@ def test_draws_are_even():
     assert abs(counts - 10_000).max() < 400
     owned = sum(Draw(1, "test", 0).owns(number) for number in range(8000))
     assert abs(owned - 1000) < 120
-
-
-# ---------------------------------------------------------------- associative recall
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(32, 200), queries=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
-def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, subset: str, length: int, queries: int):
-    task = MQAR(queries=queries)
-    made = example(task, 1, index, length, subset)
-    tokens, asked = made.tokens, made.questions[:, 0]
-    front = tokens[: length + 1 - 2 * queries]
-    assert len(asked) == queries
-    assert (asked == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the sequence"
-    pairs = np.flatnonzero(front < task.keys)
-    assert len(pairs) == len(set(front[pairs])) == made.candidates == 8
-    known = dict(zip(front[pairs], front[pairs + 1], strict=True))
-    assert len(set(known.values())) == 8
-    assert ((front >= task.keys) & (front < task.keys + task.values)).sum() == 8, "filler is neither key nor value"
-    assert len(set(tokens[asked - 1])) == queries
-    for at in asked:
-        assert known[tokens[at - 1]] == tokens[at]
-        assert (tokens == tokens[at]).sum() == (tokens == tokens[at - 1]).sum() == 2
-
-
-@given(index=INDICES)
-@settings(max_examples=60, deadline=None)
-def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int):
-    task = MQAR(held_out="pairs")
-    for subset in ("train", "test"):
-        made = example(task, 1, index, 64, subset)
-        keys, values = made.tokens[made.needles[:, 0]], made.tokens[made.evidence[:, 0]] - task.keys
-        assert (((keys + values) % 8 == 0) == (subset == "test")).all()
-    assert MQAR(held_out="pairs", joined=True).problems()
-    assert MQAR(held_out="pairs", values=63).problems()
-
-
-@given(index=INDICES)
-@settings(max_examples=60, deadline=None)
-def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int):
-    """Single pairs they share: keeping some from training would teach that they are wrong."""
-    task = MQAR(keys=4, values=4, filler=4, pairs=2, queries=2)
-    lists = {}
-    for subset in ("train", "test"):
-        for number in range(index % 2**40, index % 2**40 + 40):
-            made = example(task, 1, number, 24, subset)
-            order = np.argsort(made.needles[:, 0])
-            keys, values = made.tokens[made.needles[order, 0]], made.tokens[made.evidence[order, 0]]
-            lists.setdefault(subset, set()).add((*keys.tolist(), *values.tolist()))
-    assert not lists["train"] & lists["test"]
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(24, 200))
-@settings(max_examples=60, deadline=None)
-def test_joined_pairs_are_one_symbol_each(index: int, subset: str, length: int):
-    task = MQAR(keys=16, values=12, filler=5, pairs=8, joined=True)
-    made = example(task, 1, index, length, subset)
-    assert ((made.tokens[:-16] >= 33).sum(), made.candidates) == (8, 8)
-    pairs = made.tokens[made.evidence[:, 0]] - 33
-    assert (pairs // 12 == made.tokens[made.questions[:, 0] - 1]).all()
-    assert (pairs % 12 == made.tokens[made.questions[:, 0]] - 16).all()
-    assert len(set(pairs // 12)) == len(set(pairs % 12)) == 8
-    assert made.tokens[:-16].min() >= 28, "filler is neither key nor value"
-
-
-def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
-    task = MQAR(varied=True)
-    assert {example(task, 1, index, 64).candidates for index in range(200)} == set(range(1, 9))
-    assert {example(task, 1, index, 64, "test").candidates for index in range(50)} == {8}
-
-
-def test_options_that_contradict_each_other_are_named():
-    assert MQAR().problems() == Maximum().problems() == []
-    assert [one.path for one in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
-    assert [one.path for one in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
-
-
-# ---------------------------------------------------------------- the other tasks of symbols
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(32, 120))
-@settings(max_examples=60, deadline=None)
-def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, subset: str, length: int):
-    task = Copy()
-    made = example(task, 1, index, length, subset)
-    (start, stop), (begin, end) = made.questions[0], made.evidence[0]
-    assert occurrences(made.tokens, made.tokens[start:stop]) == 2
-    assert made.tokens[start - 1] == task.vocab_size - 1
-    outside = np.delete(made.tokens, [*range(begin, end), *range(start - 1, stop)])
-    assert (outside >= task.symbols).all()
-    assert (outside < task.vocab_size - 1).all()
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(12, 120))
-@settings(max_examples=60, deadline=None)
-def test_induction_marks_its_answer_once_and_again_at_the_end(index: int, subset: str, length: int):
-    task = Induction()
-    tokens = example(task, 1, index, length, subset).tokens
-    assert np.flatnonzero(tokens == task.symbols)[1:].tolist() == [length - 1]
-    assert tokens[np.flatnonzero(tokens == task.symbols)[0] + 1] == tokens[-1]
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(17, 120))
-@settings(max_examples=60, deadline=None)
-def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
-    task = Maximum()
-    tokens = example(task, 1, index, length, subset).tokens
-    items = np.flatnonzero(tokens < task.priorities)
-    assert len(items) == len(set(tokens[items])) == task.items
-    assert tokens[-1] == tokens[items[tokens[items].argmax()] + 1]
-    assert (tokens == tokens[-1]).sum() == 2
-
-
-@given(index=INDICES, subset=SUBSETS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95))
-@settings(max_examples=60, deadline=None)
-def test_a_read_gives_what_was_written_last(index: int, subset: str, length: int, symbols: int, ignored: float):
-    task = FlipFlop(symbols=symbols, ignored=ignored)
-    made = example(task, 1, index, length, subset)
-    body = made.tokens[(length + 1) % 2 :]
-    held, reads = None, []
-    for at, (verb, symbol) in enumerate(body.reshape(-1, 2)):
-        if verb == symbols:
-            held = symbol
-        if verb == symbols + 2:
-            assert symbol == held
-            reads.append((length + 1) % 2 + 2 * at + 1)
-    assert made.questions[:, 0].tolist() == reads
 
 
 # ---------------------------------------------------------------- text

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -51,6 +52,11 @@ def stored_texts(store: Store) -> list[str]:
             assert split.tokens[begin] == store.end_of_text
             texts.append(tokenizer.decode(split.tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
     return texts
+
+
+def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
+    """How often a piece stands in a sequence."""
+    return int((np.lib.stride_tricks.sliding_window_view(tokens, len(piece)) == piece).all(1).sum())
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:

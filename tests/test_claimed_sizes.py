@@ -1,0 +1,87 @@
+"""Sizes that a checkpoint claims are compared with its weights before anything of them is made."""
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from folders import rewritten
+
+import lm
+from lm.attention import catalogue
+from lm.config.data_config import DataConfig
+from lm.config.model_config import Learned, ModelConfig
+from lm.config.tree import Config
+from lm.errors import RunError
+from lm.model.decoder import Decoder
+from lm.model.spec import ModelSpec
+from lm.runs.checkpoints import FORMAT, save_checkpoint
+from lm.runs.loading import weights_mismatch
+from lm.schema import to_plain
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: int = 32, **changes: int) -> Path:
+    """A checkpoint of a small decoder that says that it is something else."""
+    weights = Decoder(model, 300, 32).state_dict()
+    config = to_plain(Config(name="claimed", model=model, data=DataConfig(seq_len=seq_len)))
+    config["optim"]["batch_tokens"] = seq_len
+    config["model"] |= changes
+    config["eval"]["long_context"] = {"length_factor": 0}
+    own = {
+        "format": FORMAT,
+        "config": yaml.safe_dump(config),
+        "phase": 0,
+        "step": 1,
+        "tokens": 32,
+        "data_fingerprint": "",
+        "best": None,
+        "plugins": {},
+    }
+    save_checkpoint({"state_dict": weights, "lm": {**own, "vocab_size": vocab_size}}, tmp_path / "claimed.ckpt")
+    return tmp_path / "claimed.ckpt"
+
+
+CLAIMS = {
+    "vocabulary": ("softmax", {"vocab_size": 10**9}, r"embedding\.weight has shape \(300, 32\), .* \(1000000000, 32\)"),
+    "vocabulary beyond all": ("softmax", {"vocab_size": 10**18}, r"embedding\.weight has shape"),
+    "layers": ("softmax", {"n_layer": 10**4}, r"weights of 2 layers, model\.n_layer is 10000"),
+    "width": ("softmax", {"n_embd": 10**6}, r"embedding\.weight has shape \(300, 32\)"),
+    "heads": ("ssmax", {"n_head": 10**4, "n_embd": 10**6}, r"embedding\.weight has shape"),
+    "mlp": ("softmax", {"n_mlp": 10**7}, r"blocks\.0\.mlp\.up\.weight has shape"),
+    "learned positions": ("learned", {"seq_len": 10**7}, r"position\.weight has shape \(32, 32\), .* \(10000000, 32\)"),
+    "a table of positions": ("p_n", {"seq_len": 10**7}, r"normalizer\.p has shape \(32,\), .* \(10000000,\)"),
+    "a length beyond all": ("ssmax", {"seq_len": 10**12}, r"data\.seq_len = 1000000000000: must be"),
+    "another normalizer": ("softmax", {"normalizer": {"name": "ssmax"}}, r"normalizer\.s is missing"),
+    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"normalizer\.s is not a tensor of the model"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path, claim: str):
+    name, changes, words = CLAIMS[claim]
+    kind = {"position": Learned()} if name == "learned" else {"normalizer": catalogue.OPTIONS[name]()}
+    path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(RunError, match=words):
+        lm.load(path)
+    assert time.perf_counter() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # a gibibyte, in KiB; what is claimed would take more
+
+
+def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
+    path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
+    vast = torch.zeros(1).expand(10**6, 32)
+    rewritten(path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")}))
+    with pytest.raises(RunError, match=r"embedding\.weight is not contiguous"):
+        lm.load(path)
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_every_model_fits_its_own_weights(name: str):
+    for kind in ({}, {"tied": True, "bias": True, "norm": "layer", "qk_norm": True}):
+        model = ModelConfig(**TINY, normalizer=catalogue.OPTIONS[name](), **kind)
+        assert weights_mismatch(ModelSpec(model, 300, 32), Decoder(model, 300, 32).state_dict()) == ""

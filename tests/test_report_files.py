@@ -1,0 +1,210 @@
+"""The files of a report: the same numbers in every format, what intervals cover, the page, and the lines of pictures."""
+
+import csv
+import errno
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from reported import build_run, first_sample, plain, two_runs
+from rich.console import Console
+
+from lm.errors import RunError
+from lm.evaluation.line_styles import colour_and_marker, dashes_and_width
+from lm.report.comparison import compare
+from lm.report.html import write_report
+from lm.report.plots import overview
+from lm.report.tables import print_table
+from lm.runs.record import read_run
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return two_runs(tmp_path)
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"[-+]?\d+\.\d{4}", text))
+
+
+def test_all_formats_have_the_same_numbers(pair, tmp_path):
+    files = write_report(pair, tmp_path / "out")
+    markdown = files.markdown.read_text().split("- validation")[0]
+    html = re.search(r"<h2>Results.*?<p>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
+    assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
+    assert len(numbers(markdown)) > 20
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_table(pair, console=console)
+    assert numbers(markdown) <= numbers(console.export_text())
+
+
+def shown(folders: list[Path], out: Path) -> dict[str, str]:
+    """Every format of a report as text: heads of columns, captions, legends."""
+    files, picture = write_report(folders, out), overview(compare([read_run(folder) for folder in folders]))
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(folders, console=console)
+    found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
+    found["latex"] = found["latex"].replace("\\\\", "")
+    return found | {
+        "terminal": console.export_text(),
+        "footer": picture.footer,
+        "legend": " ".join(picture.legend),
+        "caption": picture.caption,
+    }
+
+
+ALONE = "over documents, 1 seed"
+
+
+def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, tmp_path):
+    for name, text in shown(pair, tmp_path / "out").items():
+        assert ("1 seed" if name == "legend" else "documents, 1 seed") in re.sub(r"\s+", " ", text), name
+        assert not re.search(r"\d seeds", text), name
+    assert "| difference to softmax (nats/token, 95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
+    rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
+    assert {row["interval over"] for row in rows if row["low"]} == {"documents, 1 seed"}
+    assert all(bool(row["interval over"]) == bool(row["low"]) for row in rows)
+
+
+def test_every_format_says_over_how_many_seeds(tmp_path):
+    folders = [
+        build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name in ("softmax", "ssmax") for seed in (1, 2, 3)
+    ]
+    for name, text in shown(folders, tmp_path / "out").items():
+        assert "3 seeds" in re.sub(r"\s+", " ", text), name
+        assert "1 seed" not in text, name
+    rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
+    assert {row["interval over"] for row in rows if row["low"]} == {"3 seeds"}
+
+
+def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
+    made = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
+    folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in made]
+    lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
+    head, *_ = [line for line in lines if line.startswith("| arm")]
+    assert "interval over 2 seeds" in head
+    assert head.count(ALONE) == 1
+    (ssmax, *_), (log_n, *_) = ([line for line in lines if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
+    assert ssmax.endswith("] | - |")
+    assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
+
+
+def test_nothing_is_set_in_bold(pair, tmp_path):
+    texts = shown(pair, tmp_path / "out")
+    assert not re.search(r"<b>|<strong|textbf|bfseries|\*\*", "".join(texts.values()))
+
+
+def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
+    rows = list(csv.DictReader(write_report(pair, tmp_path / "out").csv.open()))
+    assert not any(None in row for row in rows)
+    by_label = {(row["arm"], row["inference setting"], row["quantity"]): row for row in rows}
+    assert len(by_label) == len(rows)
+    difference = by_label["ssmax", "as trained", "difference to softmax, 4x-8x"]
+    assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
+    assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
+
+
+def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
+    name = "<script>alert(1)&$\\frac{"
+    folders = [build_run(tmp_path, name), build_run(tmp_path, "twin"), build_run(tmp_path, "scalable", "ssmax")]
+    files = write_report(folders, tmp_path / "out")
+    html = files.html.read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert not re.search(r"""(?:src|href|action)\s*=\s*["'](?!#)""", html)
+    assert not re.search(r"@import|url\((?!#)|<link|<iframe|<object|javascript:", html)
+    assert set(re.findall(r"https?://[^\"'\s<]*", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "\\textless{}script\\textgreater{}alert(1)\\&\\$\\textbackslash{}frac\\{" in files.latex.read_text()
+
+
+def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
+    first, second = (write_report(pair, tmp_path / name) for name in ("one", "two"))
+    for name, path in vars(first).items():
+        assert path.read_bytes() == getattr(second, name).read_bytes(), name
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(path.name for path in vars(first).values())
+
+
+@pytest.mark.parametrize("value", [1e3, np.inf, np.nan])
+def test_an_exploding_loss_breaks_nothing(tmp_path, value):
+    folder = build_run(tmp_path, "exploding", "ssmax")
+    for kind in ("validation", "long_context"):
+        path = folder / f"evaluations/{kind}.step-000200.json"
+        content = json.loads(path.read_text())
+        loss = content["series"][0]
+        if kind == "validation":
+            for one in content["series"]:
+                one["means"] = [value]
+            first_sample(content)["values"] = [[value]] * 128
+        else:
+            half = len(loss["means"]) // 2
+            for row in (loss["means"], *first_sample(content)["values"]):
+                row[half:] = [value] * (len(row) - half)
+            loss["curve"][100:] = [value] * (len(loss["curve"]) - 100)
+        path.write_text(json.dumps(plain(content)))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(plain(line)) for line in metrics))
+    soft = build_run(tmp_path, "soft")
+    for folders in ([soft, folder], [folder]):
+        files = write_report(folders, tmp_path / "out")
+        assert ("1000" if value == 1e3 else "not finite") in files.markdown.read_text()
+        assert b"nan" not in files.csv.read_bytes()
+        assert "Leaving the picture" in files.html.read_text() or value != 1e3 or len(folders) == 1
+
+
+def test_one_run_has_a_report_without_differences(pair, tmp_path):
+    html = write_report(pair[1:], tmp_path / "out").html.read_text()
+    assert "difference" not in html.lower()
+    assert "fair" not in html
+    assert "ssmax: scalable" in html
+
+
+def test_no_evaluation_of_the_same_sequences_twice(pair):
+    assert len(compare([read_run(pair[0]), read_run(pair[0])]).arms[0].runs) == 1
+
+
+def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="can't save the report"):
+        write_report(pair, tmp_path / "file" / "out")
+
+
+def test_reports_import_neither_torch_nor_lightning():
+    code = "import lm.report.html, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    out = write_report(pair, tmp_path / "out").html.parent
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    (pair[0] / "metrics.jsonl").unlink()  # another report
+    mkstemp = tempfile.mkstemp
+
+    def full(prefix: str = "", **given: object) -> tuple[int, str]:
+        if prefix.startswith(".report.html"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return mkstemp(prefix=prefix, **given)
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
+        write_report(pair, out)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_no_two_of_forty_lines_of_a_picture_look_alike():
+    lines = [colour_and_marker(number) for number in range(40)]
+    assert all(a != b for a, b in combinations(lines, 2))
+    arms_and_settings = [colour_and_marker(arm) | dashes_and_width(setting) for arm in range(8) for setting in range(5)]
+    assert all(a != b for a, b in combinations(arms_and_settings, 2))
+    assert all(dashes_and_width(number)["linestyle"] != ":" for number in range(14)), "dotted lines are reference levels"
+    axes = Figure().subplots()
+    for number in range(40):
+        axes.plot([0, 1], [0, 1], **colour_and_marker(number) | dashes_and_width(number % 14))

@@ -1,0 +1,151 @@
+"""Run folders as reports read them: whole, unfinished, of older versions, corrupt."""
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation
+
+from lm.errors import RunError
+from lm.report.comparison import compare
+from lm.report.html import write_report
+from lm.runs.evaluations import Evaluation
+from lm.runs.record import read_run
+from lm.runs.validation import UNIGRAM
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return two_runs(tmp_path)
+
+
+def test_a_run_is_read_whole(pair):
+    run = read_run(pair[1])
+    assert (run.name, run.seeds, run.flat["data.seq_len"], run.missing) == ("scalable", (1,), SEQ_LEN, ())
+    validation, bits, *long = run.series
+    assert validation.samples[0].values.shape == (128, 1)
+    assert bits.samples == ()
+    assert [(one.setting, one.samples[0].values.shape[0]) for one in long] == [("as trained", 24), ("theta x 50", 24)]
+    assert len(run.training.tokens) == 100
+    assert len(run.validations.tokens) == 20
+
+
+def test_the_last_evaluation_counts(pair):
+    old = json.loads((pair[0] / "evaluations/validation.step-000200.json").read_text())
+    write_evaluation(pair[0], "validation", 90, old | {"step": 90})
+    assert read_run(pair[0]).evaluations[0].step == 200
+
+
+def test_evaluations_of_different_steps_are_said(pair):
+    path = pair[0] / "evaluations/long_context.step-000200.json"
+    write_evaluation(pair[0], "long_context", 90, json.loads(path.read_text()) | {"step": 90, "tokens_seen": 90 * 8192})
+    path.unlink()
+    run = read_run(pair[0])
+    assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
+    checks = {check.what: check.ok for check in compare([run, read_run(pair[1])]).checks}
+    assert checks["tokens seen"] is True
+    assert checks["tokens seen, long-context sequences"] is False
+
+
+def test_a_cut_off_last_line_is_ignored(pair):
+    path = pair[0] / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 201, "tok')
+    run = read_run(pair[0])
+    assert len(run.training.tokens) == 100
+    assert run.missing == ()
+
+
+def test_an_unreadable_line_inside_is_skipped_and_said_and_repeated_steps_count_once(pair):
+    path = pair[0] / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], '{"step": 3, "to{"st', *lines[2:]]) + "\n")
+    run = read_run(pair[0])
+    assert len(run.training.tokens) == 100
+    assert "line" in run.missing[0]
+    assert "4" in run.missing[0]
+
+
+def test_not_a_run_folder(tmp_path):
+    with pytest.raises(RunError, match=r"no config.yaml and no environment.json"):
+        read_run(tmp_path)
+    with pytest.raises(RunError, match="no such run folder"):
+        read_run(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("environment.json", '{"git', "JSON"),
+        ("environment.json", "[]", "no JSON object"),
+        ("config.yaml", "a: [", "YAML"),
+        ("config.yaml", "a: " + "[" * 1000, "nested more than 50 deep"),
+        ("config.yaml", "seed: 1", "no model.normalizer.name, data.seq_len"),
+        ("evaluations/validation.step-000200.json", '{"loss": 1', "JSON"),
+        ("evaluations/long_context.step-000200.json", "[]", "no JSON object"),
+        ("metrics.jsonl", "nonsense\nmore\n", "no line"),
+    ],
+)
+def test_corrupt_files_are_named(pair, name, content, words):
+    (pair[0] / name).write_text(content)
+    with pytest.raises(RunError, match=words) as caught:
+        read_run(pair[0])
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["validation", "long_context"])
+def test_an_evaluation_of_an_older_version_is_said_to_be_missing(pair, kind):
+    edit(pair[0], kind, lambda result: result.pop("data_fingerprint"))
+    lacks = read_run(pair[0]).missing
+    assert f"no {kind.replace('_', '-')} evaluation that can be read" in lacks[0]
+    assert "no data_fingerprint; if it was measured by an older version, measure it again with `lm eval`" in lacks[0]
+
+
+def test_numbers_of_the_wrong_shape_are_refused(pair):
+    edit(pair[0], "validation", lambda result: result["series"][0]["samples"][0].update(weights=[1] * 5))
+    with pytest.raises(RunError, match=r"validation.step-000200.json: samples.weights has shape \(5,\), not \(128,\)"):
+        read_run(pair[0])
+
+
+@pytest.mark.parametrize("kept", [(), ("validation",), ("long_context",)])
+def test_missing_evaluations_are_reported(tmp_path, kept):
+    folders = [build_run(tmp_path, "soft", evaluations=kept), build_run(tmp_path, "scalable", "ssmax")]
+    files = write_report(folders, tmp_path / "out")
+    html = files.html.read_text()
+    for kind in ("validation", "long_context"):
+        assert (f"soft: no {kind.replace('_', '-')} evaluation" in html) == (kind not in kept)
+    assert "soft" in files.csv.read_text()
+    assert ("not evaluated" in html) == (len(kept) < 2)
+
+
+def test_a_run_that_has_only_started(tmp_path):
+    folder = build_run(tmp_path, "soft", evaluations=())
+    (folder / "metrics.jsonl").unlink()
+    html = write_report([folder], tmp_path / "out").html.read_text()
+    assert "no metrics.jsonl" in html
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "word", -1.5, True])
+def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value: object):
+    path = next(pair[0].glob("evaluations/validation.*"))
+    whole = json.loads(path.read_text())
+
+    def places(node: object, where: tuple = ()) -> Iterator[tuple]:
+        for name, item in node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ():
+            yield (*where, name)
+            yield from places(item, (*where, name))
+
+    for *inner, last in places(whole):
+        changed = copy.deepcopy(whole)
+        node = reduce(lambda found, name: found[name], inner, changed)
+        node[last] = value
+        with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
+            Evaluation.of(changed)
+        if isinstance(node, dict) and last not in ("options", "references", UNIGRAM) and "asked" not in (*inner, last):
+            del node[last]
+            with pytest.raises((KeyError, ValueError)):
+                Evaluation.of(changed)
