@@ -1,17 +1,28 @@
-"""Several training runs in one process (or under torchrun, in one group of processes), which imports torch once.
+"""Training runs of several ranks, one after the other in one group of processes."""
 
-python tests/jobs.py FILE, of JSON such as [["tests/tiny.yaml", "name=a"], ["tests/tiny.yaml", "name=a", "resume=auto"]]
-"""
-
-import json
-import sys
-from pathlib import Path
+import torch
+from processes import command
 
 from lm.config.load import load
+from lm.training.module import TrainModule
 from lm.training.train import train
 
-if __name__ == "__main__":
-    for arguments in json.loads(Path(sys.argv[1]).read_text()):
-        status = train(load(arguments))
-        if status:
-            sys.exit(status)
+
+def train_each(jobs: list[list[str]]) -> None:
+    """Train as each list of arguments says."""
+    for arguments in jobs:
+        assert train(load(arguments)) == 0
+
+
+def train_poisoned(*arguments: str) -> None:
+    """`lm train` where the loss of the third step is not finite, on rank 1 alone."""
+    step = TrainModule.training_step
+
+    def training_step(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = step(self, batch, batch_idx)
+        if self.global_rank == 1 and self.global_step == 2:
+            self.sums = self.sums * torch.tensor([float("nan"), 1.0])
+        return loss
+
+    TrainModule.training_step = training_step
+    command("train", *arguments)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from conftest import ROOT, lm
 from folders import alive, curve, losses, same, series, weights
+from jobs import train_poisoned
+from processes import command, ranks
 
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import MicroBatches, TrainSequences
@@ -62,6 +64,9 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     assert a.curve == pytest.approx(b.curve, abs=1e-4)
     for a, b in zip(*(series(run, "swap", 4) for run in (one, two)), strict=True):
         assert a.means.tolist() == pytest.approx(b.means.tolist(), abs=1e-5 if a.metric == "attention drift" else 1e-4)
+    checkpoint = two / "checkpoints" / "step-000004.ckpt"
+    assert lm("train", *arguments, phases, "name=two", f"resume={checkpoint}").returncode == 0, "a run of two goes on with one"
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -127,33 +132,15 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     runs = tmp_path / "runs" / "unwritten"
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
-    result = lm("train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto", process=True)
-    assert result.returncode == 0, result.stderr
+    ranks(2, command, "train", *arguments, "name=unwritten", "trainer.devices=2", "resume=auto")
     assert "validation/failed" in (runs / "metrics.jsonl").read_text()
     assert (runs / "checkpoints" / "best.ckpt").exists()
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
     """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
-    poisoned = """
-import sys, torch
-from lm.cli import main
-from lm.training.module import TrainModule
-step = TrainModule.training_step
-def training_step(self, batch, batch_idx):
-    loss = step(self, batch, batch_idx)
-    if self.global_rank == 1 and self.global_step == 2:
-        self.sums = self.sums * torch.tensor([float("nan"), 1.0])
-    return loss
-TrainModule.training_step = training_step
-main()
-"""
-    script = tmp_path / "poisoned.py"
-    script.write_text(poisoned)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), "train"]
     options = ["name=poisoned", "trainer.devices=2", "optim.on_nonfinite=skip", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
-    result = subprocess.run([*launch, *arguments, *options], capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert result.returncode == 0, result.stderr
+    ranks(2, train_poisoned, *arguments, *options)
     folder = tmp_path / "runs" / "poisoned"
     assert [skipped for _, skipped in curve(folder, "train/skipped")] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert same(weights(folder, "step-000002.ckpt"), weights(folder, "step-000003.ckpt"))

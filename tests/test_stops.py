@@ -1,0 +1,199 @@
+"""Runs that signals, kills and full disks stop: what they leave, from which they end the same."""
+
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, lm
+from folders import alive, curve, differences, swap_to
+from processes import command, forked, within
+
+from lm.runs.checkpoints import load_checkpoint
+from lm.training.callbacks import StopOnSignal
+from lm.training.checkpointing import Checkpoints
+from lm.training.module import TrainModule
+from lm.training.train import train
+
+
+def start(arguments: list[str], *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "lm", "train", *arguments, *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Until the metrics of `step` are there."""
+    for _ in range(1200):
+        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > step:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    raise AssertionError("the run makes no steps")
+
+
+LONG = ["trainer.checkpoint_every=100000", "eval.every=100000", "eval.long_context.length_factor=0"]
+
+
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One run, stopped by each of the signals and resumed in turn."""
+    options, training_step = [*LONG, "trainer.max_steps=12"], TrainModule.training_step
+    stops = {3: signal.SIGINT, 6: signal.SIGTERM, 9: signal.SIGUSR1}
+
+    def signalled(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step in stops:
+            os.kill(os.getpid(), stops.pop(self.global_step))
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(TrainModule, "training_step", signalled)
+    folder = tmp_path / "runs" / "stopped"
+    for step, number in list(stops.items()):
+        result = lm("train", *arguments, *options, "name=stopped", "resume=auto")
+        assert result.returncode == 128 + number, result.stderr
+        assert "Traceback" not in result.stderr
+        assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == step + 1
+    assert not stops
+    for name in ("stopped", "straight"):
+        assert lm("train", *arguments, *options, f"name={name}", "resume=auto").returncode == 0
+    assert not differences(folder, tmp_path / "runs" / "straight")
+
+
+STOPS = [(signal.SIGTERM, "group"), (signal.SIGINT, "group"), (signal.SIGTERM, "parent"), (signal.SIGUSR1, "parent")]
+
+
+@pytest.mark.parametrize(
+    ("number", "target"), [pytest.param(*stop, marks=[pytest.mark.slow] if index else []) for index, stop in enumerate(STOPS)]
+)
+def test_a_signal_stops_two_ranks_with_a_checkpoint(arguments: list[str], tmp_path: Path, number: signal.Signals, target: str):
+    process = start(arguments, *LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped")
+    folder = tmp_path / "runs" / "stopped"
+    wait_for_step(folder, 5, process)
+    os.killpg(process.pid, number) if target == "group" else process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, stderr
+    assert "Traceback" not in stderr
+    step = load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"]
+    assert curve(folder)[-1][0] == step > 5
+    assert not alive(process.pid)
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "started by nohup"])
+def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopOnSignal() as stop:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal == (0 if ignored else signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
+    command = [sys.executable, "-m", "lm", "train", *arguments, *LONG, "trainer.max_steps=100000", "name=stopped"]
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(ROOT)
+        os.execv(command[0], command)
+    log, deadline = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + 60
+    while (not log.exists() or len(log.read_text().splitlines()) < 5) and time.monotonic() < deadline:
+        select.select([terminal], [], [], 0.1)[0] and os.read(terminal, 10_000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    assert load_checkpoint(log.parent / "checkpoints" / "last.ckpt")["lm"]["step"] == curve(log.parent)[-1][0] >= 4
+
+
+@pytest.mark.slow
+def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
+    """torchrun passes SIGTERM on and exits with a status of its own."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lm", "train"]
+    options = [*LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped"]
+    process = subprocess.Popen([*launch, *arguments, *options], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    folder = tmp_path / "runs" / "stopped"
+    wait_for_step(folder, 5, process)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == curve(folder)[-1][0]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[str], tmp_path: Path, kills: int, record_property):
+    """SIGKILL, every other one while a checkpoint is being written (its temporary file is there)."""
+    drawn = random.Random(kills)
+    options = [
+        "trainer.checkpoint_every=2",
+        "trainer.keep_checkpoints=2",
+        "eval.every=50",
+        "eval.sequences=4",
+        f"trainer.max_steps={40 * kills}",
+    ]
+    options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
+    folder, during = tmp_path / "runs" / "killed", 0
+    for number in range(kills):
+        process = forked(tmp_path / "output", command, "train", *arguments, *options, "name=killed", "resume=auto")
+        before = len(curve(folder)) if (folder / "metrics.jsonl").exists() else 0
+        deadline = time.monotonic() + 60
+        while process.is_alive() and len(curve_so_far(folder)) <= before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if number % 2:
+            while process.is_alive() and not list((folder / "checkpoints").glob(".step-*")):
+                pass
+            during += 1
+        else:
+            time.sleep(drawn.uniform(0, 0.4))
+        assert process.is_alive(), f"the run ended after {number} kills: {(tmp_path / 'output').read_text()}"
+        process.kill()
+        process.join()
+    for name in ("killed", "straight"):
+        result = lm("train", *arguments, *options, f"name={name}", "resume=auto")
+        assert result.returncode == 0, result.stderr
+    found = differences(folder, tmp_path / "runs" / "straight")
+    record_property("bitwise", ["ssmax", f"{kills} kills, {during} in a save", "equal" if not found else ", ".join(found)])
+    assert not found
+    assert not [path for path in folder.rglob(".*") if path.is_file()]
+
+
+def curve_so_far(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return [line for line in path.read_text().splitlines() if "train/loss" in line] if path.exists() else []
+
+
+def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkeypatch: pytest.MonkeyPatch):
+    """All ranks leave the loop over the phases together: on what they have agreed, not on a flag of one process."""
+    save = Checkpoints.save
+
+    def signalled(self: Checkpoints, trainer, module) -> None:
+        save(self, trainer, module)
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "save", signalled)
+    assert train(tiny("name=late", swap_to("ssmax"), "trainer.checkpoint_every=4")) == 143
+    assert load_checkpoint(tiny("name=late").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 5
+
+
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[str], tmp_path: Path):
+    """A file-size limit stands in for the full disk: the second save fails half-way through."""
+    assert lm("train", *arguments, "name=full", "trainer.max_steps=4").returncode == 0
+    folder = tmp_path / "runs" / "full"
+    size = (folder / "checkpoints" / "last.ckpt").stat().st_size
+    process = forked(tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto")
+    process.join()
+    said = (tmp_path / "output").read_text()
+    assert process.exitcode == 1
+    assert "Traceback" not in said
+    assert "can't save the checkpoint: File too large; what was there before is intact" in said
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
+    assert lm("train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto").returncode == 0
