@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lm.commands.arguments import AllowPlugin, Checkpoint, New, Overrides, Results, Source, paths_and_overrides
+from lm.errors import ConfigError
 
 RunsAndOverrides = Annotated[
     list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.sequences=512", show_default=False)
@@ -57,6 +58,12 @@ def diagnose(
             show_default=False,
         ),
     ],
+    text: Annotated[
+        str | None,
+        typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics", show_default=False),
+    ] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated", show_default=False)] = None,
+    head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
     out: Results = None,
     allow_plugin: AllowPlugin = None,
@@ -64,12 +71,20 @@ def diagnose(
     """Describe the attention of trained models.
 
     Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled scores
-    (docs/diagnostics.md). Those of runs are kept in evaluations/.
+    (docs/diagnostics.md). Those of runs are kept in evaluations/. With --text: maps of single heads' weights.
     """
-    from lm.evaluation.diagnose import diagnose
-
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
-    diagnose(sources, checkpoint, overrides, out)
+    if text is None and (layer or head):
+        raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
+    if text is None:
+        from lm.evaluation.diagnose import diagnose
+
+        diagnose(sources, checkpoint, overrides, out)
+    else:
+        from lm.evaluation.attention_text import show_attention
+
+        text = os.fsencode(text).decode(errors="replace")  # UTF-8, whatever the locale
+        show_attention(sources, text, layer or None, head or None, checkpoint, overrides, out)
 
 
 def swap(

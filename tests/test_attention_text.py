@@ -1,0 +1,137 @@
+"""Attention to look at: maps of single heads' weights on a text, their table and pictures, and what can not be drawn."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import lm
+from test_diagnostics import VOCAB, make_decoder
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lm.attention import options as opt
+from lm.attention.layout import AttentionLayout
+from lm.attention.options import Options
+from lm.config.model_config import Learned, ModelConfig
+from lm.data.batches import Batch
+from lm.diagnostics.maps import attention_maps
+from lm.evaluation.attention_pictures import printable
+from lm.model import attention_stream
+from lm.model.attention_stream import attention_blocks
+from lm.model.decoder import Decoder
+from lm.runs.loading import save_model
+
+START = "<|endoftext|>"
+WORDS = [START, "?", *["a", "few", "words", "of", "a", "text", "that", "attention", "is", "drawn", "on,", "é", "$x_1$"]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("options", "block"), [(opt.Softmax(), "attention"), (opt.Relu2(), "gau"), (opt.Softpick(), "attention")])
+@pytest.mark.parametrize("length", [13, 23, 32])
+def test_a_cell_is_the_weight_of_largest_magnitude_however_attention_is_streamed(
+    options: Options, block: str, length: int, monkeypatch: pytest.MonkeyPatch
+):
+    decoder = make_decoder(options, block)
+    tokens = torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(attention_stream, "BLOCK_WEIGHTS", 5 * 2 * length)  # five queries at a time
+    maps = attention_maps(decoder, tokens, cells=8)
+    size = -(-length // 8)
+    assert maps.size == size
+    seen = AttentionLayout.full(length).visible().numpy()
+    batch = Batch.of(torch.cat((tokens, tokens[:1]))[None])
+    for found in attention_blocks(decoder, batch, block=length):
+        for head, weights in enumerate(found.weights[0].numpy()):
+            for row, column in np.ndindex(maps.weights.shape[2:]):
+                place = slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size)
+                at = found.layer, head, row, column
+                if not seen[place].any():
+                    assert np.isnan(maps.weights[at])
+                    assert (maps.queries[at], maps.keys[at]) == (-1, -1)
+                    continue
+                inside = np.where(seen[place], weights[place], 0.0)
+                assert abs(maps.weights[at]) == pytest.approx(np.abs(inside).max(), abs=1e-6)
+                assert weights[maps.queries[at], maps.keys[at]] == pytest.approx(maps.weights[at], abs=1e-6)
+
+
+@torch.no_grad()
+def test_the_most_concentrated_heads_are_those_of_fewest_effective_keys():
+    decoder = make_decoder(opt.ALiBi(), "attention")  # head 0 falls off faster with distance than head 1
+    maps = attention_maps(decoder, torch.arange(1, 41), cells=8)
+    assert maps.effective.shape == (2, 2)
+    assert maps.most_concentrated(2) == [(0, 0), (1, 0)]
+    assert len(maps.most_concentrated(16)) == 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of two layers of two heads, whose tokens are words."""
+    folder = tmp_path_factory.mktemp("text")
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(dict.fromkeys(WORDS))}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([START])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    decoder = Decoder(ModelConfig(n_layer=2, n_embd=16, n_head=2, init_std=0.5, position=Learned()), VOCAB, 64, seed=1)
+    return save_model(decoder, folder / "model", folder / "tokenizer.json")
+
+
+def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path):
+    text, out = "a few words on a text, é $x_1$", tmp_path / "maps.csv"
+    done = lm("diagnose", str(model), str(model), "--text", text, "--layer", "1", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert f"9 tokens, {len(text)} characters; 2 of 4 heads" in done.stdout
+    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "maps.svg").read_bytes()
+    rows = list(csv.DictReader(out.open()))
+    assert len(rows) == 2 * 2 * 9 * 10 / 2
+    assert {(row["layer"], row["head"]) for row in rows} == {("1", "0"), ("1", "1")}
+    for query in range(9):
+        of_row = [float(row["weight"]) for row in rows[: 9 * 10 // 2] if int(row["query"]) == query]
+        assert sum(of_row) == pytest.approx(1, abs=1e-5)
+    for row in rows:
+        begin = int(row["key_character"])
+        assert row["key_token"] == "<start>" or text[begin:].startswith(row["key_token"])
+
+
+def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_path: Path):
+    file = tmp_path / "long.txt"
+    file.write_text("a few words " * 20)
+    out = tmp_path / "maps.json"
+    done = lm("diagnose", str(model), "--text", str(file), "--head", "0", "-o", str(out), "--layer", "0")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text(), parse_constant=lambda text: pytest.fail(text))
+    assert len(rows) == 61 * 62 / 2
+    assert rows[-1]["key_character"] == len("a few words " * 20) - len("words ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", ""], "--text: is empty; give a file or a text"),
+        (["--text", " \n"], "--text: is empty"),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
+        (["--text", "a few " * 40], "--text: 81 tokens to "),
+        (["--text", "a few", "--layer", "2"], "has 2 layers, 0 to 1"),
+        (["--text", "a few", "--head", "-1"], "has 2 heads, 0 to 1"),
+        (["--text", "a few", "eval.diagnostics.sequences=3"], "eval.diagnostics.sequences = 3: has no effect with --text"),
+        (["--text", "a few", "-o", "a.png"], "a.png: can't write a table of this kind"),
+        (["--layer", "1"], "--layer: of the maps that --text draws"),
+    ],
+)
+def test_what_can_not_be_drawn_is_said_in_one_line(model: Path, arguments: list[str], said: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = lm("diagnose", str(model), *arguments)
+    assert (done.returncode in (1, 2), done.stderr.count("\n")) == (True, 1), done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_tokenizer_draws_no_text(model: Path, tmp_path: Path):
+    bare = save_model(make_decoder(opt.Softmax()), tmp_path / "bare")
+    assert "no tokenizer.json beside the weights" in lm("diagnose", str(bare), "--text", "a").stderr
+
+
+def test_labels_show_what_can_not_be_seen():
+    assert printable(" a\n") == "\u00b7a\\n"
+    assert printable("") == "-"
