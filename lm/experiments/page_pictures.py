@@ -78,7 +78,7 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     names = [arm.name for arm in experiment.arms]
     if not any(one.selection is not None for one in tried):
         return None
-    chosen = procedure.rates(size) or {}
+    chosen = {arm: tried[0] for arm, tried in procedure.choice(size).final.items()}
     ticks = {rate: f"{rate:g}" for rate in sorted({one.rate for one in tried})}
     losses = by_arm_and_rate([one for one in tried if one.selection is not None], size, "selection")
     traces, rings = [], []
@@ -105,7 +105,7 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     caption = "Left: dots are single tuning seeds, lines their means, rings the rates that were chosen."
     if any(trace.kind == "diverged" for trace in traces):
         caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
-    caption += " Right: what the verdicts' rule about other rates looks at, once every tuning run has ended."
+    caption += " Right: of the tuning seeds, once every tuning run has ended."
     caption += f" Shaded: differences below {small:g}." if small else ""
     return picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
 
@@ -151,9 +151,9 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
         f"Difference to {base.name}" + (" by size" if several else ""), "", f"{_difference(experiment)}, report text", traces,
         dict(enumerate(places)), zero=True, small=small,
     )  # fmt: skip
-    caption = (
-        f"Dots: single seeds. Bars: mean with its 95% Student t interval over seeds, not adjusted. Shaded: differences below {small:g}."
-    )
+    rates = " and rates" if any(procedure.choice(found.size).crossed for found in sizes) else ""
+    caption = f"Dots: single seeds. Bars: mean with its 95% Student t interval over seeds{rates}, not adjusted."
+    caption += f" Shaded: differences below {small:g}."
     return picture([panel], names, caption)
 
 

@@ -192,7 +192,7 @@ def _held_out(run: Run) -> str:
 
 def _tuning(procedure: Procedure, size: str) -> str:
     experiment, tried = procedure.experiment, procedure.tried(size)
-    tune, chosen = experiment.tune, procedure.rates(size) or {}
+    tune, choice = experiment.tune, procedure.choice(size)
     if not tried:
         return "Nothing was tuned: arms are as the experiment's file gives them."
     seeds, rates = sorted({one.seed for one in tried}), sorted({one.rate for one in tried})
@@ -200,4 +200,9 @@ def _tuning(procedure: Procedure, size: str) -> str:
     how += f" at {', '.join(f'{rate:g}' for rate in rates)}"
     grows = f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     how += f" (from {tune.table})" if tune.table else f" (planned: {', '.join(f'{rate:g}' for rate in tune.grid)}; {grows})"
-    return f"{how}: {', '.join(f'{arm} {rate:g}' for arm, rate in chosen.items())}."
+    how = f"{how}: {', '.join(f'{arm} {some[0]:g}' for arm, some in choice.final.items())}."
+    if choice.crossed:
+        how += " Where rates differed, the final seeds of an arm were trained at the baseline's rate, too, and those of the baseline at "
+        how += "the arm's; each arm is judged at the one of lowest mean loss on the selection text, "
+        how += f"{', '.join(f'{arm} at {rate:g}' for arm, rate in (choice.rates or {}).items())}, and p is the greatest over these rates."
+    return how
