@@ -33,10 +33,10 @@ def test_a_claim_is_held_by_one_until_it_is_released(folder):
     claim = first.take("1m/softmax-seed1")
     assert claim
     assert second.take("1m/softmax-seed1") is None
-    assert second.holder("1m/softmax-seed1") == f"process {os.getpid()} on {os.uname().nodename}"
+    assert second.holders(["1m/softmax-seed1"]) == {"1m/softmax-seed1": f"process {os.getpid()} on {os.uname().nodename}"}
     assert second.take("1m/softmax-seed10"), "another name, though it begins alike"
     first.release(claim)
-    assert second.holder("1m/softmax-seed1") == ""
+    assert second.holders(["1m/softmax-seed1"]) == {}
     assert second.take("1m/softmax-seed1")
     assert first.take("1m/softmax-seed1") is None
 
@@ -63,7 +63,7 @@ def test_a_claim_is_held_while_the_process_that_trains_for_it_lives(folder):
 def test_a_claim_of_another_machine_is_stale_when_its_heart_has_stopped(folder):
     path = left_behind(folder, "run", host="elsewhere", pid=1)
     assert Claims(folder).take("run") is None
-    assert Claims(folder).holder("run") == "process 1 on elsewhere"
+    assert Claims(folder).holders(["run"]) == {"run": "process 1 on elsewhere"}
     os.utime(path, (0, time.time() - STALE_SECONDS + 60))
     assert Claims(folder).take("run") is None
     os.utime(path, (0, time.time() - STALE_SECONDS - 60))

@@ -13,12 +13,11 @@ A holder that was only slow (a suspended machine) finds the later claim at its n
 
 import json
 import os
-import re
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,26 +91,33 @@ class Claims:
         for claim in list(self._held):
             self.release(claim)
 
-    def holder(self, name: str) -> str:
-        """Who holds the claim on `name`, in words; empty if nobody does."""
-        number, content = self._last(name)
-        if not number or self._is_free(self._path(name, number), content):
-            return ""
-        return f"process {content.get('pid', '?')} on {str(content.get('host', '?')).split()[0]}"
+    def holders(self, names: Iterable[str]) -> dict[str, str]:
+        """Who holds the claims on `names`, in words; without those that nobody holds."""
+        found, places = {}, dict[Path, dict[str, int]]()
+        for name in names:
+            path = self._path(name, 0)
+            if path.parent not in places:
+                places[path.parent] = _numbers(path.parent)
+            if number := places[path.parent].get(Path(name).name):
+                content = self._content(name, number)
+                if not self._is_free(self._path(name, number), content):
+                    found[name] = f"process {content.get('pid', '?')} on {str(content.get('host', '?')).split()[0]}"
+        return found
 
     def _path(self, name: str, number: int) -> Path:
         return self.folder / f"{name}.{number}"
 
     def _last(self, name: str) -> tuple[int, dict[str, Plain]]:
-        """The number of the latest claim, 0 if there is none, and what it says; nothing of one that is just being written."""
-        place, numbers = self._path(name, 0).parent, [0]
-        with suppress(FileNotFoundError):
-            pattern = re.compile(re.escape(Path(name).name) + r"\.(\d+)")
-            numbers += [int(match[1]) for entry in os.listdir(place) if (match := pattern.fullmatch(entry))]
-        number, content = max(numbers), {}
+        """The number of the latest claim, 0 if there is none, and what it says."""
+        number = _numbers(self._path(name, 0).parent).get(Path(name).name, 0)
+        return number, self._content(name, number)
+
+    def _content(self, name: str, number: int) -> dict[str, Plain]:
+        """What a claim says; nothing of one that is just being written."""
+        content = {}
         with suppress(OSError, ValueError):
             content = json.loads(self._path(name, number).read_bytes())
-        return number, content if isinstance(content, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def _is_free(self, path: Path, content: dict[str, Plain]) -> bool:
         """Whether a claim was released, or is stale."""
@@ -139,6 +145,17 @@ class Claims:
                 if self._last(name)[0] > int(number):
                     claim.lost = True
                     claim.on_lost()
+
+
+def _numbers(place: Path) -> dict[str, int]:
+    """The number of the latest claim on each name in a folder."""
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for entry in os.listdir(place):
+            name, _, number = entry.rpartition(".")
+            if number.isdecimal():
+                found[name] = max(found.get(name, 0), int(number))
+    return found
 
 
 def _host() -> str:

@@ -15,6 +15,7 @@ from lm.errors import DataError, RunError
 from lm.experiments.commands import commands
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
+from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION
@@ -22,7 +23,7 @@ from lm.experiments.page import write_page
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary, tuning_means, tuning_table
-from lm.experiments.timing import Times, run_times
+from lm.experiments.timing import Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_text
@@ -58,18 +59,20 @@ def compare(
     """
     working = not plan_only and not report_only
     procedures = [(start if working else open_experiment)(path, overrides, work.jobs) for path in files]
+    times: list[Times] = [{} for _ in files]
     if not report_only:
-        procedures = _planned(procedures, work, working)
+        procedures, times = _planned(procedures, work, working)
     if plan_only:
         return
     failures = []
-    for procedure in procedures:
+    for procedure, each in zip(procedures, times, strict=True):
         if working:
             jobs = Jobs(procedure, work.jobs)
             if work.retry:
                 jobs.retry()
             try:
-                jobs.work()
+                with live_table(jobs, each):
+                    jobs.work()
             except RunsFailed as error:
                 failures.append(str(error))
         _conclude(procedure)
@@ -106,9 +109,9 @@ def print_commands(files: list[Path], overrides: list[str]) -> None:
             print(" && ".join(lines), flush=True)
 
 
-def _planned(procedures: list[Procedure], work: Work, working: bool) -> list[Procedure]:
-    """Print the plans; the experiments without the final seeds that do not fit into `work.minutes`. Which these are is decided once: by the
-    first call with this limit that works on the experiments (`working`)."""
+def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[list[Procedure], list[Times]]:
+    """Print the plans; the experiments without the final seeds that do not fit into `work.minutes`, and how long their runs take. Which
+    seeds these are is decided once: by the first call with this limit that works on the experiments (`working`)."""
     decided = work.minutes is not None and all(limit_of(one.experiment) == work.minutes for one in procedures)
     if not decided:
         procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
@@ -119,13 +122,13 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> list[Pro
     for procedure, cost, (times, words) in zip(procedures, taken, timed, strict=True):
         if times:
             seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), work.jobs)
-            words = f"about {_duration(seconds)} for what is left, {work.jobs} at a time, by {words}"
+            words = f"about {duration(seconds)} for what is left, {work.jobs} at a time, by {words}"
         print("\n".join([*plan(procedure, cost, words), *procedure.notes()]), flush=True)
         if working and work.minutes is None:
             forget_limit(procedure.experiment)
         elif working and not decided:
             write_limit(procedure.experiment, work.minutes)
-    return procedures
+    return procedures, [times for times, _ in timed]
 
 
 def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes: float, jobs: int) -> list[Procedure]:
@@ -149,12 +152,6 @@ def _times(procedure: Procedure, taken: Costs | None, jobs: int) -> tuple[Times,
         return {}, "not known before there is text to time some steps on: lm prepare makes it"
     except RunError as error:
         return {}, f"not known: {error}"
-
-
-def _duration(seconds: float) -> str:
-    """A time in words."""
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 def _conclude(procedure: Procedure) -> None:

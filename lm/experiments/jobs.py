@@ -1,12 +1,15 @@
 """Training the runs of an experiment: several at a time, side by side with other processes that work on the same experiment."""
 
 import signal
+import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -42,14 +45,22 @@ class Jobs:
         procedure: says what is needed next.
         jobs: runs at a time.
         launch: trains one run, or goes on with it, and gives the exit status; None: `lm` in a process of its own.
+
+    Attributes:
+        known: the runs that the experiment needs, as they were at the last look.
+        pending: the runs that are being trained here, with the claims on them.
+        failed: why runs have failed, by run folder.
+        seconds: that runs took which ended here, by size and arm.
     """
 
     def __init__(self, procedure: Procedure, jobs: int, launch: Callable[[Run], int] | None = None):
         self.procedure, self.jobs, self.folder = procedure, jobs, procedure.experiment.folder
         self.children, self.claims = Children(self.folder), Claims(self.folder / CLAIMS)
         self.launch = launch
+        self.known: list[Run] = []
+        self.pending: dict[Future, tuple[Run, Claim]] = {}
         self.failed: dict[Path, Failure] = {}
-        self._seconds: list[float] = []
+        self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def retry(self) -> None:
         """Let the runs that failed be tried again."""
@@ -63,7 +74,7 @@ class Jobs:
             RunsFailed: at the end, if some did.
             Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
         """
-        pending: dict[Future, tuple[Run, Claim]] = {}
+        self.pending = pending = dict[Future, tuple[Run, Claim]]()
         with _signals() as received, ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while True:
@@ -83,19 +94,21 @@ class Jobs:
                     else:
                         break
             except KeyboardInterrupt:
-                raise self._stopped(pending, received[-1] if received else signal.SIGINT) from None
+                raise self._stopped(received[-1] if received else signal.SIGINT) from None
             except BaseException:
-                self.stop(pending)
+                self.stop()
                 raise
         self._report_failures()
 
     def free(self) -> list[Run]:
         """Runs that can be started now, and that no process works on."""
-        return [run for run in self._startable(set()) if not self.claims.holder(_claim_name(run))]
+        startable = list(self._startable(set()))
+        held = self.claims.holders(map(claim_name, startable))
+        return [run for run in startable if claim_name(run) not in held]
 
     def _startable(self, running: set[Path]) -> Iterator[Run]:
         """Runs that are not done and have not failed, whose starting weights are there."""
-        known = self.procedure.known()
+        self.known = known = self.procedure.known()
         done = {one.config.run_folder for one in known if one.outcome.state == "finished" and one.config.run_folder not in running}
         for run in known:
             folder = run.config.run_folder
@@ -108,7 +121,7 @@ class Jobs:
 
     def _claim(self, run: Run) -> Claim | None:
         """The claim on a run that is still to be done; None if another process has it, or has just done it."""
-        claim = self.claims.take(_claim_name(run), lambda: self.children.stop_one(run))
+        claim = self.claims.take(claim_name(run), lambda: self.children.stop_one(run))
         if claim and (replace(run.outcome).ended or read_failure(self.folder, run)):  # by another, since we looked
             self.claims.release(claim)
             return None
@@ -125,11 +138,11 @@ class Jobs:
         try:
             if outcome.ended:
                 self.procedure.check_direction(outcome)
-                self._seconds.append(seconds)
+                self.seconds[run.size, run.arm].append(seconds)
                 loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
                 known = self.procedure.known()
                 left = sum(not one.outcome.ended for one in known)
-                minutes = sum(self._seconds) / len(self._seconds) * left / self.jobs / 60
+                minutes = statistics.fmean(chain(*self.seconds.values())) * left / self.jobs / 60
                 left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
                 print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
             elif not status:
@@ -160,25 +173,26 @@ class Jobs:
         words = kinds[0] if len(kinds) == 1 else "--retry tries all of them again, without it the killed ones go on"
         raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
-    def _stopped(self, pending: dict[Future, tuple[Run, Claim]], number: int) -> Stopped:
+    def _stopped(self, number: int) -> Stopped:
         """What to say once a signal has stopped the work."""
-        running = len(pending)
-        self.stop(pending)
+        running = len(self.pending)
+        self.stop()
         saved = f"{running} runs were asked to save and have ended" if running else "no run was under way"
         return Stopped(f"stopped by {signal.Signals(number).name}: {saved}; the same command goes on", number)
 
-    def stop(self, pending: dict[Future, tuple[Run, Claim]]) -> None:
+    def stop(self) -> None:
         """Let the running ones save a checkpoint and end, and give their claims back; a second signal kills them."""
         self.children.stop()
         try:
-            wait(pending)
+            wait(self.pending)
         except KeyboardInterrupt:
             self.children.stop(signal.SIGKILL)
-            wait(pending)
+            wait(self.pending)
         self.claims.release_all()
 
 
-def _claim_name(run: Run) -> str:
+def claim_name(run: Run) -> str:
+    """The name of the claim on a run."""
     return str(Path(run.size) / run.config.name)
 
 

@@ -48,6 +48,12 @@ def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: 
     return found, source
 
 
+def duration(seconds: float) -> str:
+    """A time in words."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
 def _ended(procedure: Procedure) -> Times:
     """Mean seconds of the runs that were made in one go."""
     taken = defaultdict(list)

@@ -1,6 +1,7 @@
 """metrics.jsonl: what a run logged while training, one JSON object a line; its only parser."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 from lm.files import write_text
 from lm.schema import Plain
 
+PEAK_MEMORY = "peak_memory_bytes"  # up to a line: of tensors on the GPU, of the whole process on the CPU; rank 0's
+_TAIL_BYTES = 1 << 16  # of a log that is followed, read at the first look
 DIVERGED = "diverged"  # in the last line of a run that stopped at values that are not finite: why
 
 
@@ -38,6 +41,36 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
     kept = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
+
+
+class MetricTail:
+    """The end of a log that grows: each look reads what has been written since the last.
+
+    Attributes:
+        step: the last logged one; 0: none yet.
+        latest: the last value of each metric, of those in the lines that were read.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.step, self.latest = path, 0, dict[str, Plain]()
+        self._file, self._read_to = 0, 0  # its inode: a resumed run writes its log anew, up to where it goes on
+
+    def look(self) -> None:
+        """Read on; a log that can't be read stays as it was."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._read_to:
+                    self._file, self._read_to, self.step, self.latest = found.st_ino, 0, 0, {}
+                file.seek(max(self._read_to, found.st_size - _TAIL_BYTES))
+                text = file.read()
+                whole, end, rest = text.rpartition(b"\n")
+                self._read_to = file.tell() - len(rest)
+        except OSError:
+            return
+        for line in filter(None, map(_read, whole.split(b"\n") if end else [])):
+            self.step = line["step"]
+            self.latest |= line
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:

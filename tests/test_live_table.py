@@ -1,0 +1,220 @@
+"""The table that `lm compare` keeps up to date on a terminal."""
+
+import io
+import json
+import re
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import finish
+from rich.console import Console
+
+from lm.experiments import live_table as module
+from lm.experiments.definition import read_experiment
+from lm.experiments.failures import Failure
+from lm.experiments.jobs import Jobs, claim_name
+from lm.experiments.live_table import LiveTable, live_table
+from lm.experiments.procedure import Procedure
+from lm.runs.folder import write_json
+from lm.runs.metric_log import MetricTail
+
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+    "seeds": [1, 2],
+    "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]},
+}
+
+
+class Clock:
+    """Time as the test says."""
+
+    seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def work(tmp_path: Path):
+    """A function: changes of the file -> the work on the experiment, as it stands."""
+
+    def make(**changes: object) -> Jobs:
+        path = tmp_path / "trial.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
+        jobs = Jobs(Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "log.progress=auto"])), 2)
+        jobs.known = jobs.procedure.known()
+        return jobs
+
+    return make
+
+
+def logged(folder: Path, *lines: dict[str, object]) -> None:
+    """Append lines to a run's log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def text(table: LiveTable, height: int = 50, width: int = 110) -> list[str]:
+    """The table's lines, without borders; cells apart by two spaces."""
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(table.render(height))
+    lines = [re.sub(r"[─━┏┓┗┛┡┩└┘┳┻╇┴┃│├┤┬┼]", " ", line) for line in out.getvalue().splitlines()]
+    return [re.sub(r" {2,}", "  ", line.strip()) for line in lines if line.strip()]
+
+
+def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left(work, clock):
+    jobs = work()
+    runs = {(run.arm, run.rate, run.seed): run for run in jobs.known}
+    first, second, third, fourth = (runs["softmax", rate, seed] for rate in (1e-2, 2e-2) for seed in (101, 102))
+    finish(first, 5.0)
+    jobs.known = jobs.procedure.known()
+    jobs.pending = {Future(): (second, None), Future(): (third, None)}
+    jobs.failed[fourth.config.run_folder] = Failure(3, "out of memory", "log")
+    table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0}, clock)
+    text(table)
+    clock.seconds += 10
+    logged(second.config.run_folder, {"step": 2, "val/loss": 5.5, "tokens": 0})
+    table.render()
+    clock.seconds += 4
+    logged(second.config.run_folder, {"step": 4, "tokens": 0})
+    heading, *lines, below = text(table)
+    assert heading == "arm  rate  seed  stage  state  step  val/loss  done in"
+    assert lines == [
+        "softmax  0.01  101  tune  finished  8 of 8  5.0000",
+        "softmax  0.01  102  tune  running  4 of 8  5.5000  8 s",  # 2 s a step
+        "softmax  0.02  101  tune  running  0 of 8  1 min",  # 46 s of the 60 that the plan says
+        "softmax  0.02  102  tune  failed status 3  0 of 8",
+        "ssmax  0.01  101  tune  waiting  0 of 8  1 min",  # 8 + 80
+        "ssmax  0.01  102  tune  waiting  0 of 8  2 min",  # 46 + 80
+        "ssmax  0.02  101  tune  waiting  0 of 8  3 min",  # 88 + 80
+        "ssmax  0.02  102  tune  waiting  0 of 8  3 min",  # 126 + 80
+        "softmax  1  final  waiting for its rate  4 min",  # after all tuning, 206 + 60
+        "softmax  2  final  waiting for its rate  4 min",
+        "ssmax  1  final  waiting for its rate  6 min",
+        "ssmax  2  final  waiting for its rate  6 min",
+    ]
+    assert below == "trial: 1 of 12 runs ended, 1 failed, 2 running; tuning: 7 runs left; about 6 min left"
+
+
+def test_times_of_runs_that_ended_here_come_before_the_plan_s(work, clock):
+    jobs = work(tune=None, seeds=[1])
+    table = LiveTable(jobs, {}, clock)
+    assert text(table)[-1] == "trial: 0 of 2 runs ended; how long it takes is not known yet"
+    jobs.seconds["", "softmax"].append(90.0)
+    jobs.seconds["", "ssmax"].append(300.0)
+    assert text(table)[1:] == [
+        "softmax  1  final  waiting  0 of 8  2 min",
+        "ssmax  1  final  waiting  0 of 8  5 min",
+        "trial: 0 of 2 runs ended; about 5 min left",
+    ]
+
+
+def test_a_run_of_another_process_is_followed_until_it_has_ended(work, clock):
+    jobs = work(tune=None, seeds=[1])
+    run = jobs.known[0]
+    claim = jobs.claims.folder / f"{claim_name(run)}.1"
+    claim.parent.mkdir(parents=True)
+    write_json(claim, {"host": "node7 boot", "pid": 12})
+    logged(run.config.run_folder, {"step": 3, "val/loss": 5.25, "tokens": 0})
+    table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 60.0}, clock)
+    assert text(table)[1] == "softmax  1  final  elsewhere process 12 on node7  3 of 8  5.2500  1 min"
+    finish(run, 5.0)
+    write_json(claim, {"released": True})
+    assert "elsewhere" in text(table)[1], "claims are not looked at every second"
+    clock.seconds += module.LOOK_SECONDS
+    assert text(table)[1] == "softmax  1  final  finished  8 of 8  5.0000"
+
+
+def test_many_runs_are_shown_in_groups_that_fit(work, clock):
+    jobs = work(sizes={"small": {}, "large": {"trainer.max_steps": 16}}, seeds=[1, 2, 3])
+    for run in jobs.known[:3]:
+        finish(run, 5.0 + run.seed / 100)
+    jobs.known = jobs.procedure.known()
+    jobs.pending = {Future(): (jobs.known[3], None)}
+    logged(jobs.known[3].config.run_folder, {"step": 4, "tokens": 0})
+    table = LiveTable(jobs, {}, clock)
+    heading, *lines, below = text(table)
+    assert heading == "size  arm  rate  stage  runs  state  step  mean val/loss  done in"
+    assert lines[:3] == [
+        "small  softmax  0.01  tune  2  2 finished  6.0150",
+        "small  softmax  0.02  tune  2  1 finished, 1 running  4 of 8  6.0100",
+        "small  ssmax  0.01  tune  2  2 waiting",
+    ]
+    assert len(lines) == 2 * (4 + 2)
+    assert below.startswith("trial: 3 of 28 runs ended, 1 running; tuning: 13 runs left; ")
+    assert [line.split("  ")[:3] for line in text(table, height=14)[1:-1]] == [
+        [size, arm, stage] for size in ("small", "large") for stage in ("tune", "final") for arm in ("softmax", "ssmax")
+    ]
+    assert len(text(table, height=10)) == 2 + 4
+
+
+def test_a_grid_that_has_grown_is_said(work, clock):
+    jobs = work()
+    for run in jobs.known:
+        finish(run, 5.0 + run.rate)
+    jobs.known = jobs.procedure.known()
+    assert "tuning, whose grid has grown by 1: 4 runs left" in text(LiveTable(jobs, {}, clock))[-1]
+
+
+def test_the_end_of_a_log_is_read_as_it_grows_and_anew_when_it_is_cut(tmp_path):
+    tail = MetricTail(tmp_path / "metrics.jsonl")
+    tail.look()
+    assert (tail.step, tail.latest) == (0, {})
+    logged(tmp_path, {"step": 1, "val/loss": 6.0}, {"step": 2, "train/loss": 5.0})
+    with tail.path.open("a") as log:
+        log.write('{"step": 3, "val/')
+    tail.look()
+    assert (tail.step, tail.latest["val/loss"]) == (2, 6.0)
+    with tail.path.open("a") as log:
+        log.write('loss": 4.0}\n')
+    tail.look()
+    assert (tail.step, tail.latest["val/loss"]) == (3, 4.0)
+    shorter = tmp_path / "shorter"
+    shorter.write_text('{"step": 1, "val/loss": 6.0}\n' + " " * 200 + "\n")
+    shorter.rename(tail.path)
+    tail.look()
+    assert (tail.step, tail.latest["val/loss"]) == (1, 6.0), "a resumed run goes on from an earlier step"
+
+
+class Terminal(io.StringIO):
+    """Standard output that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("output", "progress", "shown"), [(Terminal, "auto", True), (Terminal, "lines", False), (io.StringIO, "auto", False)]
+)
+def test_the_table_is_for_terminals_and_leaves_them_as_they_were(work, monkeypatch, output, progress, shown):
+    jobs, out = work(tune=None), output()
+    jobs.procedure.experiment.base["log"]["progress"] = progress
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def interrupted() -> None:
+        with live_table(jobs, {}):
+            print("a run has ended", flush=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    written = out.getvalue()
+    assert "a run has ended" in written
+    if not shown:
+        assert written == "a run has ended\n"
+        return
+    assert "trial: 0 of 4 runs ended" in written
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert sys.stdout is out
