@@ -1,7 +1,11 @@
-"""What this process may use of its machine."""
+"""What this process may use of its machine, and what it has used."""
 
 import os
+import re
+import resource
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 
 def usable_cores() -> int:
@@ -10,3 +14,15 @@ def usable_cores() -> int:
     with suppress(KeyError, ValueError):
         bound = min(bound, max(1, int(os.environ["SLURM_CPUS_PER_TASK"])))
     return bound
+
+
+def peak_process_bytes() -> int:
+    """The most memory that this process has had resident at once, up to now.
+
+    On Linux by its own address space: getrusage would count what the process that started it had, too.
+    """
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(found[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -16,10 +16,12 @@ from lm.config.load import to_yaml
 from lm.experiments.definition import read_experiment
 from lm.experiments.outcomes import selects
 from lm.experiments.page import write_page
+from lm.experiments.page_tables import cost_table
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.size_results import report_part
+from lm.experiments.size_results import SizeResults, report_part
 from lm.experiments.summary import summary
 from lm.report.along_axis import differences_along
+from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, METRICS, step_path
 from lm.runs.series import Axis, Sample, Series, Shown
@@ -129,6 +131,22 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     series = Series.of(whole)
     assert report_part(series).means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())
     assert report_part(series).means[0] != series.means[0]
+
+
+@pytest.mark.parametrize(("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")])
+def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
+    procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
+    folders = {run.arm: run.config.run_folder for run in procedure.known()}
+    assert "peak memory" not in [column.name for column in cost_table(SizeResults(procedure, "", procedure.verdicts())).columns]
+    with (folders["ssmax"] / "metrics.jsonl").open("a") as log:
+        for gib in (1.5, 2.5):
+            log.write(json.dumps({"step": STEPS, "tokens": 1, "peak_memory_bytes": int(gib * 2**30)}) + "\n")
+    for folder in folders.values():
+        environment = json.loads((folder / "environment.json").read_text())
+        environment["starts"][0]["device"] = device
+        (folder / "environment.json").write_text(json.dumps(environment))
+    cells = dict(cost_table(SizeResults(procedure, "", procedure.verdicts())).made)[Column("peak memory", unit)]
+    assert cells == [None, "2.5", None]
 
 
 def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn):

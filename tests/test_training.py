@@ -46,6 +46,9 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 41))
     assert losses(folder)[-1] < losses(folder)[0] - 0.5
     assert [line["step"] for line in lines if "val/loss" in line] == [10, 20, 30, 40]
+    peaks = [line["peak_memory_bytes"] for line in lines]
+    assert peaks == sorted(peaks)
+    assert 2**26 < peaks[-1] < 2**36
     assert [path.name for path in steps_saved(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)

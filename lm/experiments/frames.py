@@ -9,7 +9,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.experiments.tuning_tables import Tried
 from lm.runs.folder import METRICS
-from lm.runs.metric_log import read_metrics
+from lm.runs.metric_log import PEAK_MEMORY, read_metrics
 
 _PLACE = ("size", "arm", "stage", "rate", "seed")
 
@@ -17,11 +17,12 @@ _PLACE = ("size", "arm", "stage", "rate", "seed")
 def runs(procedure: Procedure) -> pd.DataFrame:
     """One line a run that the experiment needs, as far as is known.
 
-    Columns: its place (size, arm, stage, rate, seed), `state`, tokens and seconds of training so far, `selection` (SELECTION on the
-    selection text), the primary metric on the report text by its name, `folder`. Measured ones are missing until the run is finished.
+    Columns: its place (size, arm, stage, rate, seed), `state`, tokens and seconds of training so far, the peak of memory, `selection`
+    (SELECTION on the selection text), the primary metric on the report text by its name, `folder`. Measured ones are missing until the run
+    is finished.
     """
     metric = procedure.experiment.primary.metric
-    columns = [*_PLACE, "state", "tokens", "seconds", "selection", metric, "folder"]
+    columns = [*_PLACE, "state", "tokens", "seconds", PEAK_MEMORY, "selection", metric, "folder"]
     return pd.DataFrame([_run(one, metric) for one in procedure.known()], columns=columns)
 
 
@@ -32,6 +33,7 @@ def _run(run: Run, metric: str) -> dict[str, object]:
         "state": run.outcome.state,
         "tokens": lines[-1]["tokens"] if lines else 0,
         "seconds": max((line["elapsed_s"] for line in lines if "elapsed_s" in line), default=0.0),
+        PEAK_MEMORY: max((line[PEAK_MEMORY] for line in lines if PEAK_MEMORY in line), default=None),
         "selection": run.outcome.loss(SELECTION) if finished else None,
         metric: run.outcome.values(metric).part(selection=False).mean if finished else None,
         "folder": str(run.config.run_folder),

@@ -1,7 +1,7 @@
 """The tables of an experiment's page."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lm.report.methods import how_measured
 from lm.report.tables import Cell, Column, Table, digits, signed
 from lm.runs.folder import METRICS
 from lm.runs.identity import starts
-from lm.runs.metric_log import read_metrics
+from lm.runs.metric_log import PEAK_MEMORY, read_metrics
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
@@ -139,7 +139,8 @@ def cost_table(found: SizeResults) -> Table | None:
     times = {record.folder: _under_way(record) for _, record in found.begun}
     units = {
         "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
-        "speed": "tokens/s", "beside it": "other runs, mean",
+        "speed": "tokens/s", "peak memory": _memory_of(record for records in by_arm.values() for record in records),
+        "beside it": "other runs, mean",
     }  # fmt: skip
     costs = {arm: [dict(zip(units, _costs(record, times), strict=True)) for record in records] for arm, records in by_arm.items()}
     made: list[_Made] = [(Column("arm", kind="label"), list(by_arm)), (Column("runs"), [str(len(records)) for records in by_arm.values()])]
@@ -162,6 +163,7 @@ def _costs(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None
         flops and tokens and flops * tokens / 1e12,
         seconds,
         tokens and seconds and tokens / seconds,
+        _peak_memory(record),
         _beside(record, times),
     )
 
@@ -170,6 +172,18 @@ def _seconds(record: RunRecord) -> float | None:
     """Time spent in training steps, without evaluations, over all starts."""
     logged = [line["elapsed_s"] for line in read_metrics(record.folder / METRICS)[0] if line.get("elapsed_s")]
     return logged[-1] if logged else None
+
+
+def _peak_memory(record: RunRecord) -> float | None:
+    """GiB, evaluations while training included; None of runs that did not log it."""
+    logged = [line[PEAK_MEMORY] for line in read_metrics(record.folder / METRICS)[0] if line.get(PEAK_MEMORY)]
+    return max(logged) / 2**30 if logged else None
+
+
+def _memory_of(records: Iterable[RunRecord]) -> str:
+    """The unit of the peak memory, with what it is of."""
+    on_cpu = [str(record.used("device") or "cpu").startswith("cpu") for record in records]
+    return "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
 
 
 def _under_way(record: RunRecord) -> tuple[datetime, datetime] | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
+from lm.machine import peak_process_bytes
 from lm.schema import Plain
 
 # FLOPs of a run above which torch.compile earns back its start-up (about a minute).
@@ -42,6 +43,11 @@ def resolve_device(config: Config) -> tuple[str, str]:
         problem = Problem("trainer.devices", config.trainer.devices, f"this machine has {available} GPUs", "lower it, or use the cpu")
         raise ConfigError([problem])
     return "gpu", torch.cuda.get_device_name(0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used up to now: on a GPU, that of tensors there; on the CPU, that of the whole process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
 def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]) -> Resolved:

@@ -16,8 +16,9 @@ from lm.evaluation.measurement import Measurement
 from lm.evaluation.numbers import logged
 from lm.evaluation.results import keep, measured, write_evaluation
 from lm.model.decoder import Decoder
-from lm.model.device import Device, OutOfTime
+from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.metric_log import PEAK_MEMORY
 from lm.training.clock import Clock
 from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.module import TrainModule
@@ -90,7 +91,7 @@ class StopOnSignal(StepCallback):
 
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; tokens per second; the normalizers' parameters, and what `log.dynamics` names."""
+    rate; tokens per second; the peak of memory, as after evaluations; the normalizers' parameters, and what `log.dynamics` names."""
 
     def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
@@ -122,6 +123,7 @@ class Metrics(StepCallback):
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(now, 3),
+                PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
                 **module.last.layers,
@@ -163,7 +165,7 @@ class Evaluations(StepCallback):
                 path = write_evaluation(self.config.run_folder, measurement, result)
                 keep(self.config.run_folder, measurement, result, where)
                 scores = logged(result)
-                self.record.write({"step": step, "tokens": tokens, **scores})
+                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
                 self.record.evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run

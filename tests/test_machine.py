@@ -1,0 +1,27 @@
+"""What a process may use of its machine, and what it has used."""
+
+import subprocess
+import sys
+
+from conftest import ROOT
+
+from lm.machine import peak_process_bytes, usable_cores
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 4})
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert usable_cores() == 3
+    for given, cores in (("2", 2), ("8", 3), ("", 3), ("0", 1)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
+        assert usable_cores() == cores
+
+
+def test_the_peak_of_memory_is_the_process_s_own():
+    before = peak_process_bytes()
+    held = bytearray(b"x" * 2**27)
+    assert peak_process_bytes() - before > 2**26
+    del held
+    code = "from lm.machine import peak_process_bytes; print(peak_process_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=int)
+    assert 2**22 < int(child.stdout) < 2**26, "not that of the process that forked it"
