@@ -14,6 +14,7 @@ from reported import build_run
 
 from lm.config.load import to_yaml
 from lm.experiments.definition import read_experiment
+from lm.experiments.judging import judge
 from lm.experiments.outcomes import selects
 from lm.experiments.page import write_page
 from lm.experiments.page_tables import cost_table
@@ -137,7 +138,7 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
 def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
     procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
     folders = {run.arm: run.config.run_folder for run in procedure.known()}
-    assert "peak memory" not in [column.name for column in cost_table(SizeResults(procedure, "", procedure.verdicts())).columns]
+    assert "peak memory" not in [column.name for column in cost_table(SizeResults(procedure, "", judge(procedure))).columns]
     with (folders["ssmax"] / "metrics.jsonl").open("a") as log:
         for gib in (1.5, 2.5):
             log.write(json.dumps({"step": STEPS, "tokens": 1, "peak_memory_bytes": int(gib * 2**30)}) + "\n")
@@ -145,7 +146,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
         environment = json.loads((folder / "environment.json").read_text())
         environment["starts"][0]["device"] = device
         (folder / "environment.json").write_text(json.dumps(environment))
-    cells = dict(cost_table(SizeResults(procedure, "", procedure.verdicts())).made)[Column("peak memory", unit)]
+    cells = dict(cost_table(SizeResults(procedure, "", judge(procedure))).made)[Column("peak memory", unit)]
     assert cells == [None, "2.5", None]
 
 

@@ -159,6 +159,31 @@ def test_many_runs_are_shown_in_groups_that_fit(work, clock):
     assert len(text(table, height=10)) == 2 + 4
 
 
+def test_arms_that_start_from_others_come_after_them_and_those_without_a_rate_never(work, clock):
+    arms = {
+        "softmax": {},
+        "more": {"from": "softmax"},
+        "ssmax": {"model.normalizer": "ssmax"},
+        "as-it-is": {"from": "ssmax", "swap": {"to": "softmax"}, "train": False},
+    }
+    jobs = work(arms=arms, seeds=[1], tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
+
+    def to_come() -> list[tuple[str, str]]:
+        jobs.known = jobs.procedure.known()
+        return [(line.arm, line.stage) for line in LiveTable(jobs, {}, clock).lines() if line.folder is None]
+
+    finals = [(arm, "final") for arm in arms]
+    assert to_come() == [("more", "tune")] * 6 + finals
+    for run in jobs.known:
+        finish(run, 5.0 + abs(run.rate - 2e-2) if run.arm == "softmax" else 10.0, unigram=9.0)
+    assert to_come() == finals
+    for run in jobs.known:
+        if run.arm == "more":
+            finish(run, 5.0 + abs(run.rate - 2e-2))
+    assert to_come() == [], "ssmax diverged at every rate"
+    assert [(run.arm, run.stage) for run in jobs.known if not run.outcome.ended] == [("softmax", "final"), ("more", "final")]
+
+
 def test_a_grid_that_has_grown_is_said(work, clock):
     jobs = work()
     for run in jobs.known:

@@ -28,7 +28,8 @@ from lm.runs.metric_log import MetricTail
 REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 10.0  # between looks at what other processes work on
 MOST_LINES = 20  # runs are shown one by one up to so many, else in groups
-STATES = ("finished", "diverged", "failed", "running", "elsewhere", "waiting")  # in the order in which groups count them
+ENDED = ("finished", "diverged")
+STATES = (*ENDED, "failed", "running", "elsewhere", "waiting")  # in the order in which groups count them
 _STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "elsewhere": "cyan", "waiting": "dim"}
 _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest on
 
@@ -156,14 +157,19 @@ class LiveTable:
         experiment, found = self.experiment, []
         for size in experiment.sizes:
             mine = [line for line in known if line.size == size]
-            if not mine or any(line.stage == "final" for line in mine) or all(line.state in ("finished", "diverged") for line in mine):
+            final = {line.arm for line in mine if line.stage == "final"}
+            open_arms = {line.arm for line in mine if line.stage == "tune" and line.state not in ENDED}
+            tuned = {line.arm for line in mine if line.stage == "tune"} - open_arms
+            if all(line.state in ENDED for line in mine):
                 continue
             for arm in experiment.arms:
-                if arm.trained and not any(line.arm == arm.name for line in mine):
+                if arm.trained and arm.name not in tuned | open_arms:
                     for rate, seed in product(experiment.tune.grid, experiment.tune.seeds):
                         found.append(Line(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
-            for arm, seed in product(experiment.arms, experiment.seeds):
-                found.append(Line(size, arm.name, "final", None, seed, note="for its rate"))
+            for arm in experiment.arms:
+                without_rate = final and (not experiment.tune.grid or (arm.name if arm.trained else arm.start) in tuned)
+                if arm.name not in final and not without_rate:
+                    found += [Line(size, arm.name, "final", None, seed, note="for its rate") for seed in experiment.seeds]
         return found
 
     def _expected(self, size: str, arm: str) -> float | None:
@@ -254,11 +260,11 @@ class LiveTable:
     def _whole(self, lines: list[Line]) -> str:
         """The line below: how far the experiment is."""
         experiment = self.experiment
-        ended = sum(line.state in ("finished", "diverged") for line in lines)
+        ended = sum(line.state in ENDED for line in lines)
         counts = [f"{n} {state}" for state in STATES[2:5] if (n := sum(line.state == state for line in lines))]
         said = [f"{experiment.name}: {ended} of {len(lines)} runs ended" + "".join(f", {one}" for one in counts)]
         if experiment.tune.grid:
-            left = sum(line.stage == "tune" and line.state not in ("finished", "diverged") for line in lines)
+            left = sum(line.stage == "tune" and line.state not in ENDED for line in lines)
             rates = {(line.size, line.rate) for line in lines if line.stage == "tune" and line.rate not in experiment.tune.grid}
             more = max(sum(size == one for one, _ in rates) for size in experiment.sizes)
             grown = f", whose grid has grown by {more}" if more else ""
