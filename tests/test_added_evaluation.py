@@ -86,7 +86,7 @@ print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in results]))
 @pytest.fixture
 def lm(tmp_path: Path):
     """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was added."""
-    shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm")  # what is compiled with it
     (tmp_path / "code" / "lm" / "evaluation" / "spread.py").write_text(MODULE)
     table = tmp_path / "code" / "lm" / "config" / "eval_config.py"
     head, _, body = table.read_text().partition("\n@dataclass\nclass EvalConfig:")

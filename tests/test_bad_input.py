@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, lm
+from processes import forked, within
 
 
 def refused(tmp_path: Path, result: subprocess.CompletedProcess, *words: str, status: int = 1) -> None:
@@ -105,15 +106,11 @@ def test_a_misspelt_normalizer_is_refused_with_the_nearest_name(train, tmp_path:
 @pytest.mark.parametrize("blocks", [20, 200])
 def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
     """A file-size limit (in kilobytes) stands in for the full disk."""
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({blocks} * 256, {blocks} * 256));"
-        "sys.argv = ['lm', *sys.argv[1:]]; from lm.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "train", str(ROOT / "tests" / "tiny.yaml")]
-    command += [f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}", f"runs={tmp_path / 'runs'}"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    refused(tmp_path, result, "File too large")
+    arguments = [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}"]
+    process = forked(tmp_path / "output", within, blocks * 256, "train", *arguments, f"runs={tmp_path / 'runs'}")
+    process.join()
+    said = (tmp_path / "output").read_text()
+    refused(tmp_path, subprocess.CompletedProcess("lm", process.exitcode, stderr=said), "File too large")
 
 
 def test_a_mistake_on_the_command_line_prints_the_usage():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, lm
+from conftest import lm
 from torch import Tensor, nn
 
 from lm.attention import contract
@@ -12,6 +12,7 @@ from lm.attention.contract import CHECKS, results
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options, Softmax
+from lm.attention.plugins import PLUGINS
 from lm.attention.query_scale import Softmax as FusedSoftmax
 
 
@@ -128,7 +129,10 @@ def test_every_check_is_failed_by_some_normalizer():
     assert {check.__name__ for check in CHECKS} == set().union(*BROKEN.values())
 
 
-def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
+def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in vars(type(PLUGINS)()).items():  # what is imported here is forgotten
+        monkeypatch.setattr(PLUGINS, name, value)
     (tmp_path / "broken.py").write_text(
         "from dataclasses import dataclass\n"
         "from lm.attention.normalizer import Normalizer\n"
@@ -137,7 +141,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path):
         "class Nothing(Options):\n    full_formula = 'softmax(z) over all keys'\n"
         "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, layout):\n        return scores.softmax(-1)\n"
     )
-    result = lm("check-normalizer", "broken:Acausal", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    result = lm("check-normalizer", "broken:Acausal")
     assert result.returncode == 1
     assert "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: AssertionError: outputs before" in result.stdout
     assert "broken:Acausal: kept: initial values are the same each time" in result.stdout

@@ -215,7 +215,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 
 KILLED = (
     "import time, lm.data.build as build, lm.data.encoding, lm.data.writing\n"
-    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 200_000, 100_000, 40_000\n"
+    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 100_000, 50_000, 20_000\n"
     "note = build.Journal.advance\n"
     "build.Journal.advance = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
 )
@@ -224,9 +224,9 @@ KILLED = (
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes of KILLED, in this process."""
-    monkeypatch.setattr("lm.data.build.JOURNAL_BYTES", 200_000)
-    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 100_000)
-    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 40_000)
+    monkeypatch.setattr("lm.data.build.JOURNAL_BYTES", 100_000)
+    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
+    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 20_000)
 
 
 def contents(store: Store) -> dict[str, bytes]:
@@ -298,7 +298,7 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
 
 
 def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     stores = [prepare(dataclasses.replace(data, root=str(tmp_path / str(n)), prepare_workers=n)) for n in (1, 3)]
     assert contents(stores[0]) == contents(stores[1])

@@ -12,12 +12,19 @@ from lm.errors import RunError
 from lm.report.comparison import compare
 from lm.report.differences import Difference
 from lm.report.html import write_report
+from lm.report.plots import Overview
 from lm.runs.record import read_run
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[Path]:
     return two_runs(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without their picture: nothing is asked of it here."""
+    monkeypatch.setattr("lm.report.html.overview", lambda comparison: Overview("<svg ></svg>", b"", (), "", ""))
 
 
 def test_paired_differences_find_what_was_built_in(pair):
