@@ -21,7 +21,7 @@ def train_poisoned(*arguments: str) -> None:
     def training_step(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = step(self, batch, batch_idx)
         if self.global_rank == 1 and self.global_step == 2:
-            self.sums = self.sums * torch.tensor([float("nan"), 1.0])
+            self.sums = self.sums * torch.tensor([float("nan"), 1.0, 1.0])
         return loss
 
     TrainModule.training_step = training_step

@@ -5,25 +5,62 @@ import torch
 import torch.nn.functional as F
 
 from lm.config.model_config import ModelConfig
-from lm.data.batches import Batch
-from lm.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy, token_nll
+from lm.data.batches import IGNORED, Batch
+from lm.model.cross_entropy import CHUNK_LOGITS, argmax_tokens, linear_cross_entropy, token_nll, training_loss
 from lm.model.decoder import Decoder
+from lm.model.head import Head
 
 
+def head_of(weight: torch.Tensor, softcap: float | None = None) -> Head:
+    head = Head(weight.size(1), weight.size(0), softcap)
+    head.weight = torch.nn.Parameter(weight)
+    return head
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
+    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(37, 24, generator=generator, dtype=dtype, requires_grad=True)
+    head = head_of(torch.randn(37, 24, generator=generator, dtype=dtype), softcap)
     targets = torch.randint(37, (300,), generator=generator)
-    plain = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
-    chunked = linear_cross_entropy(hidden, weight, targets)
+    targets[::7] = IGNORED
+    logits = hidden.double() @ head.weight.double().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    chunked = linear_cross_entropy(hidden, head, targets)
     assert chunked.dtype == torch.float32
     assert torch.allclose(chunked, plain.float(), rtol=1e-5)
-    for a, b in zip(torch.autograd.grad(chunked * 0.3, [hidden, weight]), torch.autograd.grad(plain * 0.3, [hidden, weight]), strict=True):
+    grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (chunked, plain))
+    for a, b in zip(*grads, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
-    assert torch.allclose(token_nll(hidden, weight, targets).sum(), plain.float(), rtol=1e-5)
+    assert torch.allclose(token_nll(hidden, head, targets).sum(), plain.float(), rtol=1e-5)
+    assert torch.equal(argmax_tokens(hidden, head), logits.argmax(-1))
+    assert torch.allclose(head(hidden).double(), logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(softcap: float | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 24, generator=generator, requires_grad=True)
+    head = head_of(torch.randn(37, 24, generator=generator), softcap)
+    targets = torch.randint(37, (300,), generator=generator)
+    targets[::7] = IGNORED
+    logits = hidden.double() @ head.weight.double().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    expected = nll + 0.05 * logits.logsumexp(-1)[targets != IGNORED].square().sum()
+    total, alone = training_loss(hidden, head, targets, z_loss=0.05)
+    assert total - alone > 10
+    torch.testing.assert_close((total.double(), alone.double()), (expected, nll), rtol=1e-5, atol=0)
+    assert not alone.requires_grad
+    grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (total, expected))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
@@ -54,9 +91,9 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
 
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 256 * 1000)
     hidden = torch.randn(4096, 16, requires_grad=True)
-    weight = torch.randn(1000, 16, requires_grad=True)
+    head = head_of(torch.randn(1000, 16), softcap=3.0)
     targets = torch.randint(1000, (4096,))
     with Watch():
-        linear_cross_entropy(hidden, weight, targets).backward()
-        token_nll(hidden, weight, targets)
+        linear_cross_entropy(hidden, head, targets).backward()
+        token_nll(hidden, head, targets)
     assert largest <= 256 * 1000

@@ -19,6 +19,7 @@ from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.score_functions import ScoreFunction
 from lm.model.cross_entropy import linear_cross_entropy
+from lm.model.head import Head
 from lm.training.callbacks import StopOnSignal
 from lm.training.module import TrainModule
 from lm.training.train import train
@@ -95,10 +96,11 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
     targets = torch.randint(5000, (3000,), generator=generator)
     found = {}
     for device in ("cpu", "cuda"):
-        h, w = (x.detach().to(device).requires_grad_() for x in (hidden, weight))
-        loss = linear_cross_entropy(h, w, targets.to(device))
+        h, head = hidden.detach().to(device).requires_grad_(), Head(64, 5000, softcap=8.0)
+        head.weight = torch.nn.Parameter(weight.to(device))
+        loss = linear_cross_entropy(h, head, targets.to(device))
         loss.backward()
-        found[device] = [loss.item(), h.grad.cpu(), w.grad.cpu()]
+        found[device] = [loss.item(), h.grad.cpu(), head.weight.grad.cpu()]
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)
     for a, b in zip(found["cuda"][1:], found["cpu"][1:], strict=True):
         assert torch.allclose(a, b, atol=2e-4)

@@ -30,6 +30,7 @@ from lm.evaluation.text_loss import Validation
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.head import Head
 from lm.schema import build
 from lm.statistics.intervals import interval_of
 from lm.training.train import train
@@ -140,7 +141,7 @@ class Knowing(torch.nn.Module):
     def __init__(self, size: int, wrong: set[tuple[int, int]]):
         super().__init__()
         self.config = ModelConfig()
-        self.wrong, self.head, self.done = wrong, torch.nn.Linear(size, size, bias=False), 0
+        self.wrong, self.head, self.done = wrong, Head(size, size), 0
         self.head.weight = torch.nn.Parameter(10 * torch.eye(size))
 
     def hidden(self, batch: Batch) -> torch.Tensor:
@@ -163,7 +164,7 @@ class Chained(torch.nn.Module):
     def __init__(self, task: MQAR, mistaken: int):
         super().__init__()
         self.config = ModelConfig()
-        self.task, self.mistaken, self.head = task, mistaken, torch.nn.Linear(task.vocab_size, task.vocab_size, bias=False)
+        self.task, self.mistaken, self.head = task, mistaken, Head(task.vocab_size, task.vocab_size)
         self.head.weight = torch.nn.Parameter(10 * torch.eye(task.vocab_size))
 
     def hidden(self, batch: Batch) -> torch.Tensor:

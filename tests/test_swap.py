@@ -21,6 +21,7 @@ from lm.evaluation.swap import swap_run
 from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
+from lm.model.head import Head
 from lm.model.swapped import swapped
 from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
@@ -139,12 +140,15 @@ def held_out(length: int, count: int = 3) -> HeldOut:
 def test_kl_is_that_of_the_definition():
     drawn = torch.Generator().manual_seed(0)
     p, q, weight = (torch.randn(*shape, generator=drawn) for shape in ((150, 8), (150, 8), (5000, 8)))
-    weight.requires_grad_(), q.requires_grad_()
-    log_p, log_q = ((x.double() @ weight.double().t()).log_softmax(-1) for x in (p, q))
+    q.requires_grad_()
+    head, capped = Head(8, 5000), Head(8, 5000, softcap=1.5)
+    head.weight = capped.weight = torch.nn.Parameter(weight)
+    logits = [x.double() @ weight.double().t() for x in (p, q)]
+    log_p, log_q = logits[0].log_softmax(-1), (1.5 * torch.tanh(logits[1] / 1.5)).log_softmax(-1)
     expected = (log_p.exp() * (log_p - log_q)).sum(-1)
-    found = token_kl(p, weight, q, weight)  # in several chunks
+    found = token_kl(p, head, q, capped)  # in several chunks
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
-    assert token_kl(p, weight, p, weight).abs().max() == 0
+    assert token_kl(p, capped, p, capped).abs().max() == 0
     (gradient,) = torch.autograd.grad(found.sum(), q, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0], atol=1e-4, rtol=1e-3)
 

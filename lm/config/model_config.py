@@ -146,6 +146,7 @@ class GAUBlock:
             "n_mlp": "no MLP",
             "n_kv_head": "one head",
             "head_size": "its own model.block.key_size",
+            "value_residual": "no values but its own",
             "qkv_bias": "one matrix for queries, keys, values and gate",
             "mlp_bias": "no MLP",
         }
@@ -187,6 +188,16 @@ class ModelConfig:
         {"affects": "training"},
         gt=0,
     )
+    out_init: Literal["zero"] | None = key(
+        None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says", {"affects": "training"}
+    )
+    embedding_norm: Literal["rms", "layer"] | None = key(None, "a norm with gain on the tokens' vectors (arXiv 2110.02861); null: none")
+    value_residual: Literal["first_layer", "embedding"] | None = key(
+        None,
+        "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv 2410.17897), "
+        "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
+    )
+    logit_softcap: float | None = key(None, "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none", gt=0)
 
     @property
     def key_dims(self) -> int:
@@ -229,6 +240,8 @@ class ModelConfig:
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
+        if self.value_residual == "first_layer" and self.n_layer == 1:
+            problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))
         if (listed := len(self.normalizer.layer_options())) > self.n_layer:
             reason, remedy = (
                 f"lists more than the {self.n_layer} layers of model.n_layer",

@@ -91,7 +91,7 @@ class Groups:
     """The groups of parameters; each trained parameter is in exactly one."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
-    embedding: Group = section(Group, "token embeddings (also a tied head) and learned positions")
+    embedding: Group = section(Group, "embeddings of tokens (also a tied head, and those of values) and learned positions")
     head: Group = section(Group, "the output matrix")
     vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
     normalizer: Group = section(Group, "all parameters of normalizers")
@@ -102,6 +102,12 @@ class OptimConfig:
     lr: float = key(1e-3, "peak learning rate", gt=0)
     optimizer: AdamW = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
+    z_loss: float | None = key(
+        None,
+        "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to train/loss; "
+        "1e-4 in arXiv 2204.02311; null: none",
+        gt=0,
+    )
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",

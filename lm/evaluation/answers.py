@@ -61,7 +61,7 @@ def answers(
         spot = torch.from_numpy(np.stack((np.searchsorted(sequences, sequence[mine]), position[mine]))).to(where.device)
         with torch.autocast(where.device.type, enabled=False):
             hidden = decoder.hidden(tokens)[spot[0], spot[1]]
-            targets, head = tokens.targets[spot[0], spot[1]], decoder.head.weight
+            targets, head = tokens.targets[spot[0], spot[1]], decoder.head
             said = argmax_tokens(hidden, head)
             hits = [answer == targets for answer in (said, roll_out(decoder, tokens, spot, said))]
             result = torch.zeros(len(sequences), max(asked), 3, device=where.device)
@@ -99,7 +99,7 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Ten
         tokens[sequence[shown], position[shown] + 1] = spoken[shown]
         hidden = decoder(tokens[:, first:], cache=cache.fork(1))
         before, spoken = spoken, spoken.clone()
-        spoken[later] = argmax_tokens(hidden[sequence[later], position[later] - first], decoder.head.weight)
+        spoken[later] = argmax_tokens(hidden[sequence[later], position[later] - first], decoder.head)
         if torch.equal(spoken, before):
             break
     return said.masked_scatter(mine, spoken)

@@ -125,7 +125,7 @@ def compared(old: Decoder, new: Decoder, held_out: HeldOut, where: Device, progr
         with where.autocast():
             hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
         targets = batch.targets.flatten()
-        heads = old.head.weight, new.head.weight
+        heads = old.head, new.head
         losses = [token_nll(h, head, targets) for h, head in zip(hidden, heads, strict=True)]
         return torch.stack([*losses, token_kl(hidden[0], heads[0], hidden[1], heads[1])]).view(3, *batch.targets.shape)
 

@@ -166,7 +166,7 @@ class HarnessLM(LM):
                 states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
                 targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in windows[index][0][-size:]]
                 targets = torch.tensor(targets, device=self._device)
-                head = self.decoder.head.weight
+                head = self.decoder.head
                 nll = token_nll(states, head, targets).double().cpu().split(sizes)
                 hits = (argmax_tokens(states, head) == targets).cpu().split(sizes)
                 for (_, index), n, hit in zip(asked, nll, hits, strict=True):

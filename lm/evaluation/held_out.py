@@ -142,7 +142,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: P
     def measure(batch: Batch) -> Tensor:
         with where.autocast():
             hidden = decoder.hidden(batch)
-        return token_nll(hidden.flatten(0, 1), decoder.head.weight, batch.targets.flatten()).view(1, *batch.targets.shape)
+        return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(1, *batch.targets.shape)
 
     return by_token([decoder], held_out, where, measure, progress=progress)[0]
 

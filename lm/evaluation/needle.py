@@ -85,7 +85,7 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
             optimizer.zero_grad()
             for part in _split(batch, max(1, EVAL_TOKENS // seq_len)):
                 with where.autocast():
-                    loss = linear_cross_entropy(model.hidden(part).flatten(0, 1), model.head.weight, part.targets.flatten())
+                    loss = linear_cross_entropy(model.hidden(part).flatten(0, 1), model.head, part.targets.flatten())
                 (loss / sum(int(one.answers.sum()) for one in made)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,10 +21,10 @@ from lm.model.rope import Rotation, rotate
 MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    """RMSNorm or LayerNorm over the model's width."""
+def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
+    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; kind: None: as the model's norms."""
     size, eps = config.n_embd, config.norm_eps
-    return nn.RMSNorm(size, eps) if config.norm == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
+    return nn.RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
 class DecodingCache:
@@ -72,6 +72,7 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
     logit_factor: float  # temperature of a rescaled RoPE, on the logits
     cache: DecodingCache | None
+    other_values: Sequence[Tensor] = ()  # for each layer, what its values are mixed with (B, K, T, E)
     captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
 
 
@@ -127,9 +128,20 @@ class Attention(AttentionBase):
         self.fused = {"qkv": {"q": q, "k": k, "v": v}}
         self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
         self.out = nn.Linear(q, config.n_embd, bias=config.bias)
+        self.layer = layer
+        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+
+    def values(self, x: Tensor) -> Tensor:
+        """The layer's own values (B, K, T, E) of its input x (B, T, C)."""
+        rows = self.fused["qkv"]["v"]
+        bias = None if self.qkv.bias is None else self.qkv.bias[-rows:]
+        return F.linear(x, self.qkv.weight[-rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
+        if self.value_mix is not None:
+            v = v + self.value_mix.to(v.dtype) * (context.other_values[self.layer].to(v.dtype) - v)
         return self.out(self.attend(x, q, k, v, context))
 
 

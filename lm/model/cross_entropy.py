@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lm.data.batches import IGNORED
+from lm.model.head import Head, capped
 
 # Logits held at a time. On a CPU a chunk that stays in the cache (4 MiB) halves the head's time; a GPU wants large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
@@ -21,90 +22,108 @@ def chunk_tokens(weight: Tensor) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the negative log-likelihoods, with both gradients formed chunk by chunk in the forward pass.
+    """Sum of the negative log-likelihoods and of the z-loss, with both gradients formed chunk by chunk in the forward pass; and the former.
 
     The chunk's logits are at hand there, so nothing is kept or computed twice; the backward pass only
     multiplies by the incoming scalar.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        total = hidden.new_zeros((), dtype=torch.float32)
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        nll, z = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        head, size = weight.to(dtype), chunk_tokens(weight)
+        matrix, size = weight.to(dtype), chunk_tokens(weight)
         grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
             h_low = h.to(dtype)
             counts = (y != IGNORED).float()
             y = y.clamp(min=0)
-            log_p = (h_low @ head.t()).float().log_softmax(-1)  # (chunk, V)
-            total -= (log_p.gather(1, y) * counts).sum()
+            logits = capped((h_low @ matrix.t()).float(), softcap)  # (chunk, V)
+            log_p = logits.log_softmax(-1)
+            nll -= (log_p.gather(1, y) * counts).sum()
+            if z_loss:
+                log_z = logits.logsumexp(-1, keepdim=True)
+                z += z_loss * (log_z.square() * counts).sum()
             if train:
-                grad_logits = log_p.exp_().scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).mul_(counts).to(dtype)
-                grad_hidden.append((grad_logits @ head).to(hidden.dtype))
+                p = log_p.exp_().mul_(1 + 2 * z_loss * log_z) if z_loss else log_p.exp_()
+                grad_logits = p.scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).mul_(counts)
+                if softcap is not None:  # the derivative of c tanh(x / c)
+                    grad_logits *= 1 - (logits / softcap).square()
+                grad_logits = grad_logits.to(dtype)
+                grad_hidden.append((grad_logits @ matrix).to(hidden.dtype))
                 if grad_weight is not None:
                     grad_weight += grad_logits.t() @ h_low
         if train:
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
-        return total
+        ctx.mark_non_differentiable(nll)
+        return nll + z, nll
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight = grad_weight * grad.to(grad_weight.dtype)
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum over tokens of -log p(target), fp32 scalar (nats).
+def linear_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+    """Sum over tokens of -log p(target), fp32 scalar (nats); as `training_loss`."""
+    return training_loss(hidden, head, targets)[0]
 
-    hidden: (N, C); weight: (V, C), the head; targets: (N,) int64. The product runs in the autocast
+
+def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sums over tokens, fp32 scalars (nats): of -log p(target) + z_loss (log Z)^2, to be minimised, and of -log p(target) alone,
+    without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
+
+    hidden: (N, C); head: C to V; targets: (N,) int64. The product runs in the autocast
     dtype if autocast is on, softmax and sum in fp32. Targets that are `IGNORED` count nothing. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, dtype)
+        return _LinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap, z_loss)
 
 
-def token_kl(p: Tensor, p_weight: Tensor, q: Tensor, q_weight: Tensor) -> Tensor:
+def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
-    p, q: (N, C) hidden states; p_weight, q_weight: (V, C), their heads. Exactly 0 where they are equal.
+    p, q: (N, C) hidden states; p_head, q_head: of C to V. Exactly 0 where they are equal.
     Holds `CHUNK_LOGITS` logits of each, not N x V, in the backward pass as well.
     """
 
     def chunk(a: Tensor, b: Tensor) -> Tensor:
-        log_p, log_q = (a.float() @ p_head).log_softmax(-1), (b.float() @ q_head).log_softmax(-1)
+        log_p = capped(a.float() @ p_matrix, p_head.softcap).log_softmax(-1)
+        log_q = capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    size = chunk_tokens(p_weight)
+    size = chunk_tokens(p_head.weight)
     with torch.autocast(p.device.type, enabled=False):
-        p_head, q_head = p_weight.float().t(), q_weight.float().t()
+        p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         return torch.cat([checkpoint(chunk, a, b, use_reentrant=False) for a, b in zip(p.split(size), q.split(size), strict=True)])
 
 
 @torch.no_grad()
-def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is `IGNORED`.
 
-    hidden: (N, C); weight: (V, C); targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
+    hidden: (N, C); head: C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
-    return _over_logits(nll, hidden, weight, targets)
+    return _over_logits(nll, hidden, head, targets)
 
 
 @torch.no_grad()
-def argmax_tokens(hidden: Tensor, weight: Tensor) -> Tensor:
+def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
     """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
-    return _over_logits(lambda logits: logits.argmax(-1), hidden, weight)
+    return _over_logits(lambda logits: logits.argmax(-1), hidden, head)
 
 
-def _over_logits(f: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+def _over_logits(f: Callable[..., Tensor], hidden: Tensor, head: Head, *others: Tensor) -> Tensor:
     """f(logits, *others), (N,), for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each."""
     with torch.autocast(hidden.device.type, enabled=False):
-        head, size = weight.float().t(), chunk_tokens(weight)
+        matrix, size = head.weight.float().t(), chunk_tokens(head.weight)
         parts = zip(*(x.split(size) for x in (hidden, *others)), strict=True)
-        return torch.cat([f(h.float() @ head, *part) for h, *part in parts])
+        return torch.cat([f(capped(h.float() @ matrix, head.softcap), *part) for h, *part in parts])

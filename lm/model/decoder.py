@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C width, V vocabulary.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -16,7 +17,8 @@ from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, make_norm
-from lm.model.cross_entropy import linear_cross_entropy
+from lm.model.cross_entropy import training_loss
+from lm.model.head import Head
 from lm.model.rope import AS_TRAINED, rope_rotation
 
 
@@ -37,14 +39,18 @@ class Decoder(nn.Module):
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.inference.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
+        self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(seq_len, config.n_embd) if config.position.ends else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         for normalizer in self.normalizers()[1:]:
             normalizer.tie_parameters(self.normalizers()[0])
+        values = config.kv_heads * config.value_dims
+        tables = (nn.Embedding(vocab_size, values) for _ in range(config.n_layer))
+        self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
-        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        self.head = Head(config.n_embd, vocab_size, config.logit_softcap)
         if config.tied:
             self.head.weight = self.embedding.weight
         if seed is not None:
@@ -52,7 +58,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer); gains 1, biases 0.
+        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); gains 1, biases 0.
 
         Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
         """
@@ -64,7 +70,11 @@ class Decoder(nn.Module):
             elif normalizers_only:
                 continue
             else:
-                std = self.config.init_std / (math.sqrt(2 * self.config.n_layer) if name.endswith(".out.weight") else 1.0)
+                std = self.config.init_std
+                if name.startswith("value_embedding."):
+                    std *= math.sqrt(self.config.n_embd)  # that of the values which they are mixed with
+                if name.endswith(".out.weight"):
+                    std = 0.0 if self.config.out_init == "zero" else std / math.sqrt(2 * self.config.n_layer)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
@@ -96,7 +106,7 @@ class Decoder(nn.Module):
         if layout is None and cache:
             layout = AttentionLayout.continuing(cache.seen, tokens.size(1), cache.length, tokens.device)
         layout = layout or AttentionLayout.full(tokens.size(1), tokens.device)
-        x = self.embedding(tokens)
+        x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
             last = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
             if last >= self.seq_len:
@@ -106,7 +116,17 @@ class Decoder(nn.Module):
         if self.config.position.rotates:
             rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
-        return self.dropout(x), ForwardContext(layout, rotation, factor, cache)
+        x = self.dropout(x)
+        return x, ForwardContext(layout, rotation, factor, cache, self._other_values(tokens, x))
+
+    def _other_values(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor]:
+        """For each layer what its values are mixed with, (B, K, T, E); x: the first layer's input. () without a value residual."""
+        if self.value_embedding is not None:
+            return [table(tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2) for table in self.value_embedding]
+        if self.config.value_residual == "first_layer":
+            first = self.blocks[0]
+            return [first.attention.values(first.attention_norm(x))] * self.config.n_layer
+        return ()
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""
@@ -118,8 +138,11 @@ class Decoder(nn.Module):
 
     def loss(self, batch: Batch) -> Tensor:
         """Sum of the losses (nats, fp32 scalar) of a batch's targets."""
-        hidden = self.hidden(batch)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, batch.targets.flatten())
+        return self.training_loss(batch)[0]
+
+    def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """What training minimises, and the loss alone: sums over a batch's targets, as `lm.model.cross_entropy.training_loss`."""
+        return training_loss(self.hidden(batch).flatten(0, 1), self.head, batch.targets.flatten(), z_loss)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""

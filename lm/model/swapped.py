@@ -57,7 +57,7 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 
     def kl(index: int) -> Tensor:
         hidden = new.hidden(batches[index]).flatten(0, 1)
-        return token_kl(targets[index], old.head.weight, hidden, new.head.weight).mean()
+        return token_kl(targets[index], old.head, hidden, new.head).mean()
 
     def mean() -> float:
         with torch.no_grad():

@@ -119,6 +119,7 @@ class Metrics(StepCallback):
                 "step": step,
                 "tokens": step * tokens,
                 "train/loss": loss,
+                **({"train/z_loss": module.last.z_loss} if self.config.optim.z_loss else {}),
                 "train/grad_norm": module.last.grad_norm,
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),

@@ -18,10 +18,11 @@ from lm.training.starting import PhaseStart
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, the same on all ranks: loss (nats per target), gradient norm before clipping, whether a rank was asked to
-    stop after it, and the gradient norms of layers by their names in metrics.jsonl, if they are logged."""
+    """An optimizer step, the same on all ranks: loss and z-loss (nats per target), gradient norm before clipping, whether a rank was
+    asked to stop after it, and the gradient norms of layers by their names in metrics.jsonl, if they are logged."""
 
     loss: float
+    z_loss: float
     grad_norm: float
     stop: bool
     layers: dict[str, float]
@@ -50,13 +51,13 @@ class TrainModule(L.LightningModule):
         self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
         config, compiled = run.config, run.machine.compiles
         # A plain attribute, because a compiled module would rename every parameter in the checkpoint. One graph for each sequence length.
-        self.loss_sum = torch.compile(self.decoder.loss, dynamic=False) if compiled else self.decoder.loss
+        self.loss_sums = torch.compile(self.decoder.training_loss, dynamic=False) if compiled else self.decoder.training_loss
         if compiled:
             lengths = len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
         self.accumulation = config.rank_sequences // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # some tokens are no targets
-        self.sums: Tensor | None = None  # loss (nats) and targets of this rank's micro-batches so far; (2,) float64 on the device
+        self.sums: Tensor | None = None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -87,12 +88,12 @@ class TrainModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
-        nll, self.sequence_length = self.loss_sum(batch), batch.tokens.size(1)
+        (loss, nll), self.sequence_length = self.loss_sums(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         targets = (batch.targets != IGNORED).sum() if self.has_ignored else nll.new_full((), batch.targets.numel())
-        sums = torch.stack((nll.detach().double(), targets.double()))
+        sums = torch.stack((nll.double(), (loss.detach() - nll).double(), targets.double()))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
-        return nll * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
+        return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the step's learning rates."""
@@ -109,17 +110,16 @@ class TrainModule(L.LightningModule):
         logged = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # norm of the gradient of the mean over tokens, not targets
-        nll, targets, stop = self._all_reduced()
-        step = ["loss", "targets", "stop", "norm"], torch.stack((nll, targets, stop, norm.double()))
+        step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._all_reduced(), norm.double().unsqueeze(0)))
         layers = transferred([step, *(gradient_norms(self.decoder) if logged else [])])
-        nll, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
+        nll, z_loss, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
         targets = max(1, int(targets))
         if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
             factor = optim.batch_tokens / targets
             torch._foreach_mul_([p.grad for p in trained], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             layers = {name: value * factor for name, value in layers.items()}
-        self.last = Step(nll / targets, grad_norm, stop > 0, layers)
+        self.last = Step(nll / targets, z_loss / targets, grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, targets)
             torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
@@ -128,7 +128,7 @@ class TrainModule(L.LightningModule):
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, found)
 
     def _all_reduced(self) -> Tensor:
-        """Sums over all ranks, (3,) float64: loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""
+        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)

@@ -27,7 +27,7 @@ def group_of(name: str, parameter: Tensor) -> str:
     """Which of `GROUPS` a decoder's parameter is in."""
     if is_normalizer(name):
         return "normalizer"
-    if name.startswith(("embedding.", "position.")):
+    if name.startswith(("embedding.", "value_embedding.", "position.")):
         return "embedding"
     if name.startswith("head."):
         return "head"

@@ -1,0 +1,232 @@
+"""What current baselines add to a decoder: each is off unless asked for, is what its formula says, and leaves all else as it was."""
+
+import math
+
+import pytest
+import torch
+from conftest import lm
+from folders import curve, losses
+from torch import Tensor
+
+from lm.config.model_config import Learned, ModelConfig
+from lm.config.training_config import OptimConfig
+from lm.data.batches import Batch
+from lm.errors import ConfigError
+from lm.model.attention_stream import attention_blocks
+from lm.model.blocks import DecodingCache
+from lm.model.counts import count_parameters, flops_per_token
+from lm.model.decoder import Decoder
+from lm.model.swapped import swapped
+from lm.runs.loading import load, save_model
+from lm.training.optimizers import parameter_groups
+from lm.training.train import train
+
+V, C, T = 60, 48, 20
+INGREDIENTS = {
+    "out_init": {"out_init": "zero"},
+    "embedding_norm, rms": {"embedding_norm": "rms"},
+    "embedding_norm, layer": {"embedding_norm": "layer"},
+    "logit_softcap": {"logit_softcap": 3.0},
+    "value_residual, first_layer": {"value_residual": "first_layer", "n_kv_head": 2},
+    "value_residual, embedding": {"value_residual": "embedding", "n_kv_head": 2},
+}
+each = pytest.mark.parametrize("ingredient", INGREDIENTS)
+
+
+def model(seed: int = 0, **changes: object) -> Decoder:
+    return Decoder(ModelConfig(n_layer=2, n_embd=C, **changes), V, T, seed).eval()
+
+
+def trained(ingredient: str, **changes: object) -> Decoder:
+    """With weights that are nowhere 0 or 1."""
+    decoder = model(**INGREDIENTS[ingredient], **changes)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return decoder
+
+
+def tokens(count: int = 1) -> Tensor:
+    return torch.randint(V, (count, T), generator=torch.Generator().manual_seed(0))
+
+
+@each
+def test_all_other_parameters_start_as_without_it(ingredient: str):
+    without = {"n_kv_head": 2} if "value_residual" in ingredient else {}
+    plain, other = dict(model(**without).named_parameters()), dict(model(**INGREDIENTS[ingredient]).named_parameters())
+    changed = {name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])}
+    expected = {
+        "out_init": {name for name in plain if name.endswith(".out.weight")},
+        "embedding_norm, rms": {"embedding_norm.weight"},
+        "embedding_norm, layer": {"embedding_norm.weight"},
+        "logit_softcap": set(),
+        "value_residual, first_layer": {"blocks.1.attention.value_mix"},
+        "value_residual, embedding": {
+            *(f"value_embedding.{layer}.weight" for layer in (0, 1)),
+            *(f"blocks.{layer}.attention.value_mix" for layer in (0, 1)),
+        },
+    }
+    assert changed == expected[ingredient]
+    assert plain.keys() <= other.keys()
+
+
+@each
+def test_it_changes_the_function_and_one_token_at_a_time_gives_the_same(ingredient: str):
+    decoder = trained(ingredient)
+    with torch.no_grad():
+        whole = decoder.logits(tokens())[0]
+        plain = model(**({"n_kv_head": 2} if "value_residual" in ingredient else {}))
+        plain.load_state_dict({name: value for name, value in decoder.state_dict().items() if name in plain.state_dict()})
+        assert torch.allclose(whole, plain.logits(tokens())[0]) == (ingredient == "out_init")  # which is of the start alone
+        cache = DecodingCache(T)
+        steps = [decoder.head(decoder(token, cache=cache))[0] for token in tokens().split(1, 1)]
+    assert torch.allclose(torch.cat(steps), whole, atol=1e-5)
+
+
+@each
+def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
+    decoder = trained(ingredient)
+    new = swapped(decoder, decoder.config.normalizer)
+    loaded = load(save_model(decoder, tmp_path / "model")).decoder
+    for other in (new, loaded):
+        assert other.config == decoder.config
+        with torch.no_grad():
+            assert torch.equal(other(tokens()), decoder(tokens()))
+            assert torch.equal(other.loss(Batch.of(tokens())), decoder.loss(Batch.of(tokens())))
+
+
+@pytest.mark.parametrize("ingredient", [one for one in INGREDIENTS if "value_residual" not in one])
+def test_a_gated_attention_unit_has_it_too(ingredient: str):
+    options = {"block": ModelConfig.__dataclass_fields__["block"].metadata["table"]["gau"](key_size=16), "n_head": 1}
+    decoder = trained(ingredient, **options)
+    decoder.loss(Batch.of(tokens(3))).backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+# ---------------------------------------------------------------- each by its formula
+
+
+def test_projections_into_the_residual_stream_start_at_zero():
+    decoder = model(out_init="zero")
+    assert not any(parameter.any() for name, parameter in decoder.named_parameters() if name.endswith(".out.weight"))
+    with torch.no_grad():
+        assert torch.equal(decoder(tokens()), decoder.norm(decoder.embedding(tokens())))
+    decoder.loss(Batch.of(tokens(3))).backward()
+    assert all(block.attention.out.weight.grad.any() and block.mlp.out.weight.grad.any() for block in decoder.blocks)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_the_norm_is_of_the_tokens_vectors_before_their_positions(kind: str, position: str):
+    decoder = trained(f"embedding_norm, {kind}", **({"position": Learned()} if position == "learned" else {}))
+    x = decoder.embedding(tokens())
+    x = x - (x.mean(-1, keepdim=True) if kind == "layer" else 0)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * decoder.embedding_norm.weight
+    if position == "learned":
+        expected = expected + decoder.position.weight
+    torch.testing.assert_close(decoder.embed(tokens())[0], expected)
+    assert count_parameters(decoder)["non_embedding"] == count_parameters(model())["non_embedding"] + C
+
+
+@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
+def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: str):
+    decoder, batch, first = trained(f"value_residual, {kind}", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
+    with torch.no_grad():
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
+        for layer, (at, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
+            expected = own = (at.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]).view(2, T, 2, 12)
+            if kind == "embedding" or layer:
+                other = decoder.value_embedding[layer](batch.tokens).view(2, T, 2, 12) if kind == "embedding" else first
+                mix = block.attention.value_mix
+                assert mix != 0.5
+                expected = (1 - mix) * own + mix * other
+            first = own if first is None else first
+            torch.testing.assert_close(at.v[:, ::2], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_products():
+    plain, first, embedding = (model(n_kv_head=2, value_residual=kind) for kind in (None, "first_layer", "embedding"))
+    assert count_parameters(embedding)["non_embedding"] == count_parameters(plain)["non_embedding"] + 2
+    assert count_parameters(embedding)["total"] == count_parameters(plain)["total"] + 2 + 2 * V * 24
+    assert flops_per_token(embedding) == flops_per_token(plain)
+    assert flops_per_token(first) == flops_per_token(plain) + 6 * C * 24
+    groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(embedding, OptimConfig())}
+    assert groups["embedding"] == ["embedding.weight", "value_embedding.0.weight", "value_embedding.1.weight"]
+    assert "blocks.0.attention.value_mix" in groups["vectors"]
+    spread = [float(table.weight.detach().std()) for table in embedding.value_embedding]
+    assert spread == pytest.approx([0.02 * C**0.5] * 2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["model.n_layer=1", "model.value_residual=first_layer"], r"model\.value_residual = 'first_layer': has no other layer to act in"),
+        (
+            ["model.block=gau", "model.n_head=1", "model.value_residual=embedding"],
+            "a gated attention unit has no values but its own; drop it",
+        ),
+        (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
+        (["optim.z_loss=0"], r"optim\.z_loss = 0: must be > 0"),
+    ],
+)
+def test_what_has_no_effect_is_refused(tiny, options: list[str], expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        tiny(*options)
+
+
+ALL = ["model.out_init=zero", "model.embedding_norm=rms", "model.logit_softcap=15", "optim.z_loss=1e-4", "optim.optimizer=muon"]
+SETTINGS = {
+    "compiled": ["trainer.compile=true"],
+    "bf16": ["trainer.precision=bf16-mixed"],
+    "isolated documents, dropout, micro-batches": ["data.documents=isolate", "model.dropout=0.1", "trainer.micro_batch=2"],
+}
+
+
+@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
+@pytest.mark.parametrize("setting", [pytest.param(one, marks=pytest.mark.slow if one == "compiled" else ()) for one in SETTINGS])
+def test_a_run_with_all_of_them_learns(tiny, setting: str, kind: str):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    config = tiny("name=all", phases, *ALL, f"model.value_residual={kind}", *SETTINGS[setting])
+    assert train(config) == 0
+    found = losses(config.run_folder)
+    assert found[0] == pytest.approx(math.log(400), rel=0.02)
+    assert found[-1] < found[0] - 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
+def test_two_ranks_train_as_one_with_all_of_them(arguments: list[str], tmp_path, kind: str):
+    options = [*(one for one in ALL if "muon" not in one), f"model.value_residual={kind}"]
+    for name, devices in (("one", 1), ("two", 2)):
+        result = lm(
+            "train", *arguments, *options, f"model.value_residual={kind}", f"name={name}", f"trainer.devices={devices}", process=True
+        )
+        assert result.returncode == 0, result.stderr
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    for name in ("train/loss", "train/z_loss", "val/loss"):
+        assert [value for _, value in curve(one, name)] == pytest.approx([value for _, value in curve(two, name)], abs=1e-4)
+
+
+def test_logits_are_capped_in_fp32_whatever_autocast_says():
+    capped, plain = trained("logit_softcap"), model()
+    plain.load_state_dict(capped.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(capped.logits(tokens()), 3 * torch.tanh(plain.logits(tokens()) / 3))
+        assert plain.logits(tokens()).abs().max() > 3
+        with torch.autocast("cpu", torch.bfloat16):
+            assert capped.logits(tokens()).dtype == torch.float32
+
+
+def test_a_run_logs_its_z_loss_apart_from_the_loss(tiny):
+    """And the z-loss is the same however a step is split into micro-batches."""
+    options = {"plain": [], "z": ["optim.z_loss=1e-3"], "split": ["optim.z_loss=1e-3", "trainer.micro_batch=2"]}
+    plain, z, split = (tiny(f"name={name}", *more, "model.logit_softcap=20") for name, more in options.items())
+    for config in (plain, z, split):
+        assert train(config) == 0
+    plain, z, split = (config.run_folder for config in (plain, z, split))
+    assert losses(z)[0] == losses(plain)[0]
+    assert losses(z)[1:] != losses(plain)[1:]
+    assert not curve(plain, "train/z_loss")
+    (_, first), *_ = curve(z, "train/z_loss")
+    assert first == pytest.approx(1e-3 * math.log(400) ** 2, rel=0.05)  # all 400 logits are near 0 at first
+    assert [value for _, value in curve(split, "train/z_loss")] == pytest.approx([value for _, value in curve(z, "train/z_loss")], rel=1e-3)
