@@ -13,7 +13,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.report.along_axis import AlongAxis, differences_along, values_along
-from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, panel
+from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
 from lm.report.panels import Map, Panel, Picture, Trace, picture
 from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth, token_unit
 from lm.report.sections import Section
@@ -291,7 +291,7 @@ def _by_layer(found: SizeResults, caption: str, parameters: bool) -> Picture | N
                 for layer, curve in layers.items():
                     traces = _layer_traces(found.colour(run.arm), f"{_of_seed(run)}, layer{layer}", quantity, curve, unit)
                     by_quantity.setdefault(quantity, []).extend(traces)
-    panels = [panel(quantity, label, traces) for quantity, traces in sorted(by_quantity.items())]
+    panels = [panel(quantity, label, by_quantity[quantity]) for quantity in sorted(by_quantity, key=order)]
     return picture(panels, found.arm_names, caption) if panels else None
 
 

@@ -46,13 +46,20 @@ def layer_curves(lines: Iterable[dict[str, Plain]]) -> dict[str, dict[int, Layer
             if found := _NAME.fullmatch(name):
                 columns = logged.setdefault(found[1], {}).setdefault(int(found[2]), {})
                 columns.setdefault(found[3] or "", {})[line["step"]] = line["tokens"], np.nan if value is None else value
-    return {quantity: {layer: _curve(columns) for layer, columns in sorted(layers.items())} for quantity, layers in sorted(logged.items())}
+    by_name = {quantity: logged[quantity] for quantity in sorted(logged, key=order)}
+    return {quantity: {layer: _curve(columns) for layer, columns in sorted(layers.items())} for quantity, layers in by_name.items()}
 
 
 def _curve(columns: dict[str, dict[int, tuple[float, float]]]) -> LayerCurve:
     steps = sorted(set.intersection(*(set(points) for points in columns.values())))
     tokens, values = np.array([[points[step] for step in steps] for points in columns.values()], dtype=float).transpose(2, 1, 0)
     return LayerCurve(tokens[:, 0], values, tuple(columns))
+
+
+def order(quantity: str) -> list[tuple[bool, int, str]]:
+    """What quantities are sorted by: their names, in which numbers count as numbers."""
+    parts = re.split(r"(\d+)", quantity)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def title(quantity: str) -> str:
@@ -85,7 +92,8 @@ def by_layer(run: RunRecord) -> Picture | None:
 
 
 def _band(layer: int, curve: LayerCurve, unit: float) -> Trace:
-    groups = np.array_split(np.arange(len(curve.tokens)), min(POINTS, len(curve.tokens)))
+    together = -(-len(curve.tokens) // POINTS)
+    groups = np.split(np.arange(len(curve.tokens)), range(together, len(curve.tokens), together))
     with np.errstate(invalid="ignore"):
         low, middle, high = (np.array([of(curve.values[group]) for group in groups]) for of in (np.min, np.median, np.max))
     x = np.array([curve.tokens[group].mean() for group in groups]) / unit

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter
 
 from lm.evaluation.line_styles import colour_and_marker
 from lm.report.plots import GREY, SETTINGS, note
@@ -135,6 +136,10 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.set_xscale("log", base=panel.log)
     if panel.log_y:
         axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
     draw: dict[str, Callable[[Axes, Trace], None]] = {
         "seed": _seed, "mean": _mean, "dots": _dots, "interval": _bar, "diverged": _diverged,
     }  # fmt: skip

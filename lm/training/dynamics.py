@@ -59,9 +59,10 @@ def logit_scales(decoder: Decoder) -> Iterator[Named]:
         if length > 2:
             log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
             centred = log_n - log_n.mean()
-            slope = scale[:, 1:] @ centred / centred.square().sum()
+            mean = scale[:, 1:].mean(-1)
+            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred / centred.square().sum()  # 0 of a constant, to the bit
             yield _by_head(f"logit_scale/slope/layer{layer}", slope)
-            yield _by_head(f"logit_scale/intercept/layer{layer}", scale[:, 1:].mean(-1) - slope * log_n.mean())
+            yield _by_head(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
 
 def largest_scores(decoder: Decoder, batch: Batch, where: Device) -> Iterator[Named]:
