@@ -189,15 +189,21 @@ class ModelConfig:
         gt=0,
     )
     out_init: Literal["zero"] | None = key(
-        None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says", {"affects": "training"}
+        None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says", {"affects": "training"},
+        omit_default=True,
+    )  # fmt: skip
+    embedding_norm: Literal["rms", "layer"] | None = key(
+        None, "a norm with gain on the tokens' vectors (arXiv 2110.02861); null: none", omit_default=True
     )
-    embedding_norm: Literal["rms", "layer"] | None = key(None, "a norm with gain on the tokens' vectors (arXiv 2110.02861); null: none")
     value_residual: Literal["first_layer", "embedding"] | None = key(
         None,
         "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv 2410.17897), "
         "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
+        omit_default=True,
     )
-    logit_softcap: float | None = key(None, "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none", gt=0)
+    logit_softcap: float | None = key(
+        None, "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none", omit_default=True, gt=0
+    )
 
     @property
     def key_dims(self) -> int:

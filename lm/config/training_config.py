@@ -83,7 +83,7 @@ class Group:
 
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
-    eps: float | None = key(None, "null: the optimizer's", gt=0)
+    eps: float | None = key(None, "null: the optimizer's", omit_default=True, gt=0)
 
 
 @dataclass
@@ -106,6 +106,7 @@ class OptimConfig:
         None,
         "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to train/loss; "
         "1e-4 in arXiv 2204.02311; null: none",
+        omit_default=True,
         gt=0,
     )
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
