@@ -101,7 +101,7 @@ def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
 
 def test_commands_that_need_the_training_text_refuse_a_saved_model(saved: Path, tmp_path: Path):
     for words, said in {
-        ("eval", str(saved)): "model: a model folder: lm eval measures run folders: give the run folder",
+        ("eval", str(saved)): "model: a model folder: of which text its loss is to be measured is not known; name a configuration",
         ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",
     }.items():
         refused = command(*words)

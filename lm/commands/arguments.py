@@ -9,7 +9,6 @@ import typer
 from lm.errors import ConfigError, LMError
 
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. eval.sequences=512", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest validation loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
 New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
@@ -38,7 +37,12 @@ AllowPlugin = Annotated[
 
 def paths_and_overrides(arguments: list[str], missing: str) -> tuple[list[Path], list[str]]:
     """The paths and the `KEY=VALUE` of a command line. Raises ConfigError of `missing` if there is no path."""
-    paths, overrides = [Path(one) for one in arguments if "=" not in one], [one for one in arguments if "=" in one]
+    paths, overrides = split_overrides(arguments)
     if not paths:
         raise ConfigError(missing)
     return paths, overrides
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """The paths and the `KEY=VALUE` of a command line."""
+    return [Path(one) for one in arguments if "=" not in one], [one for one in arguments if "=" in one]

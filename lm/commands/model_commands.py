@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, New, Overrides, Results, Source, paths_and_overrides
+from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source, paths_and_overrides, split_overrides
 from lm.errors import ConfigError
 
 RunsAndOverrides = Annotated[
-    list[str], typer.Argument(metavar="RUN|KEY=VALUE", help="run folders and overrides, e.g. eval.sequences=512", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="RUN|MODEL|CONFIG|KEY=VALUE",
+        help="run folders; model folders and a configuration of the text to measure them on; overrides, e.g. eval.sequences=512",
+        show_default=False,
+    ),
 ]
 Suite = Annotated[
     str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]", show_default=False)
@@ -53,8 +58,8 @@ def diagnose(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|CHECKPOINT|KEY=VALUE",
-            help="run folders, checkpoints or exports, and overrides, e.g. eval.diagnostics.sequences=32",
+            metavar="RUN|CHECKPOINT|CONFIG|KEY=VALUE",
+            help="run folders; checkpoints; exports, with a configuration of text; overrides, e.g. eval.diagnostics.sequences=32",
             show_default=False,
         ),
     ],
@@ -91,7 +96,14 @@ def swap(
     source: Source,
     to: To,
     out: New,
-    overrides: Overrides = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG|KEY=VALUE",
+            help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. eval.sequences=512",
+            show_default=False,
+        ),
+    ] = None,
     init: Init = None,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
@@ -102,7 +114,8 @@ def swap(
     """
     from lm.evaluation.swap import swap_run
 
-    swap_run(source, checkpoint, to, init, out, overrides or [])
+    files, overrides = split_overrides(arguments or [])
+    swap_run(source, checkpoint, to, init, out, overrides, files)
 
 
 def import_(

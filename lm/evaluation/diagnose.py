@@ -9,9 +9,10 @@ from lm.data.prepare import check_sequences
 from lm.errors import ConfigError, RunError
 from lm.evaluation.diagnostic_series import KIND
 from lm.evaluation.diagnostics import describe, diagnostic_sequences, recorded, sequence_length, sequences_of_text
-from lm.evaluation.evaluate import evaluate, open_device, open_store
+from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store
 from lm.evaluation.measurement import weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
+from lm.evaluation.on_text import split_configurations, text_config
 from lm.progress import Progress
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
@@ -23,7 +24,8 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     """Diagnostics of models, printed and returned; those of run folders are kept in their evaluations/, as `lm eval` does.
 
     Args:
-        sources: run folders, checkpoints, exports and other model folders; one without a training run needs eval.diagnostics.text.
+        sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
+            measured on; one without a training run needs them, or eval.diagnostics.text.
         checkpoint: of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
         out: a .csv or .json file for all numbers.
@@ -33,13 +35,19 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     """
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
-    for source in sources:
+    sources, files = split_configurations(sources)
+    for source in sources or files:
         check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
     found: list[Evaluated] = []
     for source in sources:
         folder = source if source.is_dir() else source.resolve().parent.parent
-        if (folder / CONFIG).is_file():
+        if (folder / DESCRIPTION).is_file() and files:
+            loaded = load(source)
+            found += evaluate_model(parse(merge(to_plain(text_config(loaded, files)), changes)), loaded, [KIND])
+        elif files:
+            raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
+        elif (folder / CONFIG).is_file():
             config = parse(merge(to_plain(read_config(folder)), changes))
             path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
             found += evaluate(config, folder, path, [KIND])
@@ -68,7 +76,8 @@ def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     if asked.text:
         held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
     elif loaded.config is None:
-        raise RunError(f"{loaded.path}: has no training run behind it, whose held-out text could be read; set eval.diagnostics.text=FILE")
+        remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
+        raise RunError(f"{loaded.path}: has no training run behind it, whose held-out text could be read; {remedy}")
     else:
         store = open_store(config, loaded)
         check_sequences(store, config)

@@ -15,6 +15,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, RunError
 from lm.evaluation.measurement import measurements, weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
+from lm.evaluation.on_text import on_text, split_configurations, text_config
 from lm.evaluation.results import keep, kept, measured, write_evaluation
 from lm.machine import usable_cores
 from lm.model.device import Device, resolve_device, resolve_precision
@@ -34,7 +35,7 @@ def evaluate_runs(
     What was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders.
+        folders: run folders; or model folders and configurations, whose text they are measured on (`lm.evaluation.on_text`).
         checkpoint: `last`, `best` or a step; of a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
@@ -46,14 +47,22 @@ def evaluate_runs(
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
     own = overrides_in("eval", overrides or [])
-    if bare := [folder for folder in folders if (folder / DESCRIPTION).is_file()]:
-        remedy = "give the run folder, whose held-out text is measured; lm harness and lm generate take the model as it is"
-        raise RunError(f"{bare[0]}: a model folder: lm eval measures run folders: {remedy}")
-    trained = [read_config(folder) for folder in folders]
+    folders, files = split_configurations(folders)
+    if not folders:
+        raise ConfigError(f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too")
+    models = {folder: load(folder, checkpoint) for folder in folders if (folder / DESCRIPTION).is_file()}
+    if files and (runs := [folder for folder in folders if folder not in models]):
+        raise RunError(f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that out")
+    if models and not files:
+        remedy = f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
+        raise RunError(f"{next(iter(models))}: a model folder: of which text its loss is to be measured is not known; {remedy}")
+    trained = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
-    paths = [find_checkpoint(folder, checkpoint) for folder in folders]
+    paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
     try:
-        found = [one for config, folder, path in zip(configs, folders, paths, strict=True) for one in evaluate(config, folder, path)]
+        found = []
+        for config, folder, path in zip(configs, folders, paths, strict=True):
+            found += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
@@ -79,15 +88,25 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[Evaluated]:
     """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or these `kinds` alone; else as `evaluate_runs`."""
     loaded = load(path)
-    decoder, facts = loaded.decoder, loaded.metadata
+    facts = loaded.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     problems = config_problems(config, loaded.config, facts, path)
     if problems:
         found = "; ".join(f"{one.path} = {one.value!r}: {one.reason}" for one in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
+    return _measured(config, folder, loaded, open_device(config, environment), kinds)
+
+
+def evaluate_model(config: Config, loaded: Loaded, kinds: list[str] | None = None) -> list[Evaluated]:
+    """Evaluate a model folder on the text of a `text_config`, or these `kinds` alone; else as `evaluate_runs`."""
+    return _measured(config, loaded.folder, on_text(loaded, config), open_device(config, {}), kinds)
+
+
+def _measured(config: Config, folder: Path, loaded: Loaded, where: Device, kinds: list[str] | None) -> list[Evaluated]:
+    """Measured on the text that `loaded` is of, or taken from what `folder` keeps."""
+    decoder, facts = loaded.decoder, loaded.metadata
     store = open_store(config, loaded)
     check_sequences(store, config)
-    where = open_device(config, environment)
     asked = measurements(config, store, kinds)
     weights = weights_sha256(decoder)
     decoder.to(where.device)

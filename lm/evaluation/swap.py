@@ -1,6 +1,7 @@
 """`lm swap`: a copy of a trained model with another normalizer, and what that did to it."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
@@ -13,6 +14,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import Swap
 from lm.evaluation.evaluate import open_device, open_store
 from lm.evaluation.numbers import Evaluated, print_results
+from lm.evaluation.on_text import on_text, text_config
 from lm.evaluation.results import measured, write_evaluation
 from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
@@ -28,7 +30,9 @@ from lm.schema import Plain, Unavailable, suggest, to_plain
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # what `--init fit` reads
 
 
-def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str]) -> Evaluation:
+def swap_run(
+    source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str], files: Sequence[Path] = ()
+) -> Evaluation:
     """`lm swap`: a copy of a trained model with another normalizer, as a run folder `out` that holds weights alone.
 
     Measures both models on identical held-out tokens; the result is printed, kept in `out`'s evaluations/ and returned.
@@ -39,14 +43,17 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         to: name of the new normalizer.
         init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: its default, or as `overrides` say.
         overrides: `key=value` of the new normalizer's options and of evaluation.
+        files: configurations of the text to measure on, of a model without a training run.
 
     Raises:
         LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
     """
     with new_folder(out) as made:
         loaded = load(source, checkpoint)
-        if loaded.config is None:
-            remedy = "in Python: save_model(swapped(lm.load(...).decoder, options), folder) (docs/running.md)"
+        if files:
+            loaded = _on_text(loaded, files, overrides)
+        elif loaded.config is None:
+            remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {to} -o {out}"
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
             config = _swapped_config(loaded, to, init, out, overrides)
@@ -74,6 +81,14 @@ def swap_run(source: Path, checkpoint: str, to: str, init: str | None, out: Path
         print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
     return evaluation
+
+
+def _on_text(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> Loaded:
+    """A model folder on the text of configurations, with the overrides of their keys."""
+    if (loaded.folder / CONFIG).is_file():
+        raise RunError(f"{loaded.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
+    changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
+    return on_text(loaded, parse(merge(to_plain(text_config(loaded, list(files))), changes)))
 
 
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:

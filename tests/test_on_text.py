@@ -1,0 +1,82 @@
+"""Model folders without a training run: evaluated, diagnosed and swapped on the text of a configuration, with their own tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, lm
+
+from lm.config.data_config import TrainedTokenizer
+from lm.config.load import load as load_config
+from lm.config.model_config import ModelConfig
+from lm.data.tokenizer import train_tokenizer
+from lm.model.decoder import Decoder
+from lm.runs.folder import read_json
+from lm.runs.loading import load, save_model
+
+
+@pytest.fixture(scope="module")
+def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of its own, which knows fewer tokens than it."""
+    folder = tmp_path_factory.mktemp("models")
+    texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
+    train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
+    return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json")
+
+
+@pytest.fixture
+def config(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
+    """A configuration of the corpus, whose model is another."""
+    file = tmp_path / "corpus.yaml"
+    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
+    return file
+
+
+def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, config: Path, tmp_path: Path):
+    out = tmp_path / "numbers.csv"
+    result = lm("eval", str(saved), str(config), "eval.sequences=4", "-o", str(out))
+    assert result.returncode == 0, result.stderr
+    measured = read_json(saved / "evaluations" / "validation.step-000000.json")
+    loss = next(one for one in measured["series"] if one["metric"] == "val loss")
+    assert np.log(290) - 1 < loss["means"][0] < np.log(300) + 1  # untrained
+    assert loss["seq_len"] == 48
+    assert len(loss["samples"][0]["values"]) == 4
+    assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
+    assert load_config([str(config)]).data.tokenizer.name == "train"
+    again = lm("eval", str(saved), str(config), "eval.sequences=4")
+    assert again.returncode == 0
+    assert load(saved).config is None
+
+
+def test_a_model_is_diagnosed_on_the_text_of_a_configuration(saved: Path, config: Path):
+    result = lm("diagnose", str(saved), str(config), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
+    assert result.returncode == 0, result.stderr
+    assert (saved / "evaluations" / "diagnostics.step-000000.json").is_file()
+
+
+def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, config: Path, tmp_path: Path):
+    out = tmp_path / "swapped"
+    result = lm("swap", str(saved), str(config), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
+    assert result.returncode == 0, result.stderr
+    swapped = load(out)
+    assert (swapped.spec.model.normalizer.name, swapped.spec.vocab_size, swapped.spec.seq_len) == ("ssmax", 300, 48)
+    measured = read_json(out / "evaluations" / "swap.step-000000.json")
+    assert measured["options"]["before"] == "softmax"
+    assert lm("eval", str(out), "eval.sequences=4").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["eval", "diagnose"])
+def test_what_can_not_be_measured_is_said_in_one_line(command: str, saved: Path, config: Path, tmp_path: Path):
+    symbols = tmp_path / "symbols.yaml"
+    symbols.write_text(f"base: {ROOT / 'configs' / 'recall_one_symbol.yaml'}\n")
+    no_tokenizer = save_model(Decoder(ModelConfig(n_layer=1, n_head=1, n_embd=8), 20, 16), tmp_path / "mute")
+    for arguments, reason in {
+        (config,): "a configuration, not a model",
+        (saved, symbols): "its sequences are symbols",
+        (no_tokenizer, config): "no tokenizer.json beside the weights",
+        (saved, tmp_path / "none.yaml"): "no such configuration file",
+    }.items():
+        result = lm(command, *map(str, arguments))
+        assert result.returncode in (1, 2), arguments
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert reason in result.stderr
