@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -145,11 +145,25 @@ def import_(
     import_model(source, out, length, revision, tokenizer, end_of_text)
 
 
-def export(source: Source, out: New, checkpoint: Checkpoint = "last", allow_plugin: AllowPlugin = None) -> None:
+def export(
+    source: Source,
+    out: New,
+    checkpoint: Checkpoint = "last",
+    format: Annotated[
+        Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: of transformers, for models that it computes without other code")
+    ] = "lm",
+    allow_plugin: AllowPlugin = None,
+) -> None:
     """Export a trained model.
 
-    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model.
+    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one that transformers
+    loads (docs/pretrained.md).
     """
+    if format == "hf":
+        from lm.huggingface.exporting import export_for_transformers
+
+        print(export_for_transformers(source, checkpoint, out))
+        return
     from lm.runs.loading import export
 
     print(export(source, checkpoint, out))

@@ -10,7 +10,8 @@ from lm.attention.catalogue import Layers
 from lm.attention.options import Options, Softmax, Window
 from lm.config.model_config import Learned, ModelConfig
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
-from lm.huggingface.rope_fields import read_rope
+from lm.huggingface.rope_fields import read_rope, write_rope
+from lm.schema import Plain
 
 MOST_LAYERS = 10**4
 FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` lists
@@ -69,6 +70,14 @@ class Architecture(ABC):
         """The fields of its own, taken."""
 
     @abstractmethod
+    def write(self, shape: Shape) -> dict[str, Plain]:
+        """The configuration of the model that is nearest to one of ours: `read` of it says what that is."""
+
+    def unfit(self, shape: Shape) -> str:
+        """Why a model can't be built by transformers although `read` and `write` describe it; empty if it can."""
+        return ""
+
+    @abstractmethod
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
         """Where each of our parameters lies."""
 
@@ -99,6 +108,17 @@ class GPT2(Architecture):
             normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
         )  # fmt: skip
         return Shape(model, fields.size("vocab_size", 50257), positions)
+
+    def write(self, shape: Shape) -> dict[str, Plain]:
+        model = shape.model
+        activation = next((name for name, ours in self.activations.items() if ours == model.mlp), "gelu_new")
+        return {
+            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": shape.vocab_size,
+            "n_positions": shape.positions, "n_embd": model.n_embd, "n_layer": model.n_layer, "n_head": model.n_head,
+            "n_inner": model.mlp_width,
+            "activation_function": activation, "layer_norm_epsilon": model.norm_eps, "tie_word_embeddings": model.tied,
+            "initializer_range": model.init_std, "dtype": "float32",
+        }  # fmt: skip
 
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
         width, hidden, scales = shape.model.n_embd, shape.model.mlp_width, fields.take("scale_attn_weights", bool, True)
@@ -144,10 +164,11 @@ class Llama(Architecture):
         size = fields.size("head_dim", self.head_dim)
         if size is None and width % heads:
             raise fields.refused("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
+        shared = fields.size("num_key_value_heads", self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads,
-            n_kv_head=fields.size("num_key_value_heads", self.kv_heads),
-            head_size=size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden), mlp="swiglu", norm="rms",
+            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if shared == heads else shared,
+            head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden),
+            mlp="swiglu", norm="rms",
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
             tied=fields.take("tie_word_embeddings", bool, False), **self.own(fields),
         )  # fmt: skip
@@ -157,6 +178,24 @@ class Llama(Architecture):
         """What differs among these architectures: biases, norms of queries and keys, the normalizer."""
         both = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": both[0], "mlp_bias": both[1] if both[0] != both[1] else None, "normalizer": Softmax()}
+
+    def write(self, shape: Shape) -> dict[str, Plain]:
+        model = shape.model
+        return {
+            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.positions, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
+            "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
+            "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied,
+            "initializer_range": model.init_std, "dtype": "float32", **self.write_own(model),
+            "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
+        }  # fmt: skip
+
+    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
+        """The fields that `own` takes."""
+        return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
+
+    def unfit(self, shape: Shape) -> str:
+        return "" if shape.model.n_embd % shape.model.n_head == 0 else "a width that is a multiple of its heads"
 
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
         model = shape.model
@@ -192,8 +231,14 @@ class Qwen2(Llama):
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         return {"bias": False, "qkv_bias": True, "normalizer": _windows(fields)}
 
+    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
+        return _written_windows(model)
 
-class Qwen3(Llama):
+    def unfit(self, shape: Shape) -> str:
+        return ""
+
+
+class Qwen3(Qwen2):
     """Qwen 3: norms of queries and keys, a head size of its own."""
 
     model_type = "qwen3"
@@ -203,6 +248,9 @@ class Qwen3(Llama):
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         bias = fields.take("attention_bias", bool, False)
         return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _windows(fields)}
+
+    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
+        return {"attention_bias": model.bias, **_written_windows(model)}
 
 
 def _windows(fields: Fields) -> Options:
@@ -220,6 +268,16 @@ def _windows(fields: Fields) -> Options:
         return Softmax()
     normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in kinds]
     return normalizers[0] if {*kinds} == {SLIDING} else Layers(of=normalizers)
+
+
+def _written_windows(model: ModelConfig) -> dict[str, Plain]:
+    """The fields that `_windows` takes."""
+    layers = [model.normalizer.of_layer(n) for n in range(model.n_layer)]
+    sizes = [one.size for one in layers if one.name == Window.name]
+    if not sizes:
+        return {"use_sliding_window": False, "sliding_window": None}
+    kinds = [SLIDING if one.name == Window.name else FULL for one in layers]
+    return {"use_sliding_window": True, "sliding_window": sizes[0], "layer_types": kinds}
 
 
 ARCHITECTURES: dict[str, Architecture] = {one.model_type: one() for one in (GPT2, Llama, Qwen2, Qwen3)}
