@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
-from fabricated import finish
+from fabricated import finish, finish_all
 
 from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
@@ -102,6 +102,19 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "not resolved"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
     assert "not resolved" in capsys.readouterr().out
+
+
+def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, overrides, capsys, monkeypatch):
+    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: "")
+    path = written(tmp_path, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
+    finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
+    compare([path], overrides, Work(), report_only=True)
+    out = capsys.readouterr().out
+    tuned, judged = ([name.strip() for name in line.split("┃")[1:-1]] for line in out.splitlines() if line.startswith("┃ arm"))
+    assert tuned == ["arm", "rate", "val/loss"]
+    assert (judged[:4], judged[-1]) == (["arm", "rate", "runs", "mean"], "verdict")
+    _, ssmax = json.loads((tmp_path / "runs" / "trial" / "verdicts.json").read_text())["arms"]
+    assert f"\nssmax: {ssmax['verdict']}: {ssmax['reason']}\n" in out
 
 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):

@@ -174,6 +174,9 @@ def _conclude(procedure: Procedure) -> None:
         write_text(experiment.folder / f"{TUNING}.csv", csv_text(rates))
         _print(f"tuning: mean {SELECTION} on the selection text", tuning_means(procedure))
     _print(f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}", list(map(_shown, lines)))
+    for line in lines:
+        if "verdict" in line:
+            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['verdict']}: {line['reason']}")
     for note in procedure.notes():
         print(note)
     for run in procedure.known():
@@ -199,12 +202,12 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
     if line.get("over_seeds_and_documents"):
         _, low, high = line["over_seeds_and_documents"]
         shown["(over seeds and documents)"] = f"[{low:+.4f}, {high:+.4f}]"
-    return shown | {"verdict": line["verdict"], "because": line["reason"]} if "verdict" in line else shown
+    return shown | {"verdict": line["verdict"]} if "verdict" in line else shown
 
 
 def _print(title: str, lines: list[dict[str, Plain]]) -> None:
     table = Table(title=title, title_justify="left")
-    names = list(dict.fromkeys(name for line in lines for name in line))
+    names = list(dict.fromkeys(name for line in lines for name, value in line.items() if value not in (None, "")))
     for name in names:
         table.add_column(name, overflow="fold")
     for line in lines:
