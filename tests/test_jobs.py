@@ -7,20 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
 from fabricated import finish
-from folders import losses
+from folders import losses, metrics, same, weights
+from waiting import wait_until
 
 from lm.errors import RunError
+from lm.experiments.claims import born
 from lm.experiments.definition import read_experiment
 from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.procedure import Procedure
-from lm.training.train import find_checkpoint
+from lm.experiments.summary import summary
+from lm.runs.folder import read_json
+from lm.runs.metric_log import MetricTail
+from lm.training.train import find_checkpoint, train
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -53,8 +57,7 @@ def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
 
 def child_of(folder: Path, step: int) -> int:
     """The process that trains in a run folder, once it has saved this step."""
-    while not (folder / "checkpoints" / f"step-{step:06d}.ckpt").exists():
-        time.sleep(0.01)
+    wait_until((folder / "checkpoints" / f"step-{step:06d}.ckpt").exists, folder.parent)
     (claim,) = (folder.parent / "claims").glob(f"{folder.name}.*")
     return json.loads(claim.read_text())["child"]
 
@@ -95,8 +98,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     folder = procedure.known()[0].config.run_folder
 
     def stop() -> None:
-        while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < 3:
-            time.sleep(0.01)
+        wait_until(lambda: logged_steps(folder) >= 3, folder.parent)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stopper = threading.Thread(target=stop)
@@ -110,46 +112,91 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     assert json.loads(claim.read_text())["released"]
 
 
-@pytest.mark.slow  # 4 min
-def test_killed_at_random_the_same_command_ends_with_the_same_numbers(file, overrides, tmp_path):
-    drawn = random.Random(0)
+WORK = """
+import sys
+from pathlib import Path
+from lm.experiments.jobs import Jobs
+from lm.experiments.opening import start
+Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), 2).work()
+"""
 
-    def start(runs: Path) -> subprocess.Popen:
-        command = [sys.executable, "-m", "lm", "compare", str(file), *overrides, f"runs={runs}", "--jobs", "2"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
-    def children(process: subprocess.Popen) -> list[int]:
-        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False).stdout
-        return [int(one) for one in found.split()]
+def at_work(folder: Path) -> dict[Path, int]:
+    """The processes that train now, by run folder, as the claims of an experiment say."""
+    found = {}
+    for claim in sorted((folder / "claims").glob("*-seed*")):
+        content = read_json(claim)
+        if born(content.get("child", 0)) and born(content["child"]) == content["child_born"]:
+            found[folder / claim.stem] = content["child"]
+    return found
 
-    undisturbed = start(tmp_path / "undisturbed")
-    assert not undisturbed.communicate()[1]
-    assert undisturbed.returncode == 0
-    kills = {"experiment": 0, "run": 0}
-    for number in range(40):
-        process = start(tmp_path / "killed")
-        while process.poll() is None and not children(process):
-            time.sleep(0.1)
-        time.sleep(drawn.uniform(0, 8))  # starting, training, measuring, saving
-        if process.poll() is not None:
-            break
-        if number % 2:
-            process.send_signal(signal.SIGKILL)
-            kills["experiment"] += 1
-            process.communicate()
-        else:
-            if here := children(process):
-                os.kill(drawn.choice(here), signal.SIGKILL)
+
+def logged_steps(folder: Path) -> int:
+    """The last step in a run's log."""
+    tail = MetricTail(folder / "metrics.jsonl")
+    tail.look()
+    return tail.step
+
+
+@pytest.mark.slow  # 2 min
+def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrides, tmp_path):
+    drawn, kills, started = random.Random(0), {"experiment": 0, "run": 0}, {}
+    undisturbed = Procedure(read_experiment(file, [*overrides, f"runs={tmp_path / 'undisturbed'}"]))
+    for run in undisturbed.known():
+        assert train(run.config) == 0
+    mine = [*overrides, f"runs={tmp_path / 'killed'}"]
+    killed = Procedure(read_experiment(file, mine))
+    folder = killed.experiment.folder
+
+    def work() -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", WORK, str(file), *mine], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    def moment(process: subprocess.Popen) -> tuple[Path, int] | None:
+        """A run and its process at a random moment from its start to its end; None if the work has ended before it."""
+        while process.poll() is None:
+            wait_until(lambda: at_work(folder) or process.poll() is not None, tmp_path)
+            run, child = drawn.choice(sorted(at_work(folder).items()) or [(None, 0)])
+            step = drawn.randint(0, 60)  # 0: while it starts; 60: while it measures and saves
+            if run:
+                wait_until(lambda run=run, child=child, step=step: logged_steps(run) >= step or at_work(folder).get(run) != child, tmp_path)
+                if at_work(folder).get(run) == child:
+                    return run, child
+        return None
+
+    def starts() -> dict[Path, list[int]]:
+        """The steps at which each run has been started."""
+        files = {run: run / "environment.json" for run in (one.config.run_folder for one in killed.known())}
+        return {run: [one["step"] for one in read_json(path)["starts"]] for run, path in files.items() if path.exists()}
+
+    for _ in range(3):
+        process = work()
+        for _ in range(2):
+            if found := moment(process):
+                os.kill(found[1], signal.SIGKILL)
                 kills["run"] += 1
-            time.sleep(1)
-            process.send_signal(signal.SIGTERM)
-            process.communicate()
-    last = start(tmp_path / "killed")
-    assert not last.communicate()[1]
-    assert last.returncode == 0
-    assert min(kills.values()) >= 3, kills
-    folders = {where: tmp_path / where / "trial" for where in ("undisturbed", "killed")}
-    verdicts = [json.loads((folder / "verdicts.json").read_text())["arms"] for folder in folders.values()]
-    assert verdicts[0] == verdicts[1]
-    for folder in folders["undisturbed"].glob("*-seed*"):
-        assert losses(folder) == losses(folders["killed"] / folder.name)
+        if moment(process):
+            process.kill()
+            kills["experiment"] += 1
+        process.wait()
+        ended = [one.config.run_folder for one in Procedure(killed.experiment).known() if one.outcome.ended]
+        started |= {run: steps for run, steps in starts().items() if run in ended and run not in started}
+    process = work()
+    wait_until(lambda: process.poll() is not None, tmp_path)
+    assert process.returncode == 0
+    assert sum(kills.values()) >= 6, kills
+    assert min(kills.values()) >= 2, kills
+    at_the_end = starts()
+    assert all(at_the_end[run] == steps for run, steps in started.items()), "what has ended is not started again"
+    assert all(steps == sorted(steps) for steps in at_the_end.values()), "each start goes on"
+    assert [one.outcome.state for one in Procedure(killed.experiment).known()] == ["finished"] * 4
+    for ours, theirs in zip(Procedure(killed.experiment).known(), undisturbed.known(), strict=True):
+        assert metrics_but_times(ours.config.run_folder) == metrics_but_times(theirs.config.run_folder)
+        assert same(weights(ours.config.run_folder), weights(theirs.config.run_folder))
+    assert summary(Procedure(killed.experiment)) == summary(Procedure(undisturbed.experiment))
+
+
+def metrics_but_times(folder: Path) -> list[dict]:
+    """A run's log without what the machine decides; a measurement that a kill made the run repeat stands there once."""
+    own = ("tokens_per_s", "elapsed_s", "peak_memory_bytes")
+    lines = [{name: value for name, value in line.items() if name not in own} for line in metrics(folder)]
+    return [line for number, line in enumerate(lines) if line not in lines[:number]]

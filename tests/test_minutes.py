@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from fabricated import finish, finish_all
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import limited, seeds_that_fit, total_seconds
-from lm.experiments.opening import open_experiment
+from lm.experiments.opening import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.timing import run_times
 from lm.runs.folder import write_json
+from lm.training.pilot import pilot
+from lm.training.train import train
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -92,18 +95,28 @@ def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, 
         open_experiment(path, arguments[1:])
 
 
-@pytest.mark.slow  # 15 s
-def test_a_pilot_says_how_long_a_run_takes(tmp_path, arguments):
+@pytest.mark.slow  # 10 s
+def test_a_pilot_says_how_long_a_run_takes(tiny, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", time.process_time)  # whatever else the machine does
+    config = tiny("trainer.max_steps=300", "eval.every=100", "trainer.checkpoint_every=300", "optim.batch_tokens=2048", "model.n_embd=64")
+    train(replace(config, name="warm-up", trainer=replace(config.trainer, max_steps=4)))  # what only the first run in a process takes
+    found = pilot(config)["seconds"]
+    begin = time.process_time()
+    assert train(config) == 0
+    assert found == pytest.approx(time.process_time() - begin, rel=0.4)
+
+
+@pytest.mark.slow  # 10 s
+def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, monkeypatch):
     path = tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE | {"seeds": [1]}))
-    overrides = [*arguments[1:], "trainer.max_steps=400", "optim.batch_tokens=4096", "model.n_embd=128"]
-    assert lm("prepare", arguments[0], *overrides).returncode == 0
-    procedure = open_experiment(path, overrides)
-    times, source = run_times(procedure, costs(procedure), 1)
-    assert source.startswith("a pilot of some steps of each arm")
-    begin = time.monotonic()
-    assert lm("train", arguments[0], *overrides, "name=real", process=True).returncode == 0
-    assert times["", "softmax"] == pytest.approx(time.monotonic() - begin, rel=0.4)
+    path.write_text(yaml.safe_dump(FILE))
+    procedure = start(path, arguments[1:], 2)
+    times, source = run_times(procedure, costs(procedure), 2)
+    assert source == "a pilot of some steps of each arm, 2 at a time"
+    assert times.keys() == {("", "softmax"), ("", "ssmax")}
+    assert min(times.values()) > 0
+    monkeypatch.setattr("lm.experiments.timing._timed", lambda *_: pytest.fail("timed again"))
+    assert run_times(procedure, costs(procedure), 2)[0] == times
 
 
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):

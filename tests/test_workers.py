@@ -13,12 +13,13 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from fabricated import finish
+from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import workers
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.workers import Worker, read_options, submit
-from lm.runs.folder import read_json
+from lm.runs.folder import read_json, write_json
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -124,12 +125,15 @@ def test_ways_to_work_exclude_each_other(file):
 
 @INSTALLED
 @pytest.mark.slow  # a minute
-def test_jobs_of_this_machine_train_an_experiment(file, arguments, tmp_path):
-    result = lm("compare", str(file), *arguments[1:], "--submit", "local", "--workers", "2", process=True)
+def test_jobs_of_this_machine_train_an_experiment(file, arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")  # set by --submit: unset again
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "runs" / "trial"
+    folder.mkdir(parents=True)
+    write_json(folder / "pilot.json", {"jobs": 1, "seconds": {"softmax": 5.0, "ssmax": 5.0}})
+    result = lm("compare", str(file), *arguments[1:], "--submit", "local", "--workers", "2")
     assert result.stdout.splitlines()[-1].startswith("submitted: "), result.stderr
-    until = time.monotonic() + 500
-    while not (tmp_path / "runs" / "trial" / "verdicts.json").exists() and time.monotonic() < until:
-        time.sleep(0.5)
+    wait_until((folder / "verdicts.json").exists, tmp_path)
     runs = open_experiment(file, arguments[1:]).known()
     assert [run.outcome.ended for run in runs] == [True] * 4
     assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, "none is trained twice"

@@ -47,7 +47,7 @@ class Claim:
 
     def trained_by(self, pid: int) -> None:
         """Write down the process that trains: while it lives, the claim is not stale on this machine, whoever started it."""
-        self.content |= {"child": pid, "child_born": _born(pid)}
+        self.content |= {"child": pid, "child_born": born(pid)}
         write_json(self.path, self.content)
 
 
@@ -69,7 +69,7 @@ class Claims:
         number, content = self._last(name)
         if number and not self._is_free(self._path(name, number), content):
             return None
-        mine = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid()), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        mine = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         claim = Claim(self._path(name, number + 1), mine, on_lost)
         if not write_new(claim.path, json_bytes(mine)):
             return None
@@ -125,7 +125,7 @@ class Claims:
             return True
         if content.get("host") == _host():
             processes = [(content.get("pid"), content.get("born")), (content.get("child"), content.get("child_born"))]
-            return not any(isinstance(pid, int) and _born(pid) == born for pid, born in processes)
+            return not any(isinstance(pid, int) and born(pid) == since for pid, since in processes)
         try:
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".now-") as file:
                 return os.stat(file.name).st_mtime - os.stat(path).st_mtime > STALE_SECONDS
@@ -166,7 +166,7 @@ def _host() -> str:
     return " ".join(parts)
 
 
-def _born(pid: int) -> str:
+def born(pid: int) -> str:
     """When a process of this machine was started, which tells it from a later one of the same number; empty if there is none alive."""
     try:
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,33 @@
+"""Waiting for what other processes do: as long as they get on with it, however busy the machine is."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+IDLE_SECONDS = 600.0  # without a change below a folder, after which nothing is waited for any more
+
+
+def wait_until(condition: Callable[[], bool], folder: Path) -> None:
+    """Wait until a condition holds; the test fails when nothing has changed below `folder` for `IDLE_SECONDS`."""
+    before, since = None, time.monotonic()
+    while not condition():
+        state = _state(folder)
+        if state != before:
+            before, since = state, time.monotonic()
+        elif time.monotonic() - since > IDLE_SECONDS:
+            pytest.fail(f"nothing has happened in {folder} for {IDLE_SECONDS:.0f} s")
+        time.sleep(0.05)
+
+
+def _state(folder: Path) -> dict[str, tuple[float, int]]:
+    """Times and sizes of all files."""
+    found = {}
+    for path in folder.rglob("*"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        found[str(path)] = status.st_mtime, status.st_size
+    return found
