@@ -95,7 +95,10 @@ def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
     assert (lemmas.log_c2(rows) is None) == (name not in APPLIES)
 
 
-@pytest.mark.parametrize(("options", "applies"), [(opt.Cosine(log_n=True), False), (opt.SSMax(n="fixed:64"), True), (opt.SSMax(), False)])
+@pytest.mark.parametrize(
+    ("options", "applies"),
+    [(opt.Cosine(log_n=True), False), (opt.Softmax(temperature=0.5), True), (opt.SSMax(n="fixed:64"), True), (opt.SSMax(), False)],
+)
 def test_options_decide_whether_lemma_1_applies(options: Options, applies: bool):
     assert lemmas.lemma_1_applies(rows_of(options, [LENGTH - 1])[0]) == applies
 
