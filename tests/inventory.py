@@ -17,13 +17,14 @@ import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
 
 import torch
 import yaml
-from conftest import ROOT
+from conftest import PAINTING, ROOT, unpainted
 from conftest import lm as command
 from safetensors import safe_open
 from typer.main import get_command
@@ -176,7 +177,7 @@ class Mirror:
 
 def files() -> Tree:
     """What commands write: files, the keys and types in them, and headings."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch(PAINTING, unpainted):
         return _files(Path(folder))
 
 
@@ -347,7 +348,12 @@ PARTS: dict[str, Callable[[], Tree]] = {
 
 def frozen(part: str) -> Tree:
     """A part of the inventory as it was written down."""
-    return yaml.safe_load(FROZEN.read_text(encoding="utf-8"))[part]
+    return _written()[part]
+
+
+@cache
+def _written() -> Tree:
+    return yaml.safe_load(FROZEN.read_text(encoding="utf-8"))
 
 
 def differences(ours: Tree, theirs: Tree) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lm
+from conftest import PAINTING, lm, unpainted
 from folders import metrics, series
 from reported import build_run, write_series
 from torch import Tensor
@@ -194,13 +194,16 @@ def strict(path: Path) -> dict:
     return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
 
 
-def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):
+def test_runs_checkpoints_exports_and_models_without_training_are_described(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run, out = tmp_path / "runs" / "relu", tmp_path / "numbers.json"
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
     assert lm("train", *arguments, *options).returncode == 0
     assert [path.name for path in sorted((run / "evaluations").glob("diagnostics.*"))] == [
         f"diagnostics.step-000008.{suffix}" for suffix in ("json", "png")
     ]
+    monkeypatch.setattr(PAINTING, unpainted)  # one was painted
     (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
 
