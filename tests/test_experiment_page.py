@@ -22,6 +22,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults, report_part
 from lm.experiments.summary import summary
 from lm.report.along_axis import differences_along
+from lm.report.panels import Panel, Trace, picture
 from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, METRICS, step_path
@@ -164,6 +165,24 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     assert (cells["2", "ssmax"], cells["3", "log_n"]) == ("diverged", "unfinished")
     assert ("2", "ssmax - softmax") not in cells
     assert {one["of"] for one in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
+
+
+def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
+    procedure = finish_all(made(tmp_path, tune=None))
+    for run in procedure.known():
+        path = run.config.run_folder / METRICS
+        kept = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
+        path.write_text("\n".join(kept) + "\n")
+    page = write_page([procedure], tmp_path / "out")
+    assert {one["panel"] for one in rows(page.parent / "curves.csv")} == {"Training loss"}
+    assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
+
+
+def test_the_legend_names_the_arms_that_are_drawn():
+    traces = [Trace(0, "one", np.ones(1), np.ones(1), "dots"), Trace(1, "other", np.empty(0), np.empty(0), "dots")]
+    svg = picture([Panel("title", "x", "y", traces)], ["drawn", "untrained"], "").svg
+    assert "drawn" in svg
+    assert "untrained" not in svg
 
 
 def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):

@@ -28,11 +28,13 @@ def curves(found: SizeResults) -> Picture | None:
     logs = {run.config.run_folder: read_metrics(run.config.run_folder / METRICS)[0] for run, _ in found.begun}
     primary = found.experiment.primary.metric
     titles = {"train/loss": "Training loss", SELECTION: "Validation loss"} | ({} if primary == SELECTION else {primary: primary})
-    panels = []
+    panels, once = [], []
     for name, title in titles.items():
         by_run = [(run, curve(logs[run.config.run_folder], name)) for run, _ in found.begun]
-        if name in ("train/loss", SELECTION) or any(len(one.tokens) > 1 for _, one in by_run):
+        if name == "train/loss" or any(len(one.tokens) > 1 for _, one in by_run):
             panels.append(_curves_panel(found, title, name, by_run, logs))
+        elif any(len(one.tokens) for _, one in by_run):
+            once.append(title)
     if not any(panel.traces for panel in panels):
         return None
     caption = "Thin: single seeds"
@@ -40,6 +42,7 @@ def curves(found: SizeResults) -> Picture | None:
     caption += "Thick: mean over the seeds of an arm that have finished. All of the held-out text, the part that selects included."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
+    caption += f" Without a curve, because it was measured once: {', '.join(once)}." if once else ""
     return picture(panels, found.arm_names, caption)
 
 

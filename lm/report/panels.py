@@ -107,7 +107,7 @@ def picture(panels: Sequence[Panel | Map | None], arms: Sequence[str], caption: 
 
 def _drawn(panels: Sequence[Panel | Map | None], arms: Sequence[str], rows: int, columns: int, width: float, height: float) -> str:
     """SVG of so many inches, and more in height for the legend."""
-    shown = sorted({trace.arm for panel in panels if isinstance(panel, Panel) for trace in panel.traces})
+    shown = sorted({trace.arm for panel in panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)})
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), dpi=100)
         FigureCanvasAgg(figure)
