@@ -357,10 +357,6 @@ def check_alike(runs: list[Run], metric: str) -> None:
             raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
 
 
-def _losses(by_rate: dict[float, list[Run]], metric: str) -> dict[float, list[float]]:
-    return {rate: [one.outcome.loss(metric) for one in runs] for rate, runs in by_rate.items()}
-
-
 def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
     """What rates are chosen by."""
     return {rate: [one.outcome.loss(SELECTION) for one in runs] for rate, runs in by_rate.items()}
