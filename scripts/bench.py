@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
 from lm.attention.tiles import tiles
-from lm.config.eval_config import DiagnosticsConfig
+from lm.config.eval_config import DiagnosticsConfig, Statistics
 from lm.config.model_config import Learned, ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
@@ -319,7 +320,8 @@ LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072,
 
 def measure_diagnostics(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of shuffled scores."""
-    where, asked = Device(torch.device(arguments.device), bf16=False), DiagnosticsConfig(sequences=arguments.sequences)
+    where = Device(torch.device(arguments.device), bf16=False)
+    asked = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
     options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
     models = [Decoder(options, arguments.vocab_size, 1024, seed).to(where.device) for seed in (0, 1)]
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
@@ -350,6 +352,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
     parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`")
     parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
+    families = get_args(Statistics)
+    parser.add_argument("--statistics", nargs="+", choices=families, default=["concentration", "sparsity"], help="families, of `diagnose`")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--compile", action="store_true")

@@ -1,0 +1,188 @@
+"""docs/theory.md: what the papers on attention normalization state, and what trained models do.
+
+    python scripts/theory.py --text runs/quickstart-text --recall runs/quickstart-recall
+
+Reads the run folders below both, which `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes. Of each arm on text the run of
+the first seed is described (`lm diagnose`, kept in its evaluations/). Writes the page and its pictures.
+"""
+
+import argparse
+import io
+import math
+import time
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from jinja2 import Environment, StrictUndefined
+from scipy.stats import spearmanr
+from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
+from theory_statements import OF_5, Described, compared
+
+from lm.diagnostics.concentration import NO_FIRST
+from lm.evaluation.diagnose import diagnose
+from lm.evaluation.line_styles import colour_and_marker
+from lm.files import write_together
+from lm.runs.folder import CONFIG, read_config
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"
+TEMPLATE = Path(__file__).parent / "theory.md.j2"
+STYLE = {"svg.hashsalt": "lm.theory", "svg.fonttype": "path"}  # the same picture is the same file
+FARTHEST = 2**16  # tokens: predictions beyond are drawn there
+
+
+def run_folders(root: Path) -> list[Path]:
+    """All run folders below `root`, or itself, in the order of arms and seeds."""
+    return sorted(
+        (path.parent for path in root.rglob(CONFIG)), key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed)
+    )
+
+
+def described(root: Path) -> list[Described]:
+    """The first run of each arm below `root`: the softmax one first."""
+    found: dict[str, Path] = {}
+    for folder in run_folders(root):
+        found.setdefault(read_config(folder).model.normalizer.label(), folder)
+    models = []
+    for arm in sorted(found, key=lambda arm: arm != "softmax"):
+        (one,) = diagnose([found[arm]], overrides=[FAMILIES])
+        models.append(Described(arm, found[arm], one.evaluation.step, read_config(found[arm]).data.seq_len, one.evaluation.series))
+    return models
+
+
+def statements_picture(models: list[Described]) -> bytes:
+    """Curves behind the statements, by arm; those with several lines of an arm of the first one."""
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained")
+        for axes, metric in zip(grid[0, :2], ("largest weight" + NO_FIRST, "entropy"), strict=True):
+            for index, model in enumerate(models):
+                if (found := model.curve(metric)) is not None:
+                    axes.plot(found.axis.values, found.means, label=model.arm, **colour_and_marker(index))
+            axes.set(title=metric, xlabel="visible keys n", xscale="log", yscale="log" if "weight" in metric else "linear")
+        several = ((grid[0, 2], OF_5, "linear"), (grid[1, 0], "N_s / N", "linear"), (grid[1, 1], "D of the largest weights", "linear"))
+        for axes, metric, scale in (*several, (grid[1, 2], "change of weights", "log")):
+            lines = [one for one in models[0].series if (one.metric, one.setting) == (metric, "as trained") and one.axis]
+            for index, one in enumerate(lines):
+                axes.plot(one.axis.values, one.means, label=one.what, markersize=3, **colour_and_marker(index))
+                axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.label, xscale="log", yscale=scale)
+        for axes in grid.flat:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=7)
+        return _svg(figure)
+
+
+def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
+    """Predicted and observed 50 % lengths, a panel for each form."""
+    with plt.rc_context(STYLE):
+        figure, row = plt.subplots(1, len(forms), figsize=(4.6 * len(forms), 4.6), layout="constrained", sharex=True, sharey=True)
+        arms = list(dict.fromkeys(run.arm for run in runs))
+        for axes, form in zip(row, forms, strict=True):
+            for run, predicted in zip(runs, form.predictions, strict=True):
+                censored, style = math.isinf(run.observed), colour_and_marker(arms.index(run.arm))
+                x = run.lengths[-1] if censored else run.observed
+                fill = {"markerfacecolor": "none"} if censored else {}
+                axes.plot(x, min(predicted, FARTHEST), linestyle="", markersize=6, **fill, **style)
+            limits = runs[0].length, FARTHEST
+            axes.plot(limits, limits, color="0.6", linewidth=1)
+            axes.set(title=form.name, xlabel="50 % length observed (hollow: not within)", xscale="log", yscale="log")
+            axes.title.set_fontsize(9)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel("predicted, tokens")
+        for index, arm in enumerate(arms):
+            row[0].plot([], [], linestyle="", label=arm, **colour_and_marker(index))
+        row[0].legend(frameon=False, fontsize=7)
+        return _svg(figure)
+
+
+def row(part: list[Run], runs: list[Run], forms: list[Score]) -> dict[str, object]:
+    """The line of one arm in the table of predictions."""
+    plain, fitted = ([predicted for run, predicted in zip(runs, form.predictions, strict=True) if run in part] for form in forms[:2])
+    fell = [run.observed for run in part if math.isfinite(run.observed)]
+    seen = f"{min(fell):,.0f} to {max(fell):,.0f}" if fell else f"not up to {max(run.lengths[-1] for run in part):,}"
+    return {
+        "arm": part[0].arm,
+        "runs": len(part),
+        **{name: np.mean([getattr(run, name) for run in part]) for name in ("at_length", "effective", "s")},
+        "margin": np.mean([np.median(run.found.margin) for run in part]),
+        "slope": np.mean([run.found.slope.mean() for run in part]),
+        "fell": len(fell),
+        "observed": seen,
+        "predicted": float(np.median(plain)),
+        "fitted": float(np.median(fitted)),
+        "threshold": forms[1].thresholds[part[0].arm],
+    }
+
+
+def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
+    """What the predictions say beyond their errors."""
+    fell = [(run.observed, predicted) for run, predicted in zip(runs, forms[0].predictions, strict=True) if math.isfinite(run.observed)]
+    if len(fell) < 3:
+        return [f"{len(fell)} runs fell below one half: too few to say more."]
+    observed, predicted = np.log2(np.array(fell)).T
+    order = spearmanr(observed, predicted)
+    offset = float(np.mean(predicted - observed))
+    return [
+        f"Of the {len(fell)} runs that fell, the formula without a constant says {abs(offset):.2f} octaves too "
+        f"{'long' if offset > 0 else 'short'} on average; {int((predicted < observed).sum())} predictions are too short.",
+        f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}, over runs of all arms).",
+    ]
+
+
+def _svg(figure: plt.Figure) -> bytes:
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    plt.close(figure)
+    return svg.getvalue()
+
+
+def page_of(models: list[Described], runs: list[Run], unlearned: int, longer: list[int], sequences: int) -> str:
+    """The text of docs/theory.md. `runs`: those that have learned the task; `longer`, `sequences`: as the options of the command."""
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
+    forms = scores(runs)
+    arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        models=models,
+        statements=compared(models),
+        runs=runs,
+        unlearned=unlearned,
+        forms=forms,
+        table=[row(part, runs, forms) for part in arms.values()],
+        fell=sum(math.isfinite(run.observed) for run in runs),
+        remarks=remarks(runs, forms),
+        evaluated=min(run.lengths[-1] for run in runs),
+        learned=LEARNED,
+        clear=CLEAR,
+        measured_on=SEQUENCES,
+        longer=longer,
+        sequences=sequences,
+    )
+
+
+def main() -> None:
+    """Describe, predict, look, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="folder of runs on text")
+    parser.add_argument("--recall", type=Path, required=True, help="folder of runs of a recall experiment")
+    parser.add_argument("--longer", type=int, nargs="*", default=[4096, 8192], help="lengths beyond the recall evaluation's, tokens")
+    parser.add_argument("--sequences", type=int, default=8, help="test sequences at those lengths")
+    parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures lie beside it")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    models = described(arguments.text)
+    every = [measured(folder) for folder in run_folders(arguments.recall)]
+    every = [observed(run, tuple(arguments.longer), arguments.sequences) for run in every]
+    runs = [run for run in every if run.accuracy[0] >= LEARNED]
+    pictures = {"theory-statements.svg": statements_picture(models), "theory-prediction.svg": prediction_picture(runs, scores(runs))}
+    text = page_of(models, runs, len(every) - len(runs), arguments.longer, arguments.sequences)
+    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in pictures.items()}})
+    print(f"{arguments.out}, {', '.join(pictures)}: {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The prediction of docs/theory.md on the runs of a recall experiment: at which length accuracy falls below one half."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lm.data.batches import Batch
+from lm.data.tasks.examples import Example
+from lm.data.tasks.generators import example
+from lm.diagnostics.half_length import Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
+from lm.diagnostics.rows import AttentionRows
+from lm.errors import RunError
+from lm.evaluation.answer_series import QUESTION_SEED
+from lm.model.attention_stream import AttentionBlock, attention_blocks
+from lm.model.decoder import Decoder
+from lm.runs.evaluations import last_evaluations
+from lm.runs.folder import read_config
+from lm.runs.loading import load
+from lm.schema import to_plain
+
+HALF = 0.5  # the threshold of the form without a fitted constant
+SEQUENCES = 64  # test sequences that scores are measured on
+LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
+CLEAR = 0.99  # accuracy at the longest length evaluated, above which a run is not measured at longer ones
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run: its arm, what it gives at the training length, and its accuracy at some lengths (empty until they may be looked at).
+
+    Attributes:
+        head: (layer, head) with the largest mean weight on the needle, `at_length`.
+        effective: mean N_eff of that head on the questions; `s`: mean S.
+    """
+
+    folder: Path
+    arm: str
+    length: int
+    head: tuple[int, int]
+    at_length: float
+    effective: float
+    s: float
+    found: Retrieval
+    weights: np.ndarray
+    lengths: tuple[int, ...] = ()
+    accuracy: tuple[float, ...] = ()
+
+    @property
+    def observed(self) -> float:
+        """Its 50 % length."""
+        return observed_half_length(self.lengths, self.accuracy)
+
+    def error(self, predicted: float) -> float:
+        """Of a prediction, octaves."""
+        return error(predicted, self.observed, self.lengths[-1])
+
+    def predicted(self, threshold: float) -> float:
+        """Its 50 % length by the formula."""
+        return half_length(self.weights, self.length, threshold)
+
+
+@torch.no_grad()
+def measured(folder: Path) -> Run:
+    """A run's numbers at the training length; of attention whose weights are e^score over their sum."""
+    config, decoder = read_config(folder), load(folder).decoder
+    task, length = config.data.tasks[0].task, config.data.seq_len
+    parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
+    for index in range(SEQUENCES):
+        made = example(task, QUESTION_SEED, index, length, "test")
+        asked = (made.questions[:, 0] - 1).tolist()
+        for block in attention_blocks(decoder, Batch.of(made.tokens[None]), asked, inputs=True, block=len(asked)):
+            if block.normalizer.score_map == "exp":
+                parts.setdefault(block.layer, []).append(_of_block(block, made))
+    best, found, weights, rows = (0, 0), None, -1.0, None
+    for layer, given in parts.items():
+        needle, others, filler, n, slope, weight, effective = (np.concatenate(one) for one in zip(*given, strict=True))
+        head = int(weight.mean(0).argmax())
+        if weight[:, head].mean() > weights:
+            best, weights, rows = (layer, head), float(weight[:, head].mean()), (effective[:, head], n)
+            found = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
+    arm = f"{', '.join(dict.fromkeys(one.label() for one in config.model.normalizer.layer_options()))}, {config.optim.lr:g}"
+    s = float(np.sqrt(rows[0] / rows[1]).mean())
+    return Run(folder, arm, length, best, weights, float(rows[0].mean()), s, found, median_weights(found, length))
+
+
+def _of_block(block: AttentionBlock, made: Example) -> tuple[np.ndarray, ...]:
+    """Of the questions of one sequence (Q): needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight and N_eff (Q, H)."""
+    rows, length = AttentionRows.of(block), len(made.tokens) - 1
+    keys = rows.visible.size(-1)
+    evidence, questions = torch.as_tensor(made.evidence[:, 0]), torch.arange(len(made.questions))
+    scores = rows.scores.double().masked_fill(~rows.visible, -math.inf).transpose(0, 1)  # (Q, H, S)
+    needle = scores[questions, :, evidence]
+    others = scores.clone()
+    others[questions, :, evidence] = -math.inf
+    special = torch.zeros(length + 1, dtype=torch.bool)
+    for start, stop in [*made.needles, (made.questions[0, 0] - 1, length + 1)]:
+        special[start:stop] = True
+    filler = ~special[:keys] & ~torch.cat((torch.tensor([True]), special[: keys - 1])) & rows.visible
+    slope = (_scale_at_twice(block, rows, length) - 1) / torch.log1p(length / rows.n.double()).unsqueeze(-1)
+    weight = rows.weights.transpose(0, 1)[questions, :, evidence]
+    effective = 1 / rows.weights.double().square().sum(-1).transpose(0, 1)
+    pad = (0, length - keys)
+    padded = torch.nn.functional.pad(others, pad, value=-math.inf), torch.nn.functional.pad(filler, pad)
+    return tuple(one.numpy() for one in (needle, *padded, rows.n.double(), slope, weight, effective))
+
+
+def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> torch.Tensor:
+    """What the scores of the same queries and keys are multiplied by where `length` more tokens stand before all of them, (Q, H) fp64."""
+    layout = replace(
+        block.layout,
+        positions=block.layout.positions + length,
+        key_positions=block.layout.key_positions + length,
+        lengths=block.layout.lengths + length,
+    )
+    keys = rows.visible.size(-1)
+    later = block.normalizer.scores(block.inputs.q[:, :, block.queries], block.inputs.k[:, :, :keys], layout)[0].double()
+    now = rows.scores.double().masked_fill(~rows.visible, 0.0)
+    return ((later * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
+
+
+@torch.no_grad()
+def accuracy_at(decoder: Decoder, folder: Path, length: int, sequences: int) -> float:
+    """Accuracy, teacher-forced, on test sequences of `length` tokens, one at a time."""
+    task, right = read_config(folder).data.tasks[0].task, []
+    for index in range(sequences):
+        made = example(task, QUESTION_SEED, index, length, "test")
+        at = torch.as_tensor(made.questions[:, 0])
+        logits = decoder.head(decoder.hidden(Batch.of(made.tokens[None]))[0, at - 1])
+        right += (logits.argmax(-1) == torch.as_tensor(made.tokens)[at]).tolist()
+    return float(np.mean(right))
+
+
+def observed(run: Run, longer: tuple[int, ...], sequences: int) -> Run:
+    """The run with its accuracy: that of its recall evaluation, and at `longer` lengths where it is neither clear nor lost by then."""
+    every, missing = last_evaluations(run.folder, to_plain(read_config(run.folder)))
+    curves = [one for evaluation in every for one in evaluation.series if evaluation.kind == "recall" and one.metric == "accuracy"]
+    if not curves:
+        raise RunError(f"{run.folder}: has no recall evaluation ({', '.join(missing)}): lm eval {run.folder}")
+    curve = curves[0]  # teacher-forced; the roll-out follows
+    lengths, accuracy = [int(value) for value in curve.axis.values], curve.means.tolist()
+    decoder = load(run.folder).decoder
+    for length in longer:
+        if length > lengths[-1] and 0.5 <= accuracy[-1] < CLEAR:
+            lengths.append(length)
+            accuracy.append(accuracy_at(decoder, run.folder, length, sequences))
+    return replace(run, lengths=tuple(lengths), accuracy=tuple(accuracy))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How predictions of one form came out, over runs: errors in octaves.
+
+    Attributes:
+        name: of the form.
+        fell: mean error of the runs that fell below one half within the lengths measured.
+        within: how many of those were predicted to within a factor of two.
+        kept: how many of the others (censored) were predicted to keep more than half, as they did.
+        predictions: of each run, tokens.
+        thresholds: of each arm, if the form has one.
+    """
+
+    name: str
+    fell: float
+    within: int
+    kept: int
+    predictions: list[float]
+    thresholds: dict[str, float]
+
+
+def scores(runs: list[Run]) -> list[Score]:
+    """The form without a constant, that with one fitted on the other arms, and the baseline, on runs that have learned the task."""
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    others = {arm: [run for run in runs if run.arm != arm] for arm in arms}
+    fitted = {
+        arm: fitted_threshold(
+            [run.weights for run in part], [run.observed for run in part], runs[0].length, max(run.lengths[-1] for run in part)
+        )
+        for arm, part in others.items()
+    }
+    ends = {run: min(run.observed, run.lengths[-1]) for run in runs}
+    mean = {arm: float(np.exp(np.mean([math.log(ends[run]) for run in part]))) for arm, part in others.items()}
+    return [
+        _score("weight below 1/2", runs, [run.predicted(HALF) for run in runs], {}),
+        _score("weight below a threshold fitted on the other arms", runs, [run.predicted(fitted[run.arm]) for run in runs], fitted),
+        _score("baseline: mean length of the other arms", runs, [mean[run.arm] for run in runs], {}),
+    ]
+
+
+def _score(name: str, runs: list[Run], predictions: list[float], thresholds: dict[str, float]) -> Score:
+    errors = [(run, run.error(predicted), predicted) for run, predicted in zip(runs, predictions, strict=True)]
+    fell = [one for run, one, _ in errors if math.isfinite(run.observed)]
+    kept = sum(predicted >= run.lengths[-1] for run, _, predicted in errors if math.isinf(run.observed))
+    return Score(name, float(np.mean(fell)) if fell else math.nan, sum(one <= 1 for one in fell), kept, predictions, thresholds)
