@@ -3,6 +3,8 @@
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -305,3 +307,22 @@ def test_what_is_no_model_is_said(source: str, tmp_path: Path):
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_import_holds_a_few_tensors_not_the_model(tmp_path: Path):
+    """At most 1.5 times the weights in fp32, here of 100 MB, more than the process had before."""
+    fields = OTHERS["smollm2"][1] | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 4000}
+    save(tmp_path / "hf", "llama", fields)
+    code = f"""
+import re, pathlib, lm.runs.loading
+from lm.huggingface.importing import import_model
+def peak(): return int(re.search("VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+before = peak()
+import_model("{tmp_path / "hf"}", pathlib.Path("{tmp_path / "out"}"))
+print(peak() - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert size > 90e6
+    assert int(result.stdout.split()[-1]) < 1.5 * size

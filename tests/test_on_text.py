@@ -11,8 +11,9 @@ from lm.config.load import load as load_config
 from lm.config.model_config import ModelConfig
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
-from lm.runs.folder import read_json
+from lm.runs.folder import read_json, read_sealed, write_sealed
 from lm.runs.loading import load, save_model
+from lm.runs.weights_shape import with_shape_of
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,29 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     measured = read_json(out / "evaluations" / "swap.step-000000.json")
     assert measured["options"]["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
+
+
+def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Path, tmp_path: Path):
+    arguments = [str(config), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2"]
+    result = lm("train", *arguments, "model.normalizer=softmax", "eval.sequences=4")
+    assert result.returncode == 0, result.stderr
+    run = load(tmp_path / "run")
+    assert (run.spec.vocab_size, run.spec.seq_len, run.spec.model.n_embd, run.config.data.tokenizer.name) == (300, 32, 32, "file")
+    assert run.tokenizer.get_vocab() == load(saved).tokenizer.get_vocab()
+    contradicting = lm("train", *arguments, "model.normalizer=softmax", "name=other", "model.n_mlp=64")
+    assert (contradicting.returncode, contradicting.stderr.count("\n")) == (2, 1)
+    assert f"model.n_mlp = 64: {saved} has" in contradicting.stderr
+    swapped = lm("train", *arguments, "name=other", "model.normalizer=ssmax")
+    assert "convert it: lm swap" in swapped.stderr
+
+
+@pytest.mark.parametrize("normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}])
+def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, normalizer: dict, tmp_path: Path):
+    description = read_sealed(saved / "lm.json")
+    assert with_shape_of(str(saved), {})["model"]["normalizer"]["name"] == "softmax"
+    description["spec"]["model"]["normalizer"] = normalizer
+    write_sealed(tmp_path / "lm.json", description)
+    assert "normalizer" not in with_shape_of(str(tmp_path), {})["model"]
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])

@@ -98,8 +98,9 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """
     paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
     from lm.config.load import load
+    from lm.runs.weights_shape import with_shape_of
 
-    loaded = load(arguments)
+    loaded = load(arguments, with_shape_of)
     from lm.training.train import train
 
     raise typer.Exit(train(loaded))

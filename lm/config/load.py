@@ -4,6 +4,7 @@
 `ConfigError` with every problem. Nothing here imports torch.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,8 +23,10 @@ MAX_BASES = 50  # files that inherit from each other in a row
 ALTERNATIVES = {"trainer.max_steps": "tokens_per_parameter", "trainer.tokens_per_parameter": "max_steps"}
 
 
-def load(arguments: list[str]) -> Config:
+def load(arguments: list[str], with_weights: Callable[[str, dict[str, Plain]], dict[str, Plain]] | None = None) -> Config:
     """The user's configuration from YAML files and `key=value` overrides, later ones winning; normalizers that it names are imported.
+
+    with_weights: (`init_from`, keys of the files) -> keys; what it changes, overrides may change again.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -42,7 +45,11 @@ def load(arguments: list[str]) -> Config:
                 raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
             merged = merge(merged, plain)
             name = name or Path(argument).stem
-    merged = merge(merged, read_overrides(overrides))
+    own = read_overrides(overrides)
+    weights = own.get("init_from", merged.get("init_from"))
+    if with_weights and weights and isinstance(weights, str):
+        merged = with_weights(weights, merged)
+    merged = merge(merged, own)
     with PLUGINS.trusted():
         return parse(interpolated({**merged, "name": merged.get("name") or name}))
 

@@ -52,7 +52,8 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 
     source: the weights that `init_from` names.
     """
-    decoder = Decoder(config.model_in(0), store.vocab_size, config.data.seq_len, config.seed)
+    vocab_size = source.spec.vocab_size if source else store.vocab_size
+    decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, config.seed)
     origin, notes = initialize_from(config, store, decoder, source) if source else (None, [])
     freeze(decoder, config.train_only)
     return PhaseStart(0, 0, decoder), origin, notes
@@ -86,10 +87,11 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Load
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Problem]:
-    """A tokenizer other than that of the weights."""
-    if store.vocab_size != loaded.decoder.vocab_size:
+    """A tokenizer other than that of the weights, which may have room for more tokens than theirs knows."""
+    known = loaded.tokenizer is not None
+    if store.vocab_size > loaded.decoder.vocab_size or (not known and store.vocab_size < loaded.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
-    elif loaded.tokenizer and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
+    elif known and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
         reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
     else:
         return []

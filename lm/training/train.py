@@ -34,7 +34,7 @@ def train(config: Config) -> int:
             source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
-            config = with_steps(config, store.vocab_size)
+            config = with_steps(config, source.spec.vocab_size if source else store.vocab_size)
             from lm.training.fit import fit  # so does Lightning
 
             return fit(config, store, checkpoint, source, process)
