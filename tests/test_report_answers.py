@@ -25,6 +25,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
     assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
+    assert CONTROL not in {one.line.of for one in comparison.differences}, "a control says nothing about an arm"
     assert found[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     found = compared(*folders)[1]

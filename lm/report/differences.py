@@ -23,13 +23,13 @@ class Difference:
 
 
 def differences(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> list[Difference]:
-    """Of every arm to the first, in every line that has values by unit, at the farthest place that both have."""
+    """Of every arm to the first, in every line but the controls that has values by unit, at the farthest place that both have."""
     return [
         _of_line(arm, arms[0], section, line)
         for arm in arms[1:]
         for section in found
         for line in section.lines
-        if any(one.samples for one in (*section.of_arm(arm, line), *section.of_arm(arms[0], line)))
+        if any(one.samples and not one.control for one in (*section.of_arm(arm, line), *section.of_arm(arms[0], line)))
     ]
 
 
