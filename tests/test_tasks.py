@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -122,8 +123,9 @@ def test_the_sequences_never_change_between_processes_and_versions(task: Task):
 
 
 def test_another_process_makes_the_same_sequences():
-    code = "from tests.test_tasks import *; print(*(digest(task, 64) for task in SYMBOLIC))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "5"})
+    code = "from test_tasks import *; print(*(digest(task, 64) for task in SYMBOLIC))"
+    env = {"PYTHONHASHSEED": "5", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert out.stdout.split() == [digest(task, 64) for task in SYMBOLIC]
 
 
