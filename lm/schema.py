@@ -96,9 +96,10 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
     return field(default_factory=lambda: list(default), metadata={"help": help, "effect": effect, "item": schema})
 
 
-def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None):
-    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults."""
-    return field(default_factory=lambda: table[default](), metadata={"help": help, "effect": effect, "table": table})
+def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
+    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults. `omit_default` as of `key`."""
+    metadata = {"help": help, "effect": effect, "table": table, "omit_default": omit_default}
+    return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
 def variants(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):
@@ -305,7 +306,8 @@ def to_plain(config) -> dict[str, Plain]:
     plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
     for spec in fields(config):
         value = getattr(config, spec.name)
-        if spec.metadata.get("omit_default") and value == spec.default:
+        default = spec.default if spec.default is not MISSING else spec.default_factory()
+        if spec.metadata.get("omit_default") and value == default:
             continue
         if "item" in spec.metadata or "list_table" in spec.metadata:
             plain[spec.name] = [to_plain(item) for item in value]

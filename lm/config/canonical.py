@@ -4,10 +4,6 @@ from lm.attention.catalogue import Layers
 from lm.config.model_config import ModelConfig
 from lm.schema import Plain, build, flatten
 
-# Keys of `model` that were added later, with their defaults: left out where they have them, so that the canonical form, and every hash
-# of it, is that of configurations written before.
-ADDED: dict[str, Plain] = {"mlp_bias": None, "position.scaling": {"name": "none"}}
-
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     """A configuration (plain data, as in config.yaml) with each null of `model` resolved and each list of normalizers at its shortest.
@@ -22,7 +18,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if problems:
         return config
     resolved = {name: value for name, value in read.block.resolved(read).items() if name in model}
-    found = {**config, "model": _without_added(_with_shortest_list({**model, **resolved}, read.n_layer))}
+    found = {**config, "model": _with_shortest_list({**model, **resolved}, read.n_layer)}
     if isinstance(phases := config.get("phases"), list):
         found["phases"] = [_with_shortest_list(phase, read.n_layer) for phase in phases]
     return found
@@ -37,17 +33,6 @@ def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, t
     meant = [flatten(canonical(one)) for one in (ours, theirs)]
     values = {key: tuple(one.get(key) for one in meant) for key in (*meant[0], *meant[1])}
     return {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
-
-
-def _without_added(model: dict[str, Plain]) -> dict[str, Plain]:
-    """A model without the keys of `ADDED` that have their defaults."""
-    for path, default in ADDED.items():
-        block, _, name = path.rpartition(".")
-        inner = model.get(block, model)
-        if isinstance(inner, dict) and name in inner and inner[name] == default:
-            rest = {key: value for key, value in inner.items() if key != name}
-            model = {**model, block: rest} if block else rest
-    return model
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:

@@ -36,7 +36,9 @@ class Rope(Position):
     rotates: ClassVar[bool] = True
     theta: float = key(10000.0, "base of the rotation periods", gt=1, le=1e12)
     fraction: float = key(1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1)
-    scaling: TrainedScaling = variant(TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training")
+    scaling: TrainedScaling = variant(
+        TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training", omit_default=True
+    )
 
     @property
     def label(self) -> str:
@@ -179,7 +181,7 @@ class ModelConfig:
     qk_norm: bool = key(False, "RMSNorm with gain on each head's queries and keys")
     bias: bool = key(False, "biases in linear layers and LayerNorm")
     qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as `bias`")
-    mlp_bias: bool | None = key(None, "biases of the MLP; null: as `bias`")
+    mlp_bias: bool | None = key(None, "biases of the MLP; null: as `bias`", omit_default=True)
     tied: bool = key(False, "one matrix for embedding and head")
     dropout: float = key(0.0, "after embedding, attention and MLP", {"affects": "training"}, ge=0, lt=1)
     init_std: float = key(
