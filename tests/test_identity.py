@@ -108,17 +108,6 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
     assert f"its starts differ: {name} 2.13, from step 50 2.14" in read_run(folder).missing
 
 
-def test_a_run_of_a_version_without_a_key_is_of_the_arm_where_it_is_off(tmp_path):
-    older, newer = build_run(tmp_path, "older"), build_run(tmp_path, "newer", seed=2)
-    text = (older / "config.yaml").read_text()
-    (older / "config.yaml").write_text(text.replace("  out_init: null\n", "").replace("  value_residual: null\n", ""))
-    assert (older / "config.yaml").read_text() != text
-    assert arms(older, newer) == [["older", "newer"]]
-    comparison, _ = compared(older, build_run(tmp_path, "other", model={"out_init": "zero"}))
-    assert [arm.runs[0].name for arm in comparison.arms] == ["older", "other"]
-    assert dict(comparison.config_diff) == {"model.out_init": ("-", "zero")}
-
-
 # ---------------------------------------------------------------- where weights come from
 
 

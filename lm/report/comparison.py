@@ -179,7 +179,7 @@ def _config_diff(arms: tuple[Arm, ...] | list[Arm]) -> tuple[tuple[str, tuple[st
     lines = []
     for key in keys:
         values = tuple(", ".join(dict.fromkeys(_value(run, key) for run in arm.runs)) for arm in arms)
-        if len({"null" if value == "-" else value for value in values}) > 1:  # a version without the key had it off
+        if len(set(values)) > 1:
             lines.append((key, values))
     return tuple(lines)
 

@@ -63,10 +63,9 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     """All that decides what a run learns, except its seed, as dotted keys in canonical form: runs in which it is equal are one arm.
 
     Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) are identified by
-    the arm they come from, not by their path. Keys that are null (off) are left out: a run of a version that did not have them is of
-    the same arm.
+    the arm they come from, not by their path.
     """
-    found = {key: value for key, value in flatten(canonical(config)).items() if value is not None and is_learned(key)}
+    found = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
     as_used = {key: used(environment, _last_part(key)) for key in recorded_per_start()}
     found |= {key: value for key, value in as_used.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
