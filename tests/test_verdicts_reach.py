@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import yaml
 from conftest import ROOT
 from fabricated import finish, validate
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.judging import judge
 from lm.experiments.page_pictures import differences, rates
@@ -21,6 +22,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary, tuning_table
 from lm.experiments.tuning_tables import csv_text
+from lm.runs.validation import validation_series
 from lm.statistics.intervals import over_seeds
 from lm.statistics.reach import tokens_to_reach
 from lm.statistics.verdicts import Comparison, verdicts
@@ -121,6 +123,17 @@ def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, mon
     assert procedure.known()[0].outcome.tokens_to_reach(LEVEL, selection=False) == pytest.approx(1000, rel=1e-3)
 
 
+def test_a_metric_of_no_better_direction_reaches_nothing(tmp_path, monkeypatch):
+    procedure = experiment(tmp_path)
+    monkeypatch.setattr("fabricated.validation_series", lambda *given: [replace(one, better="none") for one in validation_series(*given)])
+    for run in procedure.known():
+        trained(run, reached(run))
+    with pytest.raises(
+        RunError, match=r"^primary\.reach: val/loss has no better direction in which a level is reached: drop primary.reach"
+    ):
+        judge(procedure)
+
+
 def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.panels._drawn", lambda *given: "<svg />")
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
@@ -152,7 +165,10 @@ def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkey
     ("changes", "message"),
     [
         ({"primary": {"reach": 4.6, "learned": 4.6}}, "primary.reach = 4.6: runs would be compared in two ways"),
-        ({"primary": {"reach": 4.6, "metric": "long/loss"}}, "primary.reach = 4.6: long/loss is measured once, at the last step"),
+        (
+            {"primary": {"reach": 4.6, "metric": "long/loss as trained"}},
+            "primary.reach = 4.6: long/loss as trained is measured once, at the last step",
+        ),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "train": False}}},
             "primary.reach = 4.6: b is not trained; drop the arm",

@@ -157,11 +157,18 @@ class Outcome:
 
     def tokens_to_reach(self, level: float, selection: bool) -> float:
         """Tokens at which the wanted metric first reached a level, on the documents that select or on those that report, from the run's
-        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished."""
+        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished.
+
+        Raises:
+            RunError: no direction of the metric is better: which side of a level has reached it is not defined.
+        """
         if self.state != "finished":
             return math.inf
         if selection not in self._reached:
             last = self.values(self.metric)
+            if last.better == "none":
+                remedy = "drop primary.reach, or name a metric of which more or less is better"
+                raise RunError(f"primary.reach: {self.metric} has no better direction in which a level is reached: {remedy}")
             points = [(one.tokens_seen, values.part(selection).mean) for one, values in self._history if values.identity == last.identity]
             self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, last.better)
         return self._reached[selection]
