@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,15 @@ from lm.diagnostics.rows import LEAST_KEYS, query_indices
 from lm.diagnostics.statistic import Values
 from lm.evaluation.diagnostics import describe
 from lm.evaluation.held_out import HeldOut
+from lm.evaluation.numbers import Evaluated, print_results
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.report.html import write_report
+from lm.runs.evaluations import Evaluation
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
+from lm.runs.series import Axis, Series
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 
@@ -300,3 +304,23 @@ def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
     for one, other in zip(by_two, series(run, "diagnostics", 8), strict=True):
         assert (one.metric, one.setting, one.what) == (other.metric, other.setting, other.what)
         np.testing.assert_allclose(one.means, other.means, rtol=1e-5, atol=1e-6)
+
+
+def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsys: pytest.CaptureFixture):
+    keys, values = Axis("visible keys", "tokens", "", tuple(range(1, 31))), np.arange(30.0)
+    values[0] = math.nan
+    curves = tuple(
+        Series("diagnostics", "entropy", "nats", "none", 64, means, what=what, setting="as trained", axis=keys)
+        for what, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
+    )
+    evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
+    print_results([Evaluated(Path("runs/one"), evaluation, cached=False)])
+    said = capsys.readouterr().out
+    assert re.search(r"entropy, layer 1 +as trained +1 \(2 tokens\) +29 \(30 tokens\)", said)
+    assert re.search(r"entropy, layer 2 +as trained *$", said, re.MULTILINE)
+    assert "58 more numbers" in said
+    assert "runs/one" not in said
+    print_results([Evaluated(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
+    said = capsys.readouterr().out
+    assert re.search(r"two, 8 +entropy, layer 1 +as trained +1 \(2 tokens\) +29 \(30 tokens\)", said)
+    assert "116 more numbers" in said
