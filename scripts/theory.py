@@ -3,12 +3,13 @@
     python scripts/theory.py --text runs/quickstart-text --recall runs/quickstart-recall
 
 Reads the run folders below both, which `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes. Of each arm on text the run of
-the first seed is described (`lm diagnose`, kept in its evaluations/). Writes the page and its pictures.
+the lowest seed is described (`lm diagnose`, kept in its evaluations/). Writes the page and its pictures.
 """
 
 import argparse
 import io
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, o
 from theory_statements import OF_5, Described, compared
 
 from lm.diagnostics.concentration import NO_FIRST
+from lm.errors import LMError, RunError
 from lm.evaluation.diagnose import diagnose
 from lm.evaluation.line_styles import colour_and_marker
 from lm.files import write_together
@@ -36,22 +38,26 @@ FARTHEST = 2**16  # tokens: predictions beyond are drawn there
 
 
 def run_folders(root: Path) -> list[Path]:
-    """All run folders below `root`, or itself, in the order of arms and seeds."""
-    return sorted(
-        (path.parent for path in root.rglob(CONFIG)), key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed)
-    )
+    """All run folders below `root`, or itself, in the order of arms and seeds. Raises RunError: there are none."""
+    found = [path.parent for path in root.rglob(CONFIG)]
+    if not found:
+        raise RunError(f"{root}: no run folders there: make them with lm compare")
+    return sorted(found, key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed))
 
 
-def described(root: Path) -> list[Described]:
-    """The first run of each arm below `root`: the softmax one first."""
+def first_runs(root: Path) -> dict[str, Path]:
+    """The run of the lowest seed of each arm below `root`, the softmax one first. Runs that chose learning rates have seeds above the final
+    ones, so that it is of the chosen rate. Raises RunError: there are none."""
     found: dict[str, Path] = {}
-    for folder in run_folders(root):
+    for folder in sorted(run_folders(root), key=lambda one: read_config(one).seed):
         found.setdefault(read_config(folder).model.normalizer.label(), folder)
-    models = []
-    for arm in sorted(found, key=lambda arm: arm != "softmax"):
-        (one,) = diagnose([found[arm]], overrides=[FAMILIES])
-        models.append(Described(arm, found[arm], one.evaluation.step, read_config(found[arm]).data.seq_len, one.evaluation.series))
-    return models
+    return {arm: found[arm] for arm in sorted(found, key=lambda arm: arm != "softmax")}
+
+
+def described(arm: str, folder: Path) -> Described:
+    """The diagnostics of a run on text."""
+    (one,) = diagnose([folder], overrides=[FAMILIES])
+    return Described(arm, folder, one.evaluation.step, read_config(folder).data.seq_len, one.evaluation.series)
 
 
 def statements_picture(models: list[Described]) -> bytes:
@@ -71,7 +77,8 @@ def statements_picture(models: list[Described]) -> bytes:
                 axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.label, xscale="log", yscale=scale)
         for axes in grid.flat:
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=7)
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=7)
         return _svg(figure)
 
 
@@ -123,12 +130,18 @@ def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
     if len(fell) < 3:
         return [f"{len(fell)} runs fell below one half: too few to say more."]
     observed, predicted = np.log2(np.array(fell)).T
-    order = spearmanr(observed, predicted)
+    order, within = spearmanr(observed, predicted), []
+    for arm in dict.fromkeys(run.arm for run in runs):
+        pairs = [pair for pair, run in zip(fell, (run for run in runs if math.isfinite(run.observed)), strict=True) if run.arm == arm]
+        if len(pairs) > 2:
+            one = spearmanr(*zip(*pairs, strict=True))
+            within.append(f"{one.statistic:.2f} (p = {one.pvalue:.2g}) of {arm}")
     offset = float(np.mean(predicted - observed))
     return [
         f"Of the {len(fell)} runs that fell, the formula without a constant says {abs(offset):.2f} octaves too "
         f"{'long' if offset > 0 else 'short'} on average; {int((predicted < observed).sum())} predictions are too short.",
-        f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}, over runs of all arms).",
+        f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}) over runs of all arms. "
+        f"Within an arm: {'; '.join(within) or 'fewer than 3 runs'}.",
     ]
 
 
@@ -139,11 +152,14 @@ def _svg(figure: plt.Figure) -> bytes:
     return svg.getvalue()
 
 
-def page_of(models: list[Described], runs: list[Run], unlearned: int, longer: list[int], sequences: int) -> str:
-    """The text of docs/theory.md. `runs`: those that have learned the task; `longer`, `sequences`: as the options of the command."""
+def page_of(models: list[Described], runs: list[Run], unlearned: int, arguments: argparse.Namespace) -> str:
+    """The text of docs/theory.md. `runs`: those that have learned the task; `arguments`: of the command."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
-    forms = scores(runs)
+    evaluated = min(run.lengths[-1] for run in runs)
+    first, second = [run.up_to(evaluated) for run in runs], runs
+    looks = {f"up to {max(run.lengths[-1] for run in part):,}": (part, scores(part)) for part in (first, second)}
+    forms = scores(second)
     arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         models=models,
@@ -152,37 +168,48 @@ def page_of(models: list[Described], runs: list[Run], unlearned: int, longer: li
         unlearned=unlearned,
         forms=forms,
         table=[row(part, runs, forms) for part in arms.values()],
-        fell=sum(math.isfinite(run.observed) for run in runs),
+        looks=[
+            (name, part, form, sum(math.isfinite(run.observed) for run in part)) for name, (part, made) in looks.items() for form in made
+        ],
         remarks=remarks(runs, forms),
-        evaluated=min(run.lengths[-1] for run in runs),
+        evaluated=evaluated,
+        further=sum(run.lengths[-1] > evaluated for run in runs),
         learned=LEARNED,
         clear=CLEAR,
         measured_on=SEQUENCES,
-        longer=longer,
-        sequences=sequences,
+        longer=arguments.longer,
+        sequences=arguments.sequences,
+        text=arguments.text.resolve().name,
+        recall=arguments.recall.resolve().name,
     )
 
 
-def main() -> None:
-    """Describe, predict, look, write."""
+def main(given: list[str]) -> None:
+    """Predict, look, describe, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="folder of runs on text")
     parser.add_argument("--recall", type=Path, required=True, help="folder of runs of a recall experiment")
     parser.add_argument("--longer", type=int, nargs="*", default=[4096, 8192], help="lengths beyond the recall evaluation's, tokens")
     parser.add_argument("--sequences", type=int, default=8, help="test sequences at those lengths")
     parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures lie beside it")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     started = time.perf_counter()
-    models = described(arguments.text)
+    on_text = first_runs(arguments.text)
     every = [measured(folder) for folder in run_folders(arguments.recall)]
     every = [observed(run, tuple(arguments.longer), arguments.sequences) for run in every]
     runs = [run for run in every if run.accuracy[0] >= LEARNED]
+    if not runs:
+        raise RunError(f"{arguments.recall}: none of {len(every)} runs has an accuracy of {LEARNED} at the training length: train longer")
+    models = [described(arm, folder) for arm, folder in on_text.items()]
     pictures = {"theory-statements.svg": statements_picture(models), "theory-prediction.svg": prediction_picture(runs, scores(runs))}
-    text = page_of(models, runs, len(every) - len(runs), arguments.longer, arguments.sequences)
+    text = page_of(models, runs, len(every) - len(runs), arguments)
     write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in pictures.items()}})
     print(f"{arguments.out}, {', '.join(pictures)}: {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except LMError as error:
+        sys.exit(str(error))

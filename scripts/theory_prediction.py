@@ -1,6 +1,7 @@
 """The prediction of docs/theory.md on the runs of a recall experiment: at which length accuracy falls below one half."""
 
 import math
+from bisect import bisect
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from lm.data.batches import Batch
 from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
-from lm.diagnostics.half_length import Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
+from lm.diagnostics.half_length import OCTAVES, Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
 from lm.diagnostics.rows import AttentionRows
 from lm.errors import RunError
 from lm.evaluation.answer_series import QUESTION_SEED
@@ -21,7 +22,7 @@ from lm.runs.folder import read_config
 from lm.runs.loading import load
 from lm.schema import to_plain
 
-HALF = 0.5  # the threshold of the form without a fitted constant
+HALF = 0.5  # accuracy that a run falls below, and the threshold of the form without a fitted constant
 SEQUENCES = 64  # test sequences that scores are measured on
 LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
 CLEAR = 0.99  # accuracy at the longest length evaluated, above which a run is not measured at longer ones
@@ -53,6 +54,11 @@ class Run:
         """Its 50 % length."""
         return observed_half_length(self.lengths, self.accuracy)
 
+    def up_to(self, longest: int) -> "Run":
+        """As if it had been measured up to this length alone."""
+        count = sum(length <= longest for length in self.lengths)
+        return replace(self, lengths=self.lengths[:count], accuracy=self.accuracy[:count])
+
     def error(self, predicted: float) -> float:
         """Of a prediction, octaves."""
         return error(predicted, self.observed, self.lengths[-1])
@@ -64,8 +70,15 @@ class Run:
 
 @torch.no_grad()
 def measured(folder: Path) -> Run:
-    """A run's numbers at the training length; of attention whose weights are e^score over their sum."""
-    config, decoder = read_config(folder), load(folder).decoder
+    """A run's numbers at the training length; of attention whose weights are e^score over their sum.
+
+    Raises:
+        RunError: it was not trained on recall of pairs, or has no such attention.
+    """
+    config = read_config(folder)
+    if not config.data.tasks:
+        raise RunError(f"{folder}: was trained on text, not on a recall task: give --recall the runs of a recall experiment")
+    decoder = load(folder).decoder
     task, length = config.data.tasks[0].task, config.data.seq_len
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     for index in range(SEQUENCES):
@@ -81,6 +94,8 @@ def measured(folder: Path) -> Run:
         if weight[:, head].mean() > weights:
             best, weights, rows = (layer, head), float(weight[:, head].mean()), (effective[:, head], n)
             found = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
+    if found is None:
+        raise RunError(f"{folder}: no layer has weights that are e^score over their sum, which the prediction is of")
     arm = f"{', '.join(dict.fromkeys(one.label() for one in config.model.normalizer.layer_options()))}, {config.optim.lr:g}"
     s = float(np.sqrt(rows[0] / rows[1]).mean())
     return Run(folder, arm, length, best, weights, float(rows[0].mean()), s, found, median_weights(found, length))
@@ -121,6 +136,13 @@ def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> 
     return ((later * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
 
 
+def between(lengths: list[int], accuracy: list[float]) -> list[int]:
+    """The lengths, doubled each time, that lie between the two where accuracy first falls below one half; [] if it never does."""
+    last = next((index for index, right in enumerate(accuracy) if right < HALF), 0)
+    doubled = [lengths[last - 1] * 2**power for power in range(1, OCTAVES)] if last else []
+    return [length for length in doubled if length < lengths[last]]
+
+
 @torch.no_grad()
 def accuracy_at(decoder: Decoder, folder: Path, length: int, sequences: int) -> float:
     """Accuracy, teacher-forced, on test sequences of `length` tokens, one at a time."""
@@ -134,7 +156,8 @@ def accuracy_at(decoder: Decoder, folder: Path, length: int, sequences: int) -> 
 
 
 def observed(run: Run, longer: tuple[int, ...], sequences: int) -> Run:
-    """The run with its accuracy: that of its recall evaluation, and at `longer` lengths where it is neither clear nor lost by then."""
+    """The run with its accuracy: that of its recall evaluation; at `longer` lengths where it is neither clear nor lost by then; and an
+    octave apart between two lengths of the evaluation where it falls below one half between them."""
     every, missing = last_evaluations(run.folder, to_plain(read_config(run.folder)))
     curves = [one for evaluation in every for one in evaluation.series if evaluation.kind == "recall" and one.metric == "accuracy"]
     if not curves:
@@ -142,8 +165,12 @@ def observed(run: Run, longer: tuple[int, ...], sequences: int) -> Run:
     curve = curves[0]  # teacher-forced; the roll-out follows
     lengths, accuracy = [int(value) for value in curve.axis.values], curve.means.tolist()
     decoder = load(run.folder).decoder
+    for length in between(lengths, accuracy):
+        place = bisect(lengths, length)
+        lengths.insert(place, length)
+        accuracy.insert(place, accuracy_at(decoder, run.folder, length, sequences))
     for length in longer:
-        if length > lengths[-1] and 0.5 <= accuracy[-1] < CLEAR:
+        if length > lengths[-1] and HALF <= accuracy[-1] < CLEAR:
             lengths.append(length)
             accuracy.append(accuracy_at(decoder, run.folder, length, sequences))
     return replace(run, lengths=tuple(lengths), accuracy=tuple(accuracy))

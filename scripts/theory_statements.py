@@ -11,7 +11,8 @@ from lm.diagnostics.concentration import NO_FIRST
 from lm.runs.series import Series
 
 TRAINED, UNTRAINED = "as trained", "untrained weights"
-READ, DERIVED, UNCONFIRMED = "as in the paper", "derived by us", "not confirmed: our reconstruction"
+READ, DERIVED, UNCONFIRMED = "as in the source", "derived by us", "not confirmed: our reconstruction"
+QUOTED = "quoted to us, not confirmed"
 OF_5 = "d~ of 5 keys"
 
 
@@ -195,7 +196,7 @@ def _entropy(model: Described) -> tuple[str, bool] | None:
 
 STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     (
-        "SSMax (2501.19399), section 2",
+        "SSMax (2501.19399)",
         "the largest weight of softmax goes to 0 as n grows",
         READ,
         "exponent of the largest weight in n, first token left out (untrained); below -.1 counts",
@@ -233,8 +234,8 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     ("Mudarisov, Theorem 1, set of the largest weights", "a bound on d~", UNCONFIRMED, "d~ over the bound, by N: below 1", _bounded),
     (
         "Mudarisov, Theorem 1, random sets",
-        "the expectation of d~, with the factor alpha + N / (L - 1) as quoted to us",
-        UNCONFIRMED,
+        "the expectation of d~, with the factor alpha + N / (L - 1)",
+        QUOTED,
         "formula over drawn sets, by N; within 20 % (median)",
         _ratio("random keys, uncorrected", lambda x: bool(abs(np.median(x) - 1) < 0.2)),
     ),
@@ -255,7 +256,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     ),
     ("Mudarisov, Alg. 4", "N_s / N stays at .70 to .85 from N = 16 on (80 %)", READ, "N_s / N at N = 16", _separable),
     (
-        "Mudarisov, section 4",
+        "Mudarisov, on several heads",
         "H heads separate 1 - (1 - p)^H of the keys",
         READ,
         "by at least one head of a layer, over N; within .05",
@@ -285,7 +286,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     (
         "Su, 9889",
         "linear attention mostly expresses position; a decay cannot adapt",
-        "quoted to us",
+        QUOTED,
         "no linear attention among these runs",
         None,
     ),

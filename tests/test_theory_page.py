@@ -1,5 +1,6 @@
 """docs/theory.md as scripts/theory.py makes it: statements by arm, and predictions scored on made-up runs."""
 
+import argparse
 import importlib
 import math
 from pathlib import Path
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 from test_half_length import LENGTH, made
 
+from lm.config.load import to_yaml
+from lm.config.tree import Config
 from lm.diagnostics.half_length import median_weights
+from lm.errors import RunError
 from lm.runs.series import Axis, Series
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+ARGUMENTS = argparse.Namespace(text=Path("runs/words"), recall=Path("runs/pairs"), longer=[4096], sequences=8)
 
 
 @pytest.fixture
@@ -19,6 +24,12 @@ def script(monkeypatch: pytest.MonkeyPatch):
     """A function: name -> module of scripts/."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """A run folder that says what it is of, and no more."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
 
 
 def runs_of(prediction) -> list:
@@ -40,6 +51,14 @@ def test_predictions_are_scored_with_the_threshold_of_the_other_arms(script):
     assert fitted.fell < 0.2 < min(plain.fell, baseline.fell)
     assert (plain.kept, fitted.kept) == (2, 2)
     assert plain.predictions[-1] == math.inf
+
+
+def test_between_distant_lengths_of_an_evaluation_accuracy_is_measured_an_octave_apart(script):
+    between = script("theory_prediction").between
+    assert between([64, 2048], [1.0, 0.04]) == [128, 256, 512, 1024]
+    assert between([64, 128, 256], [1.0, 0.6, 0.4]) == []
+    assert between([64, 300, 2048, 9000], [1.0, 0.9, 0.3, 0.1]) == [600, 1200]
+    assert between([64, 2048], [1.0, 0.5]) == between([64, 2048], [0.3, 0.2]) == []
 
 
 def test_the_page_says_of_each_statement_what_came_out(script):
@@ -65,8 +84,55 @@ def test_the_page_says_of_each_statement_what_came_out(script):
     assert (found["Su, 9019"].values["softmax"], found["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
     assert (found["Mudarisov, Alg. 1"].values["softmax"], found["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
     assert found["Mudarisov, Alg. 4"].outcome == "not measured here"
-    text = theory.page_of(models, runs_of(prediction), 1, [4096], 8)
+    text = theory.page_of(models, runs_of(prediction), 1, ARGUMENTS)
     assert "| Su, 9019 | the sum that normalizes grows more slowly than n |" in text
     assert "| weight below 1/2 |" in text
     assert "of 4 | 2 of 2 |" in text
+    assert "scored twice" not in text
     assert "{" not in text
+
+
+def test_predictions_are_scored_at_the_lengths_that_all_runs_have_and_again_with_the_longer_ones(script):
+    prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
+    runs = [run.up_to(run.lengths[-1] // 4) if run.arm == "c" else run for run in runs_of(prediction)]
+    text = theory.page_of([statements.Described("softmax", Path("run"), 8, 64, ())], runs, 0, ARGUMENTS)
+    first, second = (
+        [line for line in text.splitlines() if line.startswith(f"| up to {longest:,} |")] for longest in (LENGTH * 8, LENGTH * 32)
+    )
+    assert (len(first), len(second)) == (3, 3)
+    assert "The 4 runs between" in text
+    assert "scored twice" in text
+
+
+def test_of_each_arm_on_text_the_run_of_the_lowest_seed_is_described(script, tiny, tmp_path):
+    theory = script("theory")
+    for name, normalizer, seed in (
+        ("ssmax-1", "ssmax", 101),
+        ("ssmax-2", "ssmax", 2),
+        ("ssmax-3", "ssmax", 3),
+        ("softmax-1", "softmax", 1),
+    ):
+        write_config(tiny(f"model.normalizer={normalizer}", f"seed={seed}"), tmp_path / name)
+    assert list(theory.first_runs(tmp_path).items()) == [("softmax", tmp_path / "softmax-1"), ("ssmax", tmp_path / "ssmax-2")]
+
+
+def test_the_command_writes_the_page_and_its_pictures(script, tmp_path, monkeypatch):
+    prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
+    runs = {run.folder / str(number): run for number, run in enumerate(runs_of(prediction))}
+    monkeypatch.setattr(theory, "first_runs", lambda root: {"softmax": root / "run"})
+    monkeypatch.setattr(theory, "run_folders", lambda root: [*runs])
+    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described(arm, folder, 8, 64, ()))
+    monkeypatch.setattr(theory, "measured", lambda folder: runs[folder].up_to(0))
+    monkeypatch.setattr(theory, "observed", lambda run, longer, sequences: next(one for one in runs.values() if one.found is run.found))
+    theory.main(["--text", "runs/words", "--recall", "runs/pairs", "--out", str(tmp_path / "theory.md")])
+    assert {path.name for path in tmp_path.iterdir()} == {"theory.md", "theory-statements.svg", "theory-prediction.svg"}
+    assert "scripts/theory.py --text runs/words --recall runs/pairs\n" in (tmp_path / "theory.md").read_text()
+
+
+def test_runs_that_the_command_can_not_use_are_named(script, tiny, tmp_path):
+    theory = script("theory")
+    with pytest.raises(RunError, match="no run folders there"):
+        theory.main(["--text", str(tmp_path), "--recall", str(tmp_path)])
+    write_config(tiny(), tmp_path / "run")
+    with pytest.raises(RunError, match="was trained on text, not on a recall task"):
+        theory.main(["--text", str(tmp_path), "--recall", str(tmp_path)])
