@@ -80,7 +80,7 @@ def main() -> None:
 
 
 _SMALLER = {  # by command: what needs less memory
-    "train": "lower trainer.micro_batch, data.seq_len or the model's size",
+    "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
     "diagnose": "lower eval.diagnostics.length_factor",
     "swap": "lower data.seq_len or eval.sequences",

@@ -62,3 +62,11 @@ def test_phases_name_the_current_one_in_brackets(printed):
     shown = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
     assert shown.startswith("[softmax to step ")
     assert ", then ssmax" in shown
+
+
+def test_tokens_a_parameter_are_named_and_far_too_few_are_warned_of(printed):
+    few = printed("trainer.max_steps=8")
+    assert ", 0.035 a parameter" in few["tokens"]
+    assert few["note"].startswith("fewer than 5 tokens a parameter: ")
+    assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
+    assert "note" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")

@@ -1,12 +1,13 @@
 """How long a run is where its tokens are given by the size of the model, and the presets that say so."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT, lm
-from folders import differences, kill_after
+from folders import differences, kill_after, losses
 
 from lm.config.load import load
 from lm.config.tree import Config
@@ -53,6 +54,21 @@ def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Pat
         alone, first, last = (load(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
         assert (first.optim.lr, last.optim.lr) == (rate or alone.optim.lr, alone.optim.lr)
         assert (last.model.n_layer, last.model.n_embd, last.trainer.tokens_per_parameter) == (alone.model.n_layer, alone.model.n_embd, 20)
+
+
+def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpus: Path):
+    shape, recipe = (ROOT / "configs" / name for name in ("models/1m.yaml", "recipes/modern.yaml"))
+    tiny_data = [f"data.source={{name: files, paths: [{corpus}]}}", *arguments[2:], "data.tokenizer.vocab_size=400", "data.seq_len=64"]
+    steps = ["optim={batch_tokens: 512, warmup_steps: 5}", "eval={every: 20, sequences: 8, long_context: {length_factor: 0}}"]
+    machine = [
+        "trainer={accelerator: cpu, precision: 32, threads: 1, compile: false, max_steps: 20}",
+        "log={wandb: disabled, progress: none}",
+    ]
+    config = load([str(shape), str(recipe), *tiny_data, *steps, *machine, "name=modern"])
+    assert train(config) == 0
+    found = losses(config.run_folder)
+    assert found[0] == pytest.approx(math.log(400), rel=0.02)
+    assert found[-1] < found[0] - 0.3
 
 
 def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):

@@ -35,7 +35,8 @@ def run_out(monkeypatch: pytest.MonkeyPatch, allocation=cpu_allocation) -> None:
 def test_training_says_what_to_lower_and_leaves_no_run_folder(arguments: list[str], tmp_path: Path, monkeypatch, allocation):
     run_out(monkeypatch, allocation)
     ended = lm("train", *arguments, "name=big")
-    expected = f"error: out of memory (asked for {ALLOCATIONS[allocation]}): lower trainer.micro_batch, data.seq_len or the model's size\n"
+    remedy = "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size"
+    expected = f"error: out of memory (asked for {ALLOCATIONS[allocation]}): {remedy}\n"
     assert (ended.returncode, ended.stderr[-len(expected) :]) == (1, expected)
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "runs" / "big").exists()

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.errors import Problem
-from lm.schema import key, section, variant
+from lm.schema import key, optional, section, variant
 
 
 @dataclass
@@ -140,6 +140,18 @@ class Phase:
     warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9)
 
 
+@dataclass
+class Profile:
+    """Optimizer steps that are recorded by torch's profiler."""
+
+    first: int = key(10, "first step that is recorded", ge=1, le=10**9)
+    last: int = key(12, "last step that is recorded", ge=1, le=10**9)
+
+    def problems(self) -> list[Problem]:
+        """No step in between."""
+        return [Problem("last", self.last, f"is before first = {self.first}")] if self.last < self.first else []
+
+
 EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands that run a model
 
 
@@ -164,11 +176,17 @@ class TrainerConfig:
     compile: Literal["auto", True, False] = key(
         "auto", "torch.compile; `auto`: when the run is long enough to repay it", {"affects": "numerics"}
     )
+    activation_checkpointing: bool = key(
+        False,
+        "keep no activations but the inputs of blocks for the backward pass, which computes them again: less memory, more time",
+        omit_default=True,
+    )
     threads: int | None = key(None, "CPU threads of each process; null: usable cores / devices", {"acts_in": EVERYWHERE}, ge=1, le=1024)
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
         2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1, le=10**6
     )
+    profile: Profile | None = optional(Profile, "record steps with torch's profiler, in the run's folder profile/; null: none")
 
 
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]

@@ -1,6 +1,5 @@
-"""What a decoder costs: parameters, FLOPs, memory."""
+"""What a decoder costs: parameters, FLOPs."""
 
-from lm.model.cross_entropy import chunk_tokens
 from lm.model.decoder import Decoder, is_normalizer
 
 
@@ -13,19 +12,14 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
 
 
-def flops_per_token(decoder: Decoder) -> int:
-    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 3 T a dimension of keys and values for causal attention."""
+def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
+    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 3 T a dimension of keys and values for causal attention.
+
+    masked: count what the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do: 6 N + 12 L H Q T.
+    """
     config = decoder.config
     matrices = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
     if config.value_residual == "first_layer":  # whose values are computed twice
         matrices += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * (config.key_dims + config.value_dims)
-    return 6 * matrices + 3 * config.n_layer * decoder.seq_len * dimensions
-
-
-def estimated_memory(decoder: Decoder, tokens: int, bf16: bool) -> int:
-    """Bytes of training on `tokens` at a time, roughly: fp32 weights, gradients and two Adam moments, activations, one chunk of logits."""
-    config, state = decoder.config, 16 * sum(p.numel() for p in decoder.parameters())
-    heads = config.n_head * config.key_dims + config.kv_heads * config.value_dims
-    saved = config.n_layer * (6 * config.n_embd + 3 * heads + 4 * config.mlp_width)  # values a token keeps for the backward pass
-    return state + tokens * saved * (2 if bf16 else 4) + 12 * chunk_tokens(decoder.head.weight) * decoder.vocab_size
+    return 6 * matrices + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions

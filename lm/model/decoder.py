@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
         self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.inference.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
@@ -94,7 +96,7 @@ class Decoder(nn.Module):
         """
         x, context = self.embed(tokens, layout, cache)
         for block in self.blocks:
-            x = block(x, context)
+            x = checkpoint(block, x, context, use_reentrant=False) if self.recomputes and torch.is_grad_enabled() else block(x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)

@@ -16,7 +16,7 @@ from lm.files import write_together
 from lm.schema import Plain, convert, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
-CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
+CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
 RESOLVED = "resolved.json"  # in the folder of an experiment, around its run folders: what its first start settled for all of them
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # why a folder that is locked is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt

@@ -18,14 +18,22 @@ from lm.config.training_config import Groups
 from lm.config.tree import Config
 from lm.data.batches import train_sequences
 from lm.data.store import Store
-from lm.model.counts import count_parameters, estimated_memory, flops_per_token
+from lm.errors import one_line
+from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.runs.folder import command_line
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
+from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups
 from lm.training.run_context import Machine
 from lm.training.starting import PhaseStart
 
+# Below a quarter of the 20 tokens a parameter that use compute best (Hoffmann et al. 2022) a run is warned.
+FEWEST = 5
+FEW = (
+    f"fewer than {FEWEST} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
+    "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
+)
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer")
 
 
@@ -35,7 +43,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    memory = estimated_memory(decoder, config.micro_batch * data.seq_len, machine.bf16)
     on = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
@@ -51,23 +58,48 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         **({"phases": _phases(config, start.phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}" + _epochs(store, config, tokens),
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
+        + _epochs(store, config, tokens),
+        **({"note": FEW} if _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic) else {}),
         **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
         **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
         **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
-        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; memory about {memory / 2**30:.2f} GiB a process",
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {_peak(machine)}",
+        "memory": _memory(config, start.phase, store.vocab_size, machine),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 
+def _ratio(config: Config, parameters: dict[str, int]) -> float:
+    """Tokens trained on, for each parameter that is not of a normalizer (as `trainer.tokens_per_parameter`)."""
+    return config.trainer.max_steps * config.optim.batch_tokens / (parameters["total"] - parameters["normalizer"])
+
+
+def _peak(machine: Machine) -> str:
+    """What the device can make a second."""
+    if not machine.peak_flops:
+        return "the device's peak is not known"
+    return f"peak {machine.peak_flops:.2e} FLOP/s ({'its maker' if machine.accelerator == 'gpu' else 'of a matrix product'})"
+
+
+def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
+    """The estimate of what the tensors of a training step take."""
+    try:
+        found = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
+    except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
+        return f"not estimated: {one_line(error)}"
+    saved = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
+    return f"about {found / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {saved}); libraries and evaluations aside"
+
+
 def _model_options(model: ModelConfig) -> str:
     """All options of the model but its shape, position and normalizer, which have lines of their own."""
-    named = {name: value for name, value in to_plain(model).items() if name not in _IN_OTHER_LINES}
+    named = {name: value for name, value in vars(model).items() if name not in _IN_OTHER_LINES}
     return ", ".join(f"{name} = {json.dumps(value)}" for name, value in named.items())
 
 
@@ -184,6 +216,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": store.val.unigram_cross_entropy},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
+        "peak_flops": machine.peak_flops,
         **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.shorter else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),

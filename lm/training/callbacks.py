@@ -24,6 +24,7 @@ from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
 from lm.training.state import Best
+from lm.training.utilization import mfu
 
 
 class StepCallback(L.Callback):
@@ -91,11 +92,12 @@ class StopOnSignal(StepCallback):
 
 class Metrics(StepCallback):
     """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; tokens per second; the peak of memory, as after evaluations; the normalizers' parameters, and what `log.dynamics` names."""
+    rate; tokens per second, MFU; the peak of memory, as after evaluations; the normalizers' parameters, and what `log.dynamics` names."""
 
     def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
         self.bf16, self.last_step, self.last_time = run.machine.bf16, 0, 0.0
+        self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -123,6 +125,7 @@ class Metrics(StepCallback):
                 "train/grad_norm": module.last.grad_norm,
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
+                **mfu(module.decoder, speed, self.peak_flops),
                 "elapsed_s": round(now, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),

@@ -37,8 +37,10 @@ from lm.training.launcher import Process
 from lm.training.metrics import MetricLog
 from lm.training.mirror import start_wandb, wandb_mode
 from lm.training.module import TrainModule
+from lm.training.profiling import ProfileSteps
 from lm.training.run_context import Machine, RunContext
 from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
+from lm.training.utilization import peak_flops
 
 # How Lightning finds the other processes, by who started them: it would guess.
 LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
@@ -79,7 +81,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, before)
 
-    machine = Machine(accelerator, device, precision, compiled, process.launcher)
+    peak = peak_flops(accelerator, precision.value != "32") if main else None
+    machine = Machine(accelerator, device, precision, compiled, process.launcher, peak)
     recorded = {**environment(config, store, start, machine, before), "started_from": origin}
     recorded[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirror = None
@@ -155,6 +158,7 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         callbacks=[
             stop,
             Metrics(run, clock),  # starts the clock; what follows pauses it
+            ProfileSteps(run, clock),
             Validate(run, clock),  # before Checkpoints, which saves the best
             Checkpoints(run, clock),
             Evaluate(run, clock),  # takes long: a kill meanwhile loses no step

@@ -49,6 +49,7 @@ class TrainModule(L.LightningModule):
     def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
         super().__init__()
         self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
+        self.decoder.recomputes = run.config.trainer.activation_checkpointing
         config, compiled = run.config, run.machine.compiles
         # A plain attribute, because a compiled module would rename every parameter in the checkpoint. One graph for each sequence length.
         self.loss_sums = torch.compile(self.decoder.training_loss, dynamic=False) if compiled else self.decoder.training_loss

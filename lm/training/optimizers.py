@@ -113,17 +113,22 @@ def after_swap(state: State) -> State:
     return {name: known for name, known in state.items() if not is_normalizer(name)}
 
 
-def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
-    """The first entry of `state` that doesn't fit the optimizer of this decoder, and why; empty if all fit.
-
-    decoder: on the meta device, where the step that creates the expected state costs nothing.
-    """
+def implied_state(decoder: Decoder, config: Config) -> State:
+    """The state of the configuration's optimizer after a step of a decoder on the meta device, where the step costs nothing."""
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    implied = named_state(optimizer)
+    return named_state(optimizer)
+
+
+def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
+    """The first entry of `state` that doesn't fit the optimizer of this decoder, and why; empty if all fit.
+
+    decoder: on the meta device.
+    """
+    implied = implied_state(decoder, config)
     for name in {**implied, **state}:
         if name not in implied or name not in state:
             return f"{name} is {'missing' if name in implied else 'not trained'}"

@@ -13,14 +13,15 @@ from lm.training.metrics import MetricLog
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how a run computes: Lightning's accelerator, the device in words, precision, whether it compiles, and who started its
-    processes."""
+    """Where and how a run computes: Lightning's accelerator, the device in words, precision, whether it compiles, who started its
+    processes, and the FLOPs a second that one device can make (None: not known)."""
 
     accelerator: str
     device: str
     precision: Resolved
     compiled: Resolved
     launcher: Launcher = "lightning"
+    peak_flops: float | None = None
 
     @property
     def bf16(self) -> bool:

@@ -1,0 +1,115 @@
+"""How much memory a run will need: the tensors of its training steps, counted as they are made, without their numbers."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lm.config.model_config import ModelConfig
+from lm.config.tree import Config
+from lm.model.cross_entropy import CHUNK_LOGITS
+from lm.model.decoder import Decoder
+from lm.training.optimizers import implied_state
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made within it, each storage once, until they are freed.
+
+    Attributes:
+        now, peak: bytes at this moment, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Run an operation, and count its results."""
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known[storage] = None
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, n_bytes: int) -> None:
+        self.now -= n_bytes
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A kind of training step; `key` is all that its memory depends on."""
+
+    key: str
+    config: Config = field(compare=False)
+    model: ModelConfig = field(compare=False)
+    vocab_size: int
+    bf16: bool
+    accelerator: str
+
+
+def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
+    """Bytes of all tensors of a process at the peak of a training step: weights, gradients, optimizer state, activations, logits.
+
+    Not considered are `torch.compile`, which keeps less, isolated documents, and evaluations.
+    """
+    model, trainer = config.model_in(phase), config.trainer
+    kind = (model, config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, trainer.activation_checkpointing)
+    return _estimated(_Case(repr((kind, config.optim, config.train_only)), config, model, vocab_size, bf16, accelerator))
+
+
+@lru_cache(maxsize=64)
+def _estimated(case: _Case) -> int:
+    config = case.config
+    with torch.device("meta"):
+        decoder = Decoder(case.model, case.vocab_size, config.data.seq_len, seed=None)
+    decoder.recomputes = config.trainer.activation_checkpointing
+    state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
+    kept = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
+    trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
+    with FakeTensorMode(allow_non_fake_inputs=True), TensorMemory() as memory:
+        decoder.to_empty(device="cpu")
+        if case.model.tied:
+            decoder.head.weight = decoder.embedding.weight
+        weights = memory.now  # known by their shapes
+        gradients = torch.empty(trained, dtype=torch.uint8)  # of the step before
+        tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+            hidden = decoder(tokens)
+        gradient, chunk = torch.empty_like(hidden), torch.empty(_logit_bytes(hidden, case), dtype=torch.uint8)
+        head = torch.empty_like(decoder.head.weight)  # its gradient, which the loss forms as it goes
+        del chunk
+        if config.rank_sequences > config.micro_batch:  # what each micro-batch adds does not stay
+            for parameter in filter(lambda p: p.requires_grad, decoder.parameters()):
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        else:
+            del gradients  # Lightning drops them after the forward pass
+        hidden.backward(gradient)
+        del head
+    sent = trained if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
+    return memory.peak - weights + sum(one.nbytes for one in kept) + sent
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _logit_bytes(hidden: Tensor, case: _Case) -> int:
+    """Bytes of a chunk's logits and of their gradient, in fp32, and of the derivative of a cap on them (`lm.model.cross_entropy`)."""
+    tokens = hidden.numel() // hidden.size(-1)
+    chunk = max(64, CHUNK_LOGITS["cuda" if case.accelerator == "gpu" else "cpu"] // case.vocab_size)
+    return (8 if case.model.logit_softcap is None else 16) * min(tokens, chunk) * case.vocab_size

@@ -1,0 +1,191 @@
+"""What a run costs: memory, estimated and saved by activation checkpointing; MFU; the profiler's window."""
+
+import gzip
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, lm
+from folders import differences, kill_after, metrics
+
+from lm.config.load import load
+from lm.config.tree import Config
+from lm.data.batches import Batch
+from lm.model.counts import flops_per_token
+from lm.model.decoder import Decoder
+from lm.training.memory import TensorMemory, estimated_memory
+from lm.training.optimizers import make_optimizer
+from lm.training.train import train
+from lm.training.utilization import mfu, peak_flops
+
+RECOMPUTED = "trainer.activation_checkpointing=true"
+LARGER = ["model.n_embd=64", "model.n_layer=3", "data.seq_len=128", "optim.batch_tokens=2048"]
+GAU = ["model.block={name: gau, key_size: 16}", "model.n_head=1", "model.normalizer=relu2"]
+MODERN = ["model.value_residual=first_layer", "model.embedding_norm=rms", "model.logit_softcap=15", "optim.optimizer=muon"]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def measured(config: Config, bf16: bool = False) -> int:
+    """Bytes of tensors at the peak of the second of two steps, as Lightning makes them."""
+    with TensorMemory() as memory:
+        decoder = Decoder(config.model, 400, config.data.seq_len, 1)
+        decoder.recomputes = config.trainer.activation_checkpointing
+        optimizer = make_optimizer(decoder, config.optim)
+        for _ in range(2):
+            for number in range(config.rank_sequences // config.micro_batch):
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = decoder.loss(Batch.of(torch.randint(400, (config.micro_batch, config.data.seq_len + 1))))
+                if number == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+    return memory.peak
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], [RECOMPUTED], GAU, ["trainer.micro_batch=4"], ["model.tied=true", "model.dropout=0.1"], ["model.normalizer=entmax15"], MODERN],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@pytest.mark.parametrize("bf16", [False, True], ids=["32", "bf16"])
+def test_the_memory_of_a_step_is_estimated_within_fifteen_percent(tiny, options: list[str], bf16: bool):
+    config = tiny(*LARGER, *options)
+    assert estimated_memory(config, 0, 400, bf16, "cpu") == pytest.approx(measured(config, bf16), rel=0.15)
+
+
+def test_activation_checkpointing_keeps_less(tiny):
+    plain, recomputed = tiny(*LARGER), tiny(*LARGER, RECOMPUTED)
+    assert estimated_memory(recomputed, 0, 400, False, "cpu") < 0.5 * estimated_memory(plain, 0, 400, False, "cpu")
+    assert measured(recomputed) < 0.5 * measured(plain)
+
+
+def test_all_that_a_run_needs_is_counted(tiny):
+    def estimate(*options: str) -> int:
+        return estimated_memory(tiny(*LARGER, *options), 0, 400, False, "cpu")
+
+    weights = 4 * sum(p.numel() for p in Decoder(tiny(*LARGER).model, 400, 128, 1).parameters())
+    assert estimate("trainer.devices=2") - estimate("optim.batch_tokens=1024") == weights  # DDP's copies of the gradients
+    assert estimate() - estimate("train_only=normalizer", "model.normalizer=ssmax") > 2 * weights
+    on_cpu, on_gpu = (estimated_memory(tiny(*LARGER), 0, 4000, False, device) for device in ("cpu", "gpu"))
+    assert on_gpu > on_cpu  # which holds fewer logits at a time
+
+
+def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def refuse(*_: object) -> int:
+        raise RuntimeError("its shapes\ndepend on numbers")
+
+    monkeypatch.setattr("lm.training.banner.estimated_memory", refuse)
+    assert train(tiny("name=x", "trainer.max_steps=1", "optim.warmup_steps=0")) == 0
+    assert "memory      not estimated: its shapes depend on numbers\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_estimate_is_that_of_a_large_step_and_the_process_grows_by_half_as_much_again_at_most():
+    """Beyond what libraries take at their first use; freed memory that the allocator keeps is what makes the difference."""
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from test_cost import grown
+grown()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    estimated, tensors, took = map(float, ended.stdout.split())
+    assert estimated == pytest.approx(tensors, rel=0.15), ended.stderr
+    assert estimated < took < 1.5 * estimated
+
+
+def grown() -> None:
+    """Print the estimate for a step, what its tensors took and what the process grew by, in MiB, after a small step, for libraries."""
+    shape = [str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[x]", "model.n_embd=256", "data.seq_len=256"]
+    small, large = (load([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
+    measured(small)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tensors = measured(large)
+    took = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, took / 2**10)
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+@pytest.mark.parametrize(
+    "model",
+    [["model.normalizer=ssmax"], GAU, ["model.value_residual=first_layer"], ["model.value_residual=embedding", "model.out_init=zero"]],
+    ids=["attention", "gau", "values of the first layer", "value embeddings"],
+)
+def test_activation_checkpointing_changes_no_bit(tiny, model: list[str]):
+    options = [*model, "model.dropout=0.2", "trainer.micro_batch=4"]
+    plain, recomputed = tiny(*options, "name=plain"), tiny(*options, RECOMPUTED, "name=recomputed", "resume=auto")
+    assert (train(plain), train(recomputed)) == (0, 0)
+    assert differences(plain.run_folder, recomputed.run_folder) == []
+    kill_after(recomputed.run_folder, 4)
+    assert train(recomputed) == 0
+    assert differences(plain.run_folder, recomputed.run_folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["trainer.compile=true"], ["trainer.devices=2"]], ids=["compiled", "two processes"])
+def test_activation_checkpointing_goes_with_compilation_and_several_processes(arguments: list[str], tmp_path, how: list[str]):
+    for name, options in {"plain": [], "recomputed": [RECOMPUTED]}.items():
+        ended = lm("train", *arguments, *how, *options, f"name={name}", process=True)
+        assert ended.returncode == 0, ended.stderr
+    ours, theirs = ([line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line] for name in ("plain", "recomputed"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+# ---------------------------------------------------------------- MFU
+
+
+def test_mfu_counts_what_the_mask_hides_in_one_of_two_conventions():
+    config = load([str(ROOT / "configs" / "models" / "gpt2-124m.yaml")])
+    with torch.device("meta"):
+        decoder = Decoder(config.model, 50257, 1024, seed=None)
+    attention = 12 * 12 * 12 * 64 * 1024  # 12 L H Q T
+    causal, palm = flops_per_token(decoder), flops_per_token(decoder, masked=True)
+    assert palm - causal == attention / 2
+    assert palm == pytest.approx(6 * 124.3e6 + attention, rel=0.01)  # nanoGPT's 6 N + 12 L H Q T
+    assert mfu(decoder, 1000.0, 4000.0 * palm) == {"mfu/causal": round(causal / palm / 4, 4), "mfu/palm": 0.25}
+    assert mfu(decoder, 1000.0, None) == {}
+
+
+def test_the_peak_of_a_cpu_is_measured_and_each_line_has_the_mfu(tiny):
+    peak = peak_flops("cpu", bf16=False)
+    assert 1e9 < peak < 1e14
+    config = tiny("name=x", "trainer.max_steps=2")
+    assert train(config) == 0
+    logged = [line for line in metrics(config.run_folder) if "tokens_per_s" in line]
+    assert all(0 <= line["mfu/causal"] <= line["mfu/palm"] for line in logged)
+    assert json.loads((config.run_folder / "environment.json").read_text())["peak_flops"] == peak
+
+
+# ---------------------------------------------------------------- the profiler
+
+
+def test_a_window_of_steps_is_profiled_and_the_run_is_the_same(tiny):
+    plain, profiled = tiny("name=plain"), tiny("name=profiled", "trainer.profile={first: 3, last: 4}")
+    assert (train(plain), train(profiled)) == (0, 0)
+    assert differences(plain.run_folder, profiled.run_folder) == []
+    folder = profiled.run_folder / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4.json.gz", "steps-3-4.txt"]
+    assert "aten::" in (folder / "steps-3-4.txt").read_text()
+    names = [event.get("name") for event in json.loads(gzip.decompress((folder / "steps-3-4.json.gz").read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names if name) >= 2
+
+
+def test_a_window_that_begins_before_a_resumed_run_or_ends_after_it_is_cut(tiny):
+    config = tiny("name=x", "resume=auto", "trainer.profile={first: 7, last: 90}")
+    assert train(config) == 0
+    assert (config.run_folder / "profile" / "steps-7-8.txt").exists()
+    past = tiny("name=y", "trainer.profile={first: 50, last: 90}")
+    assert train(past) == 0
+    assert not (past.run_folder / "profile").exists()
+
+
+def test_a_window_without_a_step_is_refused(arguments: list[str]):
+    ended = lm("train", *arguments, "trainer.profile={first: 5, last: 4}")
+    assert (ended.returncode, ended.stderr) == (2, "error: trainer.profile.last = 4: is before first = 5\n")
