@@ -5,7 +5,7 @@ python scripts/simulate_verdicts.py --learned           of metrics that a run ha
 python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
-where the best is at an edge, then trained with further seeds, at both rates where arms have chosen different ones, and judged by
+where the best is at an edge, then trained with further seeds, at all rates that were chosen for any arm, and judged by
 `verdicts`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data),
 of arm x rate x seed, of the document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4
 degrees of freedom) and differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential
@@ -22,10 +22,10 @@ from itertools import product
 import numpy as np
 from scipy.stats import binom
 
-from lm.statistics.intervals import Interval, envelope, mean_ends, over_seeds_and_documents
+from lm.statistics.intervals import Interval, mean_ends, over_seeds_and_documents
 from lm.statistics.learned import Learned, learned_verdicts
 from lm.statistics.tuning import Tuned, best_rate, crossed_rates, elsewhere, tuned
-from lm.statistics.verdicts import Comparison, bounding_pairs, interval_of_all, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, enclosing, interval_of, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
@@ -114,20 +114,22 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
             comparisons[arm] = Comparison((), tuned=False)
             continue
         ours, theirs = values[arm], values["base"]
-        several = len(ours) > 1 or len(theirs) > 1
-        upper, lower = bounding_pairs([*ours], [*theirs]) if several else ([], [])
-        by_pair = [ours[mine] - theirs[other] for mine, other in ((judged[arm], judged["base"]), *upper, *lower)]
-        per_seed = [(one @ weights / weights.sum()).tolist() for one in by_pair]
-        if len(ours) > 1:
-            other = {rate: list((ours[rate] - theirs[rate]) @ weights / weights.sum()) for rate in ours}
-        else:
-            other = elsewhere(arm, "base", choice.rates, losses)
-        split = 1 + len(upper)
-        comparisons[arm] = Comparison(per_seed[0], upper=per_seed[1:split], lower=per_seed[split:], elsewhere=other)
-        both = [over_seeds_and_documents(one, weights, np.arange(world.documents)) for one in by_pair]
+        by_pair = {(mine, other): ours[mine] - theirs[other] for mine, other in product(ours, theirs)}
+        per_seed = {pair: (one @ weights / weights.sum()).tolist() for pair, one in by_pair.items()}
+        shown, several = (judged[arm], judged["base"]), len(by_pair) > 1
+        tried = {one: dict(losses[one]) for one in (arm, "base")}
+        for rate in ours if several else ():
+            tried[arm][rate], tried["base"][rate] = (one[rate] @ weights / weights.sum() for one in (ours, theirs))
+        other = elsewhere(arm, "base", choice.rates, tried)
+        comparisons[arm] = Comparison(per_seed[shown], by_rates=per_seed if several else {}, elsewhere=other)
         population, text = (min(at[i] for at in truth[arm].values()) - min(at[i] for at in truth["base"].values()) for i in (0, 1))
-        on_other_text = envelope(both[0], both[1:split], both[split:])
-        covered.append((_holds(interval_of_all(comparisons[arm]), text), _holds(on_other_text, population), len(ours) > 1))
+
+        def over_both(pair: tuple[float, float], together: int = 1, by_pair: dict = by_pair) -> Interval:
+            return over_seeds_and_documents(by_pair[pair], weights, np.arange(world.documents), together)
+
+        on_other_text = enclosing(over_both(shown), by_pair if several else (), False, over_both)
+        differ = choice.rates[arm] != choice.rates["base"]
+        covered.append((_holds(interval_of(comparisons[arm]), text), _holds(on_other_text, population), differ))
     return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
 
 

@@ -68,7 +68,7 @@ def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp
     assert seeds_that_fit([text, recall], times, 8, 1) == [2, 3], "of two that have as many left, the longer one loses a seed"
     assert seeds_that_fit([text, recall], times, 0, 1) == [1, 1]
     assert seeds_that_fit([text, recall], times, 5.5, 2) == [3, 5]
-    note = limited(recall.experiment, 3, 8, 660).dropped_note
+    note = limited(recall.experiment, 3, 8, 660, late=False).dropped_note
     assert note == "final seeds 4, 5 of every arm were dropped: all experiments were estimated at 11 minutes, 8 were given (--minutes)"
 
 
@@ -90,6 +90,11 @@ def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, 
     opened = open_experiment(path, arguments[1:])
     assert (opened.experiment.seeds, opened.experiment.dropped) == ((1, 2), (3,))
     assert "final seeds 3" in finish_all(opened, lambda run: 5.0).notes()[0]
+    assert not opened.left_out
+    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: path)
+    lm("compare", str(path), *arguments[1:], "--minutes", "2")
+    late = open_experiment(path, arguments[1:])
+    assert (late.experiment.dropped, late.left_out) == ((2, 3), (2, 3)), "decided when final runs had ended: exploratory"
     (folder / "minutes.json").write_text("{}")
     with pytest.raises(RunError, match=r"minutes\.json: does not say which seeds were dropped; delete it"):
         open_experiment(path, arguments[1:])

@@ -1,6 +1,8 @@
 """Verdicts: textbook values, which verdict follows from what, and how often they are false."""
 
 import sys
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, nct, t, ttest_1samp
 
-from lm.statistics.verdicts import Comparison, bounding_pairs, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from simulate_verdicts import World, many
@@ -42,6 +44,7 @@ def kind(*comparisons: Comparison, better: str = "lower") -> str:
         (Comparison([-0.03]), "not resolved"),
         (Comparison(()), "not resolved"),
         (Comparison(spread(-0.01, 0.005, 10)), "different but below what matters"),
+        (Comparison(spread(-0.01, 0.005, 10), elsewhere={2e-3: [0.1, 0.1]}), "different but below what matters"),
         (Comparison(spread(-0.019, 0.005, 10)), "better"),  # may be more than matters
         (Comparison(spread(0.001, 0.005, 5)), "equivalent"),
         (Comparison(spread(0.001, 0.003, 4)), "not resolved"),  # four seeds are too few to say so
@@ -59,39 +62,54 @@ def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
     assert kind(one) == expected
 
 
+def at_rates(*means: float) -> dict[tuple[int, int], list[float]]:
+    """Differences at the pairs of rates (4, 4), (4, 8), (8, 4), (8, 8)."""
+    return {pair: spread(mean, 0.005, 5) for pair, mean in zip(product((4, 8), repeat=2), means, strict=True)}
+
+
 @pytest.mark.parametrize(
-    ("upper", "lower", "expected"),
+    ("means", "every", "expected"),
     [
-        ([-0.02], [-0.06], "better"),  # at its tuned rate it is better than the baseline at each
-        ([0.005], [-0.06], "not resolved"),  # the baseline is as good at the arm's rate
-        ([-0.02, 0.005], [], "not resolved"),
-        ([-0.02], [0.06], "better"),  # that the arm is worse at the baseline's rate says nothing about its best
+        ((-0.02, -0.02, -0.03, -0.03), False, "better"),  # at both of the baseline's rates, by one of its own
+        ((0.02, 0.02, -0.03, -0.03), False, "better"),  # its other rate is worse: that is no rate to take
+        ((-0.02, 0.02, -0.03, 0.002), False, "not resolved"),  # the baseline at 8 is as good
+        ((0.02, 0.02, -0.03, -0.03), True, "not resolved"),  # of a metric that doesn't choose rates every pair must show it
+        ((-0.02, -0.02, -0.03, -0.03), True, "better"),
     ],
 )
-def test_an_arm_is_better_if_it_is_so_against_each_rate_of_the_baseline(upper: list[float], lower: list[float], expected: str):
-    several = {name: [spread(mean, 0.005, 5) for mean in means] for name, means in (("upper", upper), ("lower", lower))}
-    assert kind(Comparison(spread(-0.03, 0.005, 5), **several)) == expected
-    turned = {name: (-np.array(several[other])).tolist() for name, other in (("upper", "lower"), ("lower", "upper"))}
-    assert kind(Comparison(spread(0.03, 0.005, 5), **turned), better="higher") == expected
-    assert kind(Comparison(spread(0.03, 0.005, 5), **turned)) == expected.replace("better", "worse")
+def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
+    by_rates = at_rates(*means)
+    assert kind(Comparison(by_rates[8, 4], by_rates=by_rates, every=every)) == expected
+    turned = {pair: [-one for one in some] for pair, some in by_rates.items()}
+    assert not every or kind(Comparison(turned[8, 4], by_rates=turned, every=True), better="higher") == expected
+    of_the_other = {pair[::-1]: some for pair, some in turned.items()}
+    assert kind(Comparison(of_the_other[4, 8], by_rates=of_the_other, every=every)) == expected.replace("better", "worse")
 
 
-def test_the_interval_reaches_from_the_lowest_to_the_highest_of_what_bounds_it():
-    one = Comparison(spread(-0.01, 0.005, 5), upper=[spread(0.004, 0.005, 5)], lower=[spread(-0.05, 0.005, 5)])
+def test_the_interval_is_that_of_both_arms_at_their_best():
+    by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
+    one = Comparison(by_rates[8, 4], by_rates=by_rates)
     found = verdicts({"a": one}, MATTERS, "lower")["a"]
-    half = t.ppf(0.975, 4) * 0.005 / np.sqrt(5)
-    assert found.interval.listed() == pytest.approx([-0.01, -0.05 - half, 0.004 + half])
-    assert found.kind == "not resolved"
-    assert p_equivalence(one, MATTERS) == pytest.approx(ttest_1samp(one.lower[0], -MATTERS, alternative="greater").pvalue)
+    half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
+    assert found.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - own), -0.01 + half])
+    every = verdicts({"a": replace(one, every=True)}, MATTERS, "lower")["a"].interval
+    assert every.listed() == pytest.approx([-0.01, -0.04 - own, 0.03 + own])
 
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
-    one = Comparison(spread(-0.03, 0.005, 5), upper=[spread(0.005, 0.005, 5)])
-    assert verdicts({"a": one}, MATTERS, "lower")["a"].reason == "the difference is not shown where one arm has the rate of the other"
+    by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
+    found = verdicts({"a": Comparison(by_rates[8, 4], by_rates=by_rates)}, MATTERS, "lower")["a"]
+    assert found.reason == "the difference is not shown at the other rates that the arms were trained at"
 
 
-def test_which_pairs_of_rates_bound_a_difference():
-    assert bounding_pairs([8, 4], [4, 8, 2]) == ([(8, 4), (8, 8), (8, 2)], [(8, 4), (4, 4)])
+def test_another_sign_elsewhere_is_one_that_is_shown_where_there_are_seeds_for_it():
+    def found(some: list[float]) -> str:
+        return kind(Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: some}))
+
+    assert found(spread(0.01, 0.02, 5)) == "better", "5 seeds leave it open"
+    assert found(spread(0.03, 0.01, 5)) == "depends on the rate"
+    assert found([0.01, 0.02]) == "depends on the rate", "2 can't show anything: their mean decides"
+    assert found([0.01, 0.02, np.inf]) == "depends on the rate"
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():

@@ -50,9 +50,9 @@ def test_intervals_are_clopper_and_pearsons():
         (Learned(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
         (Learned(5, 5, 0, 5, elsewhere={2e-3: -0.5, 8e-3: 0.0}, planned=5), "depends on the rate", "with both at rate 0.002"),
         (Learned(5, 5, 0, 5, elsewhere={8e-3: 0.0}, planned=5), "better", ""),
-        (Learned(5, 5, 0, 5, {"higher": [(5, 5, 5, 5)]}, planned=5), "not resolved", "not so where one arm has the rate of the other"),
-        (Learned(5, 5, 0, 5, {"higher": [(5, 5, 1, 5)]}, planned=5), "better", "p = 0.048"),
-        (Learned(5, 5, 0, 5, {"lower": [(5, 5, 5, 5)]}, planned=5), "better", "p = 0.0079"),
+        (Learned(5, 5, 0, 5, [(5, 5, 5, 5)], planned=5), "not resolved", "not so at the other rates that the arms were trained at"),
+        (Learned(5, 5, 0, 5, [(5, 5, 1, 5)], planned=5), "better", "p = 0.048"),
+        (Learned(3, 3, 0, 3, [(3, 3, 3, 3)], planned=3), "not resolved", "can show a difference from 4 seeds on"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: Learned, kind: str, reason: str):

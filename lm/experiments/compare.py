@@ -138,7 +138,8 @@ def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes
     times = [each for each, _ in timed]
     counts = seeds_that_fit(procedures, times, minutes, jobs)
     whole = sum(total_seconds(one, each, len(one.experiment.seeds), jobs) for one, each in zip(procedures, times, strict=True))
-    fitted = [limited(one.experiment, n_seeds, minutes, whole) for one, n_seeds in zip(procedures, counts, strict=True)]
+    late = [any(run.outcome.ended for run in one.known() if run.stage == "final") for one in procedures]
+    fitted = [limited(one.experiment, n_seeds, minutes, whole, after) for one, n_seeds, after in zip(procedures, counts, late, strict=True)]
     return [Procedure(experiment) for experiment in fitted]
 
 

@@ -77,6 +77,7 @@ class Experiment:
         planned: the seeds at its first start, of an experiment that was started.
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
         dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
+        dropped_late: whether that was decided when final runs had ended already.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Experiment:
     planned: tuple[int, ...] | None = None
     dropped: tuple[int, ...] = ()
     dropped_note: str = ""
+    dropped_late: bool = False
 
     @property
     def command(self) -> str:

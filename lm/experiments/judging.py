@@ -2,20 +2,20 @@
 
 import math
 from dataclasses import replace
-from typing import Literal
+from itertools import product
 
 import numpy as np
 
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Primary
-from lm.experiments.outcomes import Values
+from lm.experiments.outcomes import SELECTION, Values
 from lm.experiments.procedure import Procedure, Run, check_alike
 from lm.experiments.tuning_tables import by_arm_and_rate
-from lm.statistics.intervals import Interval, envelope, over_seeds_and_documents
+from lm.statistics.intervals import Interval, over_seeds_and_documents
 from lm.statistics.learned import Counts, Learned, has_learned, learned_verdicts
 from lm.statistics.reach import factor, log_tokens
 from lm.statistics.tuning import differences, elsewhere
-from lm.statistics.verdicts import Comparison, Pair, Verdict, bounding_pairs, verdicts
+from lm.statistics.verdicts import Comparison, Pair, Verdict, enclosing, verdicts
 
 ByRate = dict[float | None, list[Run]]  # final runs of an arm by seed, at each rate; first the one that tuning chose
 
@@ -34,7 +34,7 @@ def judge(procedure: Procedure) -> dict[str, Verdict]:
     else:
         ratio = primary.reach is not None
         found = {name: compared(procedure, *pair) for name, pair in pairs.items()}
-        found = verdicts(found, primary.matters, _direction(procedure), ratio)
+        found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio)
         found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
     return {name: replace(one, exploratory=procedure.added + procedure.left_out) for name, one in found.items()}
 
@@ -56,8 +56,7 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         ours, theirs = {at[0]: ours[at[0]]}, {at[1]: theirs[at[1]]}
     else:
         ours, theirs = _usable(procedure, ours, at[0]), _usable(procedure, theirs, at[1])
-    of_arm, of_base = _bounding(ours, theirs)
-    upper, lower = (of_arm, of_base) if _direction(procedure) == "lower" else (of_base, of_arm)
+    pairs = _pairs(ours, theirs)
     seeds = [seed for seed in range(planned) if all(one.outcome.state == "finished" for one in _of_seed(seed, ours, theirs))]
 
     def runs_of(pair: Pair) -> list[tuple[Run, Run]]:
@@ -66,17 +65,16 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
     def difference(pair: Pair) -> list[float]:
         return [_value(procedure, mine) - _value(procedure, other) for mine, other in runs_of(pair)]
 
-    values, unreached, crossed = difference(at), "", None
+    values, unreached, on_other_text = difference(at), "", None
     if experiment.primary.reach is not None:
-        unreached = _unreached(procedure, [one for pair in (at, *upper, *lower) for both in runs_of(pair) for one in both])
+        unreached = _unreached(procedure, [one for pair in (at, *pairs) for both in runs_of(pair) for one in both])
         values = [one for one in values if math.isfinite(one)]
-    elif not experiment.first_config.data.symbolic:
-        metric = experiment.primary.metric
-        crossed, *more = (_over_documents(runs_of(pair), metric) for pair in (at, *upper, *lower))
-        crossed = envelope(crossed, more[: len(upper)], more[len(upper) :]) if crossed else None
+    elif not experiment.first_config.data.symbolic and (shown := _over_documents(procedure, runs_of(at))):
+        every = experiment.primary.quantity != SELECTION
+        on_other_text = enclosing(shown, pairs, every, lambda pair, together: _over_documents(procedure, runs_of(pair), together))
     return Comparison(
-        values, len(diverged), [] if unreached else [*map(difference, upper)], [] if unreached else [*map(difference, lower)],
-        other, planned=planned, why=why, over_documents=crossed, unreached=unreached,
+        values, len(diverged), {} if unreached else {pair: difference(pair) for pair in pairs}, experiment.primary.quantity != SELECTION,
+        other, planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
     )  # fmt: skip
 
 
@@ -97,9 +95,7 @@ def counted(procedure: Procedure, size: str, arm: Arm) -> Learned:
 
     diverged = sum(one.outcome.state == "diverged" for one in _decisive(at, ours, theirs))
     other = {rate: float(np.mean(some)) for rate, some in _elsewhere(procedure, size, arm, ours, theirs).items() if some}
-    of_arm, of_base = _bounding(ours, theirs)
-    others = {"higher": [*map(counts, of_arm)], "lower": [*map(counts, of_base)]}
-    return Learned(*counts(at), others, diverged, other, planned=planned)
+    return Learned(*counts(at), [*map(counts, _pairs(ours, theirs))], diverged, other, planned=planned)
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float, list[float]]:
@@ -110,13 +106,16 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float
 
 
 def _final(procedure: Procedure, size: str, arm: Arm) -> tuple[ByRate, ByRate]:
-    """The final runs of an arm and of the baseline at each of their rates; an arm that starts from another is not crossed, and is compared
-    with the baseline at its one rate. Raises RunError if finished ones were not measured on the same sequences."""
+    """The final runs of an arm and of the baseline at each of their rates. An arm that starts from another has one rate; if it comes from
+    the baseline, so has that: what is compared is what became of the same runs.
+
+    Raises:
+        RunError: finished ones were not measured on the same sequences.
+    """
     base, rates, choice = procedure.experiment.arms[0], procedure.rates(size), procedure.choice(size)
+    of_base = (rates[base.name],) if base.name in procedure.sources(arm) else choice.final[base.name]
     found: list[ByRate] = []
-    for one in (arm, base):
-        crossed = not arm.start and arm.name in choice.final
-        tried = choice.final[one.name] if crossed else (rates[one.name],)
+    for one, tried in ((arm, (rates[arm.name],) if arm.start else choice.final[arm.name]), (base, of_base)):
         seeds = procedure.experiment.seeds
         found.append({rate: [procedure.run(size, one, "final", rate, seed, rates) for seed in seeds] for rate in tried})
     check_alike([one for by_rate in found for some in by_rate.values() for one in some], procedure.experiment.primary.metric)
@@ -144,15 +143,9 @@ def _of_seed(number: int, *by_rates: ByRate) -> list[Run]:
     return [some[number] for by_rate in by_rates for some in by_rate.values()]
 
 
-def _direction(procedure: Procedure) -> Literal["lower", "higher"]:
-    """Which direction of what is compared is better: of tokens to reach a level, fewer."""
-    primary = procedure.experiment.primary
-    return "lower" if primary.reach is not None else primary.better
-
-
-def _bounding(ours: ByRate, theirs: ByRate) -> tuple[list[Pair], list[Pair]]:
-    """The pairs of rates of `bounding_pairs`; none where both have one rate."""
-    return ([], []) if len(ours) == len(theirs) == 1 else bounding_pairs([*ours], [*theirs])
+def _pairs(ours: ByRate, theirs: ByRate) -> list[Pair]:
+    """All pairs of rates; none where both have one."""
+    return [] if len(ours) == len(theirs) == 1 else [*product(ours, theirs)]
 
 
 def _unreached(procedure: Procedure, runs: list[Run]) -> str:
@@ -186,19 +179,15 @@ def _has_learned(procedure: Procedure, run: Run) -> bool:
 
 
 def _elsewhere(procedure: Procedure, size: str, arm: Arm, ours: ByRate, theirs: ByRate) -> dict[float, list[float]]:
-    """Arm minus baseline with both at one rate: of the final seeds at the two rates that tuning chose, if these differ and both were
-    trained at them; else of the tuning seeds, as `elsewhere` gives them. Of runs that learn or don't, the difference of 1 and 0."""
-    base = procedure.experiment.arms[0]
-    first = {arm.name: next(iter(ours)), base.name: next(iter(theirs))}
-    if len(ours) == 1:
-        values = _tried_values(procedure, size)
-        return elsewhere(arm.name, base.name, first, values) if {arm.name, base.name} <= values.keys() else {}
-    values: dict[str, dict[float, list[float]]] = {arm.name: {}, base.name: {}}
-    for rate in ours:
+    """Arm minus baseline with both at one rate, at the rates of `elsewhere`: of the tuning seeds, or of the final ones where these were
+    trained there. Of runs that learn or don't, the difference of 1 and 0."""
+    base, tried = procedure.experiment.arms[0], _tried_values(procedure, size)
+    values = {one.name: dict(tried.get(one.name, {})) for one in (arm, base)}
+    for rate in ours.keys() & theirs.keys() if len(ours) > 1 else ():
         pairs = [pair for pair in zip(ours[rate], theirs[rate], strict=True) if all(one.outcome.ended for one in pair)]
         for number, one in enumerate((arm, base)):
             values[one.name][rate] = [_of_ended(procedure, pair[number]) for pair in pairs]
-    return differences(arm.name, base.name, values)
+    return elsewhere(arm.name, base.name, {arm.name: next(iter(ours)), base.name: next(iter(theirs))}, values)
 
 
 def _of_ended(procedure: Procedure, run: Run) -> float:
@@ -226,11 +215,11 @@ def _tried_values(procedure: Procedure, size: str) -> dict[str, dict[float, list
     }
 
 
-def _over_documents(pairs: list[tuple[Run, Run]], metric: str) -> Interval | None:
+def _over_documents(procedure: Procedure, pairs: list[tuple[Run, Run]], together: int = 1) -> Interval | None:
     """The difference of pairs of runs, one a seed, over seeds and documents; None without held-out documents, or with too few of either."""
-    measured: list[list[Values]] = [[one.outcome.values(metric) for one in pair] for pair in pairs]
+    measured: list[list[Values]] = [[one.outcome.values(procedure.experiment.primary.metric) for one in pair] for pair in pairs]
     if not measured or not measured[0][0].held_out:
         return None
     parts = [[one.part(selection=False) for one in pair] for pair in measured]
-    first = parts[0][0]
-    return over_seeds_and_documents(np.stack([ours.values - theirs.values for ours, theirs in parts]), first.weights, first.groups)
+    first, values = parts[0][0], np.stack([ours.values - theirs.values for ours, theirs in parts])
+    return over_seeds_and_documents(values, first.weights, first.groups, together)

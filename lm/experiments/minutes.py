@@ -38,19 +38,20 @@ def seeds_that_fit(procedures: Sequence[Procedure], times: Sequence[Times], minu
     return counts
 
 
-def limited(experiment: Experiment, n_seeds: int, minutes: float, estimated: float) -> Experiment:
-    """The experiment with its first `n_seeds` final seeds, and a note on those that are dropped; `estimated`: seconds without that."""
+def limited(experiment: Experiment, n_seeds: int, minutes: float, estimated: float, late: bool) -> Experiment:
+    """The experiment with its first `n_seeds` final seeds, and a note on those that are dropped; `estimated`: seconds without that;
+    `late`: final runs have ended already."""
     dropped = experiment.seeds[n_seeds:]
     if not dropped:
         return experiment
     why = f"all experiments were estimated at {estimated / 60:.0f} minutes, {minutes:g} were given"
     note = f"final seeds {', '.join(map(str, dropped))} of every arm were dropped: {why} (--minutes)"
-    return replace(experiment, seeds=experiment.seeds[:n_seeds], dropped=dropped, dropped_note=note)
+    return replace(experiment, seeds=experiment.seeds[:n_seeds], dropped=dropped, dropped_note=note, dropped_late=late)
 
 
 def write_limit(experiment: Experiment, minutes: float) -> None:
     """Keep what was decided, for later calls of the same command."""
-    kept = {"minutes": minutes, "dropped": list(experiment.dropped), "note": experiment.dropped_note}
+    kept = {"minutes": minutes, "dropped": list(experiment.dropped), "note": experiment.dropped_note, "late": experiment.dropped_late}
     write_json(experiment.folder / MINUTES, kept)
 
 
@@ -67,7 +68,7 @@ def limit_of(experiment: Experiment) -> float | None:
 
 def with_all_seeds(experiment: Experiment) -> Experiment:
     """The experiment with the seeds that were dropped."""
-    return replace(experiment, seeds=experiment.seeds + experiment.dropped, dropped=(), dropped_note="")
+    return replace(experiment, seeds=experiment.seeds + experiment.dropped, dropped=(), dropped_note="", dropped_late=False)
 
 
 def with_limit(experiment: Experiment) -> Experiment:
@@ -78,8 +79,10 @@ def with_limit(experiment: Experiment) -> Experiment:
     content = read_json(path)
     try:
         dropped = tuple(int(seed) for seed in content["dropped"])
-        note, _ = str(content["note"]), float(content["minutes"])
+        note, late, _ = str(content["note"]), bool(content.get("late")), float(content["minutes"])
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path}: does not say which seeds were dropped; delete it, and give --minutes again") from None
     kept = tuple(seed for seed in experiment.seeds if seed not in dropped)
-    return replace(experiment, seeds=kept, dropped=dropped, dropped_note=note) if kept and dropped else experiment
+    if not kept or not dropped:
+        return experiment
+    return replace(experiment, seeds=kept, dropped=dropped, dropped_note=note, dropped_late=late)

@@ -43,7 +43,10 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm.name): procedure.n_runs(size, arm, len(experiment.seeds)) for size in sizes for arm in experiment.arms}
-    number, more = sum(counts.values()), "; the grid may grow twice, and arms of different rates are trained at both" if tune.grid else ""
+    number, more = (
+        sum(counts.values()),
+        "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else "",
+    )
     untrained = sum(counts[size, arm.name] for size in sizes for arm in experiment.arms if not arm.trained)
     runs = f"{number} runs" + (f" ({untrained} of them are measured without training)" if untrained else "")
     if taken:

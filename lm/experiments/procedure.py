@@ -142,10 +142,10 @@ class Procedure:
         if not self.experiment.tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
-        depths = sorted(set(map(self._depth, self.experiment.arms)))
+        depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             rates = self._with_untrained(rates)
-            layer = [arm for arm in self.experiment.arms if self._depth(arm) == depth and arm.trained]
+            layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.trained]
             found = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
             if found.missing:
                 return Choice(runs, final, None)
@@ -271,9 +271,11 @@ class Procedure:
         """The seeds of the final runs of an arm that are finished."""
         return tuple(one.seed for one in self.final(size) if one.arm == arm.name and one.outcome.state == "finished")
 
-    def _depth(self, arm: Arm) -> int:
-        """How many arms it starts from, one after the other."""
-        return 0 if not arm.start else 1 + self._depth(next(one for one in self.experiment.arms if one.name == arm.start))
+    def sources(self, arm: Arm) -> list[str]:
+        """The arms that it starts from, one after the other."""
+        if not arm.start:
+            return []
+        return [arm.start, *self.sources(next(one for one in self.experiment.arms if one.name == arm.start))]
 
     def rates(self, size: str) -> dict[str, float | None] | None:
         """The rate that each arm is judged at, of those that have one; None: not known yet."""
@@ -305,10 +307,13 @@ class Procedure:
         return list({one.config.run_folder: one for one in found}.values())
 
     def n_runs(self, size: str, arm: Arm, n_seeds: int) -> int:
-        """Runs of an arm in a size, with so many final seeds, as far as its grid and its rates are known."""
+        """Runs of an arm in a size, with so many final seeds, as far as its grid and its rates are known; before tuning has ended, as if it
+        chose two rates."""
         choice, tune = self.choice(size), self.experiment.tune
         grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.trained else 0
-        return n_seeds * max(1, len(choice.final.get(arm.name, ()))) + grid * len(tune.seeds)
+        crossed = [one.name for one in self.experiment.arms if one.trained and not one.start] if tune.grid else []
+        rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
+        return n_seeds * rates + grid * len(tune.seeds)
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -318,9 +323,11 @@ class Procedure:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Seeds that were planned at the first start and that neither the file has nor `--minutes` dropped."""
+        """Seeds that were planned at the first start and that the file has no longer, or that `--minutes` dropped after a look; those
+        that it dropped before any final run had ended count as never planned."""
         experiment = self.experiment
-        return tuple(seed for seed in experiment.planned or () if seed not in experiment.seeds + experiment.dropped)
+        kept = experiment.seeds if experiment.dropped_late else experiment.seeds + experiment.dropped
+        return tuple(seed for seed in experiment.planned or () if seed not in kept)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
         """What is compared of a finished run, on the documents that report or on those that select: the primary metric, or the tokens at

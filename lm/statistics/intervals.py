@@ -3,7 +3,6 @@
 Everything here is in closed form: no resampling, no seed.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,11 +30,6 @@ class Interval:
     def listed(self) -> list[float]:
         """As results keep it: [mean, low, high]."""
         return [self.mean, self.low, self.high]
-
-
-def envelope(one: Interval, upper: Iterable[Interval], lower: Iterable[Interval]) -> Interval:
-    """An interval whose upper end is the highest of these, and whose lower end the lowest of those; its own, where it has the extreme."""
-    return replace(one, low=min([one.low, *(each.low for each in lower)]), high=max([one.high, *(each.high for each in upper)]))
 
 
 def sampled(groups: np.ndarray) -> str:
@@ -120,17 +114,18 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, groups: np.ndarray |
     return mean, variance, float(traced**2 / squared)
 
 
-def over_seeds(values: np.ndarray) -> Interval:
-    """Mean over seeds with the 95 % Student t interval; `values` is (seeds,), at least two."""
+def over_seeds(values: np.ndarray, together: int = 1) -> Interval:
+    """Mean over seeds with the 95 % Student t interval; `values` is (seeds,), at least two. Each of so many intervals `together` is wider,
+    so that all of them hold with 95 % (Bonferroni)."""
     values = np.asarray(values, dtype=float)
     over = f"{len(values)} seeds"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, over)
-    half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values))
+    half = stdtrit(len(values) - 1, 1 - 0.025 / together) * values.std(ddof=1) / np.sqrt(len(values))
     return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half), over)
 
 
-def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
+def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, together: int = 1) -> Interval | None:
     """Mean over seeds and documents, with its 95 % interval over both: what other seeds and other text of the kind would give.
 
     Seeds and documents are crossed: each seed's model reads each document. The variance is that between seeds' means, plus that between
@@ -140,6 +135,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     Args:
         values: (seeds, units), such as paired differences in nats per token.
         weights, groups: (units,), as of `mean_ends`.
+        together: as of `over_seeds`.
 
     Returns:
         None: fewer than two seeds or `FEWEST_CROSSED` documents, or values that are not finite.
@@ -160,7 +156,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     variance = max(of_seeds, of_documents, of_seeds + of_documents - of_both)
     total = of_seeds + of_documents
     degrees = total**2 / (of_seeds**2 / seed_degrees + of_documents**2 / document_degrees) if total else 1.0
-    half = stdtrit(degrees, 0.975) * np.sqrt(variance)
+    half = stdtrit(degrees, 1 - 0.025 / together) * np.sqrt(variance)
     return Interval(float(mean[0]), float(mean[0] - half), float(mean[0] + half), f"{seeds} seeds and {kept.sum()} documents")
 
 

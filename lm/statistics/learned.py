@@ -21,10 +21,9 @@ class Learned:
     Attributes:
         ours, of_ours, theirs, of_theirs: runs of the arm that have learned, and all of them; those of the baseline. A run that diverged
             has not learned.
-        others: the same four numbers at further pairs of rates (`lm.statistics.verdicts.bounding_pairs`): those that must show as well
-            that the arm's fraction is `higher`, and those that must show that it is `lower`.
+        others: the same four numbers at further pairs of rates, of arms that were trained at several: each must show the difference.
         diverged: how many of them all diverged.
-        elsewhere: by other rates, the arm's fraction minus the baseline's over the tuning seeds.
+        elsewhere: by other rates, the arm's fraction minus the baseline's, both at that rate.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned for each.
     """
@@ -33,7 +32,7 @@ class Learned:
     of_ours: int
     theirs: int
     of_theirs: int
-    others: Mapping[Literal["higher", "lower"], Sequence[Counts]] = field(default_factory=dict)
+    others: Sequence[Counts] = ()
     diverged: int = 0
     elsewhere: Mapping[float, float] = field(default_factory=dict)
     tuned: bool = True
@@ -55,8 +54,8 @@ def learned_verdicts(counts: Mapping[str, Learned]) -> dict[str, Verdict]:
     after Holm. There is no verdict of equivalence: a handful of runs can't show that two chances are alike.
 
     Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's, which pairs them, rests on the seeds
-    alone of which one arm has learned and the other not, and can't reach 0.05 with fewer than 6. Seeds in common can only make the
-    arms' results more alike, which makes equal arms differ less often than the test allows for: it errs to the safe side.
+    alone of which one arm has learned and the other not, and can't reach 0.05 with fewer than 6. If a seed is good or bad for both, the
+    arms' results are more alike, and equal arms differ less often than the test allows for: it errs to the safe side.
     """
     tested = [_p(one) if one.tuned and one.whole else 1.0 for one in counts.values()]
     needed = fewest_seeds(ALPHA / max(1, len(counts)))
@@ -64,10 +63,10 @@ def learned_verdicts(counts: Mapping[str, Learned]) -> dict[str, Verdict]:
 
 
 def _p(one: Learned) -> float:
-    """Of Fisher's test, the greatest at all pairs of rates that must show a difference of this direction; 1 where one shows another."""
+    """Of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
     sign = np.sign(one.difference)
     found = [fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs)]
-    for ours, of_ours, theirs, of_theirs in one.others.get("higher" if sign > 0 else "lower", ()):
+    for ours, of_ours, theirs, of_theirs in one.others:
         same = np.sign(ours / of_ours - theirs / of_theirs) == sign
         found.append(fisher_exact(ours, of_ours, theirs, of_theirs) if same else 1.0)
     return max(found)
@@ -88,8 +87,8 @@ def _verdict(one: Learned, p: float, needed: int) -> Verdict:
             kind, reason = "depends on the rate", f"{found}; more runs of the other learn with both at rate {at}"
         else:
             kind = "better" if one.difference > 0 else "worse"
-    elif fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) < _p(one):
-        reason = f"{found}; but not so where one arm has the rate of the other"
+    elif fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) <= ALPHA < _p(one):
+        reason = f"{found}; but not so at the other rates that the arms were trained at"
     elif min(one.of_ours, one.of_theirs) < needed:
         reason = f"{found}; Fisher's exact test can show a difference from {needed} seeds on"
     return Verdict(kind, reason, None, p, 1.0, needed)

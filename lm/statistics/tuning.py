@@ -72,17 +72,15 @@ def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -
 
 
 def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """The rates that the final seeds of each arm are trained at, its own first: an arm at the baseline's, too, and the baseline at those of
-    all arms. Tuning seeds are few; what they chose for one arm is tried with the other before a difference is believed.
+    """The rates that the final seeds of each arm are trained at: its own first, then those of all others. Tuning seeds are few; what they
+    chose for one arm is tried with all before a difference is believed.
 
     Args:
         base: the baseline; without a rate of its own, nothing is crossed.
         rates: by arm, as tuning chose them.
     """
-    found = {arm: (rate, rates.get(base, rate)) for arm, rate in rates.items()}
-    if base in rates:
-        found[base] = (rates[base], *rates.values())
-    return {arm: tuple(dict.fromkeys(some)) for arm, some in found.items()}
+    all_rates = rates.values() if base in rates else ()
+    return {arm: tuple(dict.fromkeys((rate, *all_rates))) for arm, rate in rates.items()}
 
 
 def best_rate(by_rate: Losses, asked: Iterable[float]) -> float:
@@ -110,7 +108,7 @@ def next_rate(rate: float, measured: Iterable[float], direction: str) -> float |
 
 
 def elsewhere(arm: str, base: str, rates: Mapping[str, float], losses: Mapping[str, Losses]) -> dict[float, list[float]]:
-    """Arm minus baseline at other learning rates than those chosen, both at the same: by rate, the selection loss of each tuning seed.
+    """Arm minus baseline at other learning rates than those chosen, both at the same: by rate, one value a seed.
 
     At the baseline's rate and the arm's where they differ, else at the neighbours of the one they have in common; only where both were
     measured. Infinite where only one

@@ -2,14 +2,14 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit
 
-from lm.statistics.intervals import Interval, envelope, over_seeds
+from lm.statistics.intervals import Interval, over_seeds
 
 ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
 POWER = 0.8
@@ -33,10 +33,10 @@ class Comparison:
         differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
             trained with.
         diverged: final runs of either that diverged; they are counted, never dropped.
-        upper, lower: further differences over the same seeds, where arms were trained at several rates (`bounding_pairs`): the
-            difference between the arms, each at the best of its rates, is at most the greatest of `upper`, and at least the least of
-            `lower`.
-        elsewhere: differences at other learning rates, one value a seed (`lm.statistics.tuning.elsewhere`).
+        by_rates: differences over the same seeds at each pair of rates (the arm's, the baseline's), where they were trained at several; the
+            claim is on both at their best, which is their lowest (`hardest`).
+        every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
+        elsewhere: differences with both at another learning rate, one value a seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
@@ -46,8 +46,8 @@ class Comparison:
 
     differences: Sequence[float]
     diverged: int = 0
-    upper: Sequence[Sequence[float]] = ()
-    lower: Sequence[Sequence[float]] = ()
+    by_rates: Mapping[Pair, Sequence[float]] = field(default_factory=dict)
+    every: bool = False
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
     planned: int | None = None
@@ -128,9 +128,10 @@ def _testable(one: Comparison) -> bool:
 
 def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
     seeds = len(one.differences)
-    interval = interval_of_all(one) if seeds > 1 and not one.unreached else None
+    interval = interval_of(one) if seeds > 1 and not one.unreached else None
     spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
-    needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family)
+    together = 1 if one.every else max(len({pair[side] for pair in one.by_rates}) for side in (0, 1)) if one.by_rates else 1
+    needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family / together)
 
     def verdict(kind: Kind, reason: str) -> Verdict:
         return Verdict(kind, reason, interval, p, q, needed, one.over_documents)
@@ -149,16 +150,16 @@ def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, be
         return verdict("not resolved", f"{seeds} seeds in common: a verdict needs at least {FEWEST_SEEDS}")
     mean = interval.mean
     if p <= ALPHA:
+        if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
+            return verdict("different but below what matters", f"within {amount} of the baseline (p = {q:.2g})")
         if turned := other_sign(mean, one.elsewhere):
             at = " and ".join(f"{rate:g}" for rate in turned)
             return verdict("depends on the rate", f"the difference has the other sign with both at rate {at}")
-        if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
-            return verdict("different but below what matters", f"within {amount} of the baseline (p = {q:.2g})")
         return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
     if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
         return verdict("equivalent", f"within {amount} of the baseline (p = {q:.2g} over {seeds} seeds)")
     if p_difference(Comparison(one.differences)) <= ALPHA / family < p_difference(one):
-        return verdict("not resolved", "the difference is not shown where one arm has the rate of the other")
+        return verdict("not resolved", "the difference is not shown at the other rates that the arms were trained at")
     if needed is not None and needed <= seeds:
         more = f"; equivalence takes {FEWEST_EQUIVALENT} seeds or more" if seeds < FEWEST_EQUIVALENT else ""
         return verdict("not resolved", f"neither a difference (p = {p:.2g}) nor equivalence (p = {q:.2g}) is shown{more}")
@@ -167,26 +168,53 @@ def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, be
 
 
 def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[float]:
-    """The learning rates at which the mean difference over the tuning seeds has not the sign of `mean`."""
-    return [rate for rate, some in elsewhere.items() if len(some) and not mean * float(np.mean(some)) > 0]
+    """The learning rates at which the mean difference has not the sign of `mean`: where there are `FEWEST_SEEDS` seeds or more, by a t test
+    at `ALPHA` alone, else by the mean as it is."""
+    found = []
+    for rate, some in elsewhere.items():
+        if not len(some) or mean * float(np.mean(some)) > 0:
+            continue
+        if len(some) < FEWEST_SEEDS or not np.isfinite(some).all() or p_difference(Comparison(some)) <= ALPHA:
+            found.append(rate)
+    return found
 
 
-def bounding_pairs(arm: Sequence[float], base: Sequence[float]) -> tuple[list[Pair], list[Pair]]:
-    """At which pairs of rates (the arm's, the baseline's) a difference must show that the arm is better, and at which that the baseline is.
+def hardest(pairs: Collection[Pair], every: bool, value: Callable[[Pair, int], float]) -> float:
+    """How far a claim on two arms at their best rates is from being shown.
 
-    The best mean of the arm is at least as good as that at the rate which tuning chose for it, without the final seeds; so the arm is
-    better than the baseline at its best if it is at that rate better than the baseline at each of its. Every one of these differences
-    must show it (an intersection-union test, Berger 1982), and no choice is made by the seeds that are tested.
+    One is better than the other at its best if, for each rate of the other, it is better at one of its own. Over its own rates that is
+    the least p, times their number (Bonferroni): the seeds that are tested may choose the rate, and it is paid for. Over the other's
+    rates it is the greatest p (an intersection-union test, Berger 1982).
 
     Args:
-        arm, base: the rates at which they were trained, first the ones that tuning chose.
+        pairs: of rates, the one's and the other's, all combinations.
+        every: the greatest of all pairs, each as it is.
+        value: p, or an end of an interval, of a pair, taken with so many together.
     """
-    return [(arm[0], rate) for rate in base], [(rate, base[0]) for rate in arm]
+    if every:
+        return max(value(pair, 1) for pair in pairs)
+    own, others = ({pair[side] for pair in pairs} for side in (0, 1))
+    return max(min(value((mine, theirs), len(own)) for mine in own) for theirs in others)
+
+
+def enclosing(one: Interval, pairs: Collection[Pair], every: bool, interval: Callable[[Pair, int], Interval]) -> Interval:
+    """The interval of the difference between two arms at their best rates: from one pair's, its own, and those of all pairs of rates.
+
+    Args:
+        one: of the pair that is shown.
+        pairs, every: as of `hardest`; without pairs it is `one`.
+        interval: of a pair, with so many together.
+    """
+    if not pairs:
+        return one
+    high = hardest(pairs, every, lambda pair, together: interval(pair, together).high)
+    low = -hardest(_turned(pairs), every, lambda pair, together: -interval(pair[::-1], together).low)
+    return replace(one, low=min(one.low, low), high=max(one.high, high))
 
 
 def p_difference(one: Comparison) -> float:
-    """Two-sided p of the paired t test of mean 0, of the greatest p in either direction where there are several differences. Differences
-    that are all the same have p 0, or 1 where they are 0."""
+    """Two-sided p of the paired t test of mean 0, of the arms at their best rates. Differences that are all the same have p 0, or 1 where
+    they are 0."""
     return min(1.0, 2 * min(_p_below(one, 0.0), _p_above(one, 0.0)))
 
 
@@ -195,21 +223,31 @@ def p_equivalence(one: Comparison, matters: float) -> float:
     return max(_p_below(one, matters), _p_above(one, -matters))
 
 
-def interval_of_all(one: Comparison) -> Interval:
-    """The mean difference with its interval over seeds: from the lowest end of `lower` to the highest of `upper`, where there are any."""
+def interval_of(one: Comparison) -> Interval:
+    """The mean difference with its interval over seeds, of the arms at their best rates."""
     found = over_seeds(np.array(one.differences))
-    upper, lower = ([over_seeds(np.array(some)) for some in all_] for all_ in (one.upper, one.lower))
-    return envelope(found, upper, lower)
+    return enclosing(found, one.by_rates, one.every, lambda pair, together: over_seeds(np.array(one.by_rates[pair]), together))
+
+
+def _turned(pairs: Collection[Pair]) -> list[Pair]:
+    return [pair[::-1] for pair in pairs]
 
 
 def _p_below(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or above a value."""
-    return max(float(stdtr(len(some) - 1, _t(some, at))) for some in (one.differences, *one.upper))
+
+    def p(some: Sequence[float], together: int = 1) -> float:
+        return min(1.0, together * float(stdtr(len(some) - 1, _t(some, at))))
+
+    if not one.by_rates:
+        return p(one.differences)
+    return max(p(one.differences), hardest(one.by_rates, one.every, lambda pair, together: p(one.by_rates[pair], together)))
 
 
 def _p_above(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or below a value."""
-    return max(float(stdtr(len(some) - 1, -_t(some, at))) for some in (one.differences, *one.lower))
+    turned = {pair[::-1]: [-value for value in some] for pair, some in one.by_rates.items()}
+    return _p_below(replace(one, differences=[-value for value in one.differences], by_rates=turned), -at)
 
 
 def _t(differences: Sequence[float], at: float) -> float:
