@@ -90,7 +90,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert len({one.rate for one in known if one.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
     assert sum(one.stage == "final" for one in known) == 4
     losses = {arm: {rate: [one.outcome.loss(SELECTION) for one in runs] for rate, runs in by_rate.items()}
-              for arm, by_rate in procedure.tuning("")[0].items()}  # fmt: skip
+              for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
     soft, scalable = summary(procedure)
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "not resolved")
@@ -258,9 +258,12 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
     away = [*overrides, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
     result = lm("compare", str(written(tmp_path)), *away, "--plan")
     assert result.returncode == 0, result.stderr
-    assert "12 runs, 0.2 M tokens, " in result.stdout, result.stdout
+    assert "16 runs, 0.3 M tokens, " in result.stdout, result.stdout
     unknown = lm("compare", str(written(tmp_path)), *away, "--plan", "data.tokenizer={name: file, path: gone.json}")
-    assert "12 runs; the grid may grow twice; tokens, FLOPs and disk: the vocabulary is not known" in unknown.stdout, unknown.stderr
+    assert (
+        "16 runs; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted; tokens, FLOPs and disk: the vocabulary is not known"
+        in unknown.stdout
+    ), unknown.stderr
     assert not (tmp_path / "stores").exists()
     assert not (tmp_path / "runs").exists()
 
@@ -462,7 +465,7 @@ def test_the_experiment_in_the_documentation_is_valid(tmp_path):
 def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
     result = lm("compare", str(written(tmp_path)), *overrides, "--plan")
     assert result.returncode == 0, result.stderr
-    assert "12 runs" in result.stdout
+    assert "16 runs" in result.stdout
     assert "time: about 12 min for what is left, 1 at a time" in result.stdout
     assert "done: 0 of the 8 runs known so far" in result.stdout
     assert "primary metric val/loss" in result.stdout

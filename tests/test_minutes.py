@@ -13,7 +13,7 @@ from fabricated import finish, finish_all
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.minutes import limited, seeds_that_fit, total_seconds
+from lm.experiments.minutes import limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
@@ -91,8 +91,7 @@ def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, 
     assert (opened.experiment.seeds, opened.experiment.dropped) == ((1, 2), (3,))
     assert "final seeds 3" in finish_all(opened, lambda run: 5.0).notes()[0]
     assert not opened.left_out
-    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: path)
-    lm("compare", str(path), *arguments[1:], "--minutes", "2")
+    write_limit(limited(with_all_seeds(opened.experiment), 1, 2, 360, late=True), 2)
     late = open_experiment(path, arguments[1:])
     assert (late.experiment.dropped, late.left_out) == ((2, 3), (2, 3)), "decided when final runs had ended: exploratory"
     (folder / "minutes.json").write_text("{}")

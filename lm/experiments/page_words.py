@@ -22,9 +22,9 @@ BASIS = (
     "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
 )
 CROSSED = (
-    "Tuning seeds are few: where they chose different rates, the final seeds of every arm are trained at each. An arm is judged at the one of "
-    "lowest mean loss on the selection text. It is better than the baseline only if it is so against it at each of these rates, and the "
-    "intervals of the summary cover which of the rates is an arm's best."
+    "Tuning seeds are few: where they chose different rates, the final seeds of every arm are trained at each. An arm is judged at the "
+    "one of lowest mean loss on the selection text. It is better than the baseline only if it is so against it at each of these rates, "
+    "and the intervals of the summary cover which of the rates is an arm's best."
 )
 COST = (
     "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
@@ -202,7 +202,7 @@ def _tuning(procedure: Procedure, size: str) -> str:
     how += f" (from {tune.table})" if tune.table else f" (planned: {', '.join(f'{rate:g}' for rate in tune.grid)}; {grows})"
     how = f"{how}: {', '.join(f'{arm} {some[0]:g}' for arm, some in choice.final.items())}."
     if choice.crossed:
-        how += " Where rates differed, the final seeds of every arm were trained at each of them; each arm is judged at the one of lowest mean "
-        how += f"loss on the selection text ({', '.join(f'{arm} at {rate:g}' for arm, rate in (choice.rates or {}).items())}), and p is that of "
-        how += "both at their best rates."
+        judged = ", ".join(f"{arm} at {rate:g}" for arm, rate in (choice.rates or {}).items())
+        how += " Where rates differed, the final seeds of every arm were trained at each of them; each arm is judged at the one of lowest "
+        how += f"mean loss on the selection text ({judged}), and p is that of both at their best rates."
     return how
