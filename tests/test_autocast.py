@@ -25,6 +25,7 @@ LARGER = {
     "ssmax, init 1": (8.0, "logits are ln n times softmax's, and so is what the rounding of q and k does to them"),
     "ssmax without s": (8.0, "as with s = 1"),
     "cosine, log n": (2.5, "its logits grow as ln n, beyond softmax's from the training length, here 256, on"),
+    "softmax at temperature 0.3": (4.0, "logits are 3.3 times softmax's, and so is what the rounding of q and k does to them"),
     "relu": (10.0, "its derivative jumps at 0: where RoPE leaves q and k to be rounded, a score may change its sign"),
 }
 

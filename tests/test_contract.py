@@ -53,6 +53,11 @@ class NamesAnotherMap(SoftmaxNormalizer):
     score_map = "relu2"
 
 
+class NamesAnotherScale(SoftmaxNormalizer):
+    def scale_by_position(self) -> Tensor:
+        return torch.full((self.layer.n_head, self.layer.train_length), 2.0, dtype=torch.float64)
+
+
 class NFromWidth(SoftmaxNormalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return super().define_scores(q, k, layout) * k.size(2)
@@ -103,6 +108,7 @@ BROKEN = {
     HalfSums: {"row_sums"},
     LooksAtOtherRows: {"scores_apart", "packed", "row_length"},
     NamesAnotherMap: {"score_map"},
+    NamesAnotherScale: {"scale_by_position"},
     NFromWidth: {"decoding", "packed", "documents", "row_length"},
     ForgetsAKey: {"decoding"},
     ForgetsTheGroups: {"shared_keys"},

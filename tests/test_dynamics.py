@@ -24,7 +24,7 @@ from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
 EVERYTHING = "log.dynamics=[logit_scale, largest_score, gradient_norm]"
-TIMES = ("tokens_per_s", "elapsed_s")
+TIMES = ("tokens_per_s", "elapsed_s", "peak_memory_bytes", "mfu/causal", "mfu/palm")
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]
 
 

@@ -98,7 +98,7 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
         ({"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1}, "arms.b.optim.lr = 1: has no effect on an arm"),
         ({"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"}, "arms.b.model.normalizer = .*swapped to ssmax"),
         ({"from": "softmax", "swap": {"to": "log_n", "init": "unit"}}, "arms.b.swap.init = 'unit': log_n has no parameters to start"),
-        ({"from": "softmax", "swap": {"to": "ssmax", "init": "best"}}, "arm b: model.normalizer.init = 'best': must be"),
+        ({"from": "softmax", "swap": {"to": "ssmax", "init": "best"}}, "arms.b.swap.init = 'best': must be"),
     ],
 )
 def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
