@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, lm
+from conftest import lm
 from fabricated import finish, finish_all
+from trials import written
 
 from lm.config.load import load, to_yaml
 from lm.config.tree import Config, ExperimentConfig
@@ -31,27 +32,12 @@ from lm.runs.validation import UNIGRAM
 from lm.schema import to_plain
 from lm.training.train import train
 
-FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
-    "seeds": [1, 2],
-    "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]},
-    "primary": {"metric": "val/loss", "better": "lower", "matters": 0.05},
-}
-
 
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
     """Overrides under which a run takes a second and learns something; the experiment's folder is below `runs`."""
     steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
     return [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
-
-
-def written(folder: Path, **changes: object) -> Path:
-    """An experiment file with some keys changed; None takes one out."""
-    path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
-    return path
 
 
 class Inline(Executor):
@@ -389,75 +375,6 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
     assert 0.3 < sum(chosen) / 3000 < 0.37
     assert chosen == [selects("fingerprint", document) for document in range(3000)]
     assert chosen != [selects("another", document) for document in range(3000)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arms": {"softmax": {}}}, "arms = .*needs a baseline and at least one other arm"),
-        ({"arms": {"a": {}, "b": {}}}, "arms.b = {}: is the same as a"),
-        ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
-        ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
-        ({"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}}, "arms.b.from = 'a': has another normalizer than a"),
-        ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
-        ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
-        ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
-        ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),
-        ({"arms": ["a", "b"]}, "arms = .*must be a map"),
-        ({"arms": {"a": {}, "b": {"trainer.threads": 2}}}, "arms.b = .*is the same as a"),
-        ({"arms": {"a": {}, "..": {"optim.lr": 1}}}, "must be a name of at most 40"),
-        ({"arms": {"a": {}, "b": {"from": 0}}}, "arms.b.from = 0: is no earlier arm"),
-        ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
-        ({"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}}, "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$"),
-        ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
-        ({"primary": {"metric": "train/loss"}}, "primary.metric = 'train/loss': is not measured: at the last step runs have val/"),
-        ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
-        ({"primary": {"metric": "val/los"}}, "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?"),
-        ({"primary": {"metric": "val/bits_per_byte"}}, "primary.metric = 'val/bits_per_byte': is not measured by sequence"),
-        ({"sizes": {"claims": {}}}, "sizes.claims = 'claims': must be a name"),
-        ({"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}}, "sizes.b = {.*}: is the same as a; change it"),
-        ({"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}}, "sizes.b = {.*}: is the same as a; change it"),
-        ({"tune": {"key": "eval.sequences", "grid": [8, 16]}}, "tune.key = 'eval.sequences': is nothing that training depends on"),
-        ({"tune": {"key": "log.every", "grid": [8, 16]}}, "tune.key = 'log.every': is nothing that training depends on"),
-        ({"tune": {"key": "trainer.threads", "grid": [1, 2]}}, "tune.key = 'trainer.threads': is nothing that training depends on"),
-        ({"tune": {"table": ""}}, "yaml: tune.table = '': names no file; name one as `tuning.csv`, or leave it out"),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax", "init": "banana"}}}},
-            r"yaml: arms.b.swap.init = 'banana': must be fit, or match \| unit or a number; choose from: match, unit$",
-        ),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "sink", "init": 1e9}}}},
-            r"yaml: arms.b.swap.init = 1000000000.0: must be fit, or >= -1e\+06 and <= 1e\+06$",
-        ),
-        ({"arm": {"a": {}}}, "arm = .*: unknown key; did you mean 'arms'"),
-        ({"tune": {"key": "seed", "grid": [1, 2]}}, "tune.key = 'seed': is set by the experiment"),
-        ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
-        ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
-        ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),
-        ({"tune": {"grid": [1e-3, 2e-3], "seeds": [7]}}, "tune.seeds = .*tuning needs at least 2 seeds"),
-        ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
-        ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
-        ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
-        ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
-        ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
-        ({"arms": {"a": {}, "b": {"eval.sequences": 8}}}, "arms.b = .*is measured on other sequences than the baseline"),
-        ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
-        ({"base": 3}, "base = 3: must be a configuration file"),
-        ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
-        ({"colour": "red"}, "colour = 'red': unknown key; choose from: base, arms, sizes, seeds"),
-    ],
-)
-def test_a_wrong_experiment_is_refused_in_words(tmp_path, overrides, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        read_experiment(written(tmp_path, **changes), overrides)
-
-
-def test_the_experiment_in_the_documentation_is_valid(tmp_path):
-    block = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    path = tmp_path / "documented.yaml"
-    path.write_text(block.replace("../sotu.yaml", "configs/sotu.yaml"), encoding="utf-8")
-    assert [arm.name for arm in read_experiment(path, []).arms][-2:] == ["swapped", "as-it-is"]
 
 
 def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):

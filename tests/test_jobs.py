@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT
 from fabricated import finish
 from folders import losses, metrics, same, weights
+from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
@@ -26,19 +26,10 @@ from lm.runs.folder import read_json
 from lm.runs.metric_log import MetricTail
 from lm.training.train import find_checkpoint, train
 
-FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
-    "seeds": [1, 2],
-    "primary": {"matters": 0.05},
-}
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE, sort_keys=False))
-    return path
+    return written(tmp_path, tune=None)
 
 
 @pytest.fixture

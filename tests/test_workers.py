@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT, lm
 from fabricated import finish
+from trials import written
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
@@ -21,20 +21,12 @@ from lm.experiments.opening import open_experiment, start
 from lm.experiments.workers import Worker, read_options, submit
 from lm.runs.folder import read_json, write_json
 
-FILE = {
-    "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
-    "seeds": [1, 2],
-}
-
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE, sort_keys=False))
-    return path
+    return written(tmp_path, tune=None)
 
 
 @pytest.fixture

@@ -1,0 +1,21 @@
+"""Experiments' files of tests: softmax and SSMax on the tiny configuration."""
+
+from pathlib import Path
+
+import yaml
+from conftest import ROOT
+
+TWO_ARMS = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+    "seeds": [1, 2],
+    "primary": {"metric": "val/loss", "better": "lower", "matters": 0.05},
+}
+TUNED = {**TWO_ARMS, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """The file of `TUNED` with some keys changed; None takes one out."""
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (TUNED | changes).items() if value is not None}, sort_keys=False))
+    return path
