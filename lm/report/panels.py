@@ -157,6 +157,9 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.ticks:
         axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
         axes.minorticks_off()
+        if len(panel.ticks) == 1 and not panel.log:  # what belongs to one place stands beside it, not at the ends of the axis
+            (place,) = panel.ticks
+            axes.set_xlim(place - 0.5, place + 0.5)
     for x, text in panel.marks.items():
         axes.axvline(x, color=GREY, linewidth=1)
         at_left = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0] < 0.1
