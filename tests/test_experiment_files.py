@@ -70,6 +70,12 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {"eval.sequences": 48}}}, "arms.b = .*is measured on other sequences than the baseline"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
         ({"base": 3}, "base = 3: must be a configuration file"),
+        ({"arms": {"a": {}, "b": {"base": 3}}}, "arms.b.base = 3: must be a configuration file or a list of them"),
+        ({"sizes": {"a": {"base": "nowhere.yaml"}}}, "nowhere.yaml: no such configuration file"),
+        (
+            {"arms": {"a": {}, "b": {"base": str(ROOT / "configs/recipes/ssmax-paper.yaml")}}},
+            "arms.b.trainer.tokens_per_parameter = 20: the arms of a size train equally long",
+        ),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
         ({"colour": "red"}, "colour = 'red': unknown key; choose from: base, arms, sizes, seeds"),
     ],
@@ -77,6 +83,24 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
 def test_a_wrong_experiment_is_refused_in_words(tmp_path, arguments, changes, message):
     with pytest.raises(ConfigError, match=message):
         read_experiment(written(tmp_path, **changes), arguments[1:])
+
+
+def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
+    """Their own keys count more than the files', a later file more than an earlier one; the tuned rate of a file does not count."""
+    for name, text in {"a": "optim: {lr: 1.0, grad_clip: 2.0}\nmodel: {n_mlp: 96, init_std: 0.1}", "b": "model: {n_mlp: 64}"}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    arms = {"softmax": {}, "other": {"base": ["a.yaml", "b.yaml"], "model.init_std": 0.03}}
+    sizes = {"small": {}, "large": {"base": "a.yaml", "model.init_std": 0.04, "model.mlp": "relu2"}}
+    made = read_experiment(written(tmp_path, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
+
+    def settings(size: str, arm: int) -> tuple:
+        config = made.config(size, made.arms[arm], 1, 2e-2, {"name": "x"})
+        return config.model.n_mlp, config.model.init_std, config.model.mlp, config.optim.grad_clip, config.optim.lr
+
+    assert settings("small", 0) == (None, 0.05, "swiglu", 1.0, 2e-2)
+    assert settings("small", 1) == (64, 0.03, "swiglu", 2.0, 2e-2)
+    assert settings("large", 0) == (96, 0.04, "relu2", 2.0, 2e-2)
+    assert settings("large", 1) == (64, 0.03, "relu2", 2.0, 2e-2)
 
 
 def test_the_experiment_in_the_documentation_is_valid(tmp_path):

@@ -70,15 +70,17 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         reason = "is nothing that training depends on"
         problems.append(Problem("tune.key", made.tune.key, reason, "name a key of the optimizer, such as optim.lr"))
     fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()
+    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
+    for where, changes in blocks.items():
+        for path in sorted(fixed & set(flatten(changes))):
+            problems.append(Problem(f"{where}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
+    arms = tuple(replace(arm, changes=_with_files(file, f"arms.{arm.name}", arm.changes)) for arm in arms)
+    sizes = {name: _with_files(file, f"sizes.{name}", changes) for name, changes in sizes.items()}
     for arm in arms:
         if (given := flatten(arm.changes).get(TOKENS)) is not None:
             problems.append(
                 Problem(f"arms.{arm.name}.{TOKENS}", given, "the arms of a size train equally long", "give it in base or sizes")
             )
-    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
-    for where, changes in blocks.items():
-        for path in sorted(fixed & set(flatten(changes))):
-            problems.append(Problem(f"{where}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
     if problems:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
@@ -129,11 +131,21 @@ def _read(path: Path) -> dict[str, Plain]:
 
 def _base(path: Path, given: Plain) -> dict[str, Plain]:
     """The base configuration: a file or a list of files beside the experiment's, or a block of keys."""
-    if isinstance(given, dict):
-        return nested(given)
+    return nested(given) if isinstance(given, dict) else _files(path, "base", given, ", a list of them, or a block of keys")
+
+
+def _with_files(path: Path, where: str, changes: dict[str, Plain]) -> dict[str, Plain]:
+    """What an arm or a size changes, laid on the configuration files that its `base` names. Its other keys alone were checked: a file may
+    hold what the experiment sets, such as a learning rate."""
+    own = {name: value for name, value in changes.items() if name != "base"}
+    return merge(_files(path, f"{where}.base", changes["base"], " or a list of them"), own) if "base" in changes else own
+
+
+def _files(path: Path, where: str, given: Plain, forms: str) -> dict[str, Plain]:
+    """Configuration files by their paths relative to the experiment's, the later over the earlier."""
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError([Problem("base", given, "must be a configuration file, a list of them, or a block of keys")])
+        raise ConfigError([Problem(where, given, f"must be a configuration file{forms}")])
     merged: dict[str, Plain] = {}
     for name in names:
         merged = merge(merged, read_yaml(path.parent / name))
