@@ -25,7 +25,7 @@ from scipy.stats import binom
 from lm.statistics.intervals import Interval, mean_ends, over_seeds_and_documents
 from lm.statistics.learned import Learned, learned_verdicts
 from lm.statistics.tuning import Tuned, best_rate, crossed_rates, elsewhere, tuned
-from lm.statistics.verdicts import Comparison, enclosing, interval_of, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, enclosing, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
@@ -90,46 +90,39 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
 
     # The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean.
     weights = random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
+    weights /= weights.sum()
     by_seed, by_document = draw(world.seed, world.seeds, 1), draw(world.document, world.documents)
-    crossed, values, truth, judged = crossed_rates("base", choice.rates), {}, {}, {}
+    crossed, values, means, truth, place = crossed_rates("base", choice.rates), {}, {}, {}, {}
     for number, arm in enumerate(arms):
         if arm not in crossed:
             continue
         on_text = draw(world.arm_document, world.documents)
         if world.equal_on_text:
-            on_text -= np.average(on_text, weights=weights)
-        values[arm], truth[arm], selected = {}, {}, {}
-        for rate in crossed[arm]:
+            on_text -= weights @ on_text
+        values[arm], selected, best = np.empty((len(crossed[arm]), world.seeds, world.documents)), {}, math.inf
+        for of_rate, rate in zip(values[arm], crossed[arm], strict=True):
             own, at = of_runs(number, rate, world.seeds)[:, None], expected(number, rate)
-            rest = draw(noise[number] * world.arm_seed_document, world.seeds, world.documents)
-            values[arm][rate] = at + by_seed + by_document + own + on_text + rest
-            truth[arm][rate] = at, at + np.average(on_text, weights=weights)
+            of_rate[:] = at + own + draw(noise[number] * world.arm_seed_document, world.seeds, world.documents)
             rest = draw(noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), world.seeds)
-            selected[rate] = list(at + by_seed[:, 0] + own[:, 0] + shift[number] + rest)
-        judged[arm] = best_rate(selected, crossed[arm])
+            selected[rate], best = list(at + by_seed[:, 0] + own[:, 0] + shift[number] + rest), min(best, at)
+        values[arm] += by_seed + by_document + on_text
+        means[arm], truth[arm] = values[arm] @ weights, np.array([best, best + weights @ on_text])
+        place[arm] = crossed[arm].index(best_rate(selected, crossed[arm]))
 
-    comparisons, covered = {}, []
-    for arm in arms[1:]:
-        if not {arm, "base"} <= values.keys():
-            comparisons[arm] = Comparison((), tuned=False)
-            continue
-        ours, theirs = values[arm], values["base"]
-        by_pair = {(mine, other): ours[mine] - theirs[other] for mine, other in product(ours, theirs)}
-        per_seed = {pair: (one @ weights / weights.sum()).tolist() for pair, one in by_pair.items()}
-        shown, several = (judged[arm], judged["base"]), len(by_pair) > 1
+    judged = [arm for arm in arms[1:] if {arm, "base"} <= values.keys()]
+    comparisons, covered = {arm: Comparison((), tuned=False) for arm in arms[1:]}, []
+    differences = [values[arm][:, None] - values["base"] for arm in judged]
+    over_both = over_seeds_and_documents(np.stack(differences), weights, np.arange(world.documents)) if judged else ()
+    for arm, both in zip(judged, over_both, strict=True):
         tried = {one: dict(losses[one]) for one in (arm, "base")}
-        for rate in ours if several else ():
-            tried[arm][rate], tried["base"][rate] = (one[rate] @ weights / weights.sum() for one in (ours, theirs))
+        for one in tried if len(crossed[arm]) > 1 else ():
+            tried[one].update(zip(crossed[one], means[one], strict=True))
+        by_rates, pair = means[arm][:, None] - means["base"], (place[arm], place["base"])  # (the arm's rates, the baseline's, seeds)
         other = elsewhere(arm, "base", choice.rates, tried)
-        comparisons[arm] = Comparison(per_seed[shown], by_rates=per_seed if several else {}, elsewhere=other)
-        population, text = (min(at[i] for at in truth[arm].values()) - min(at[i] for at in truth["base"].values()) for i in (0, 1))
-
-        def over_both(pair: tuple[float, float], together: int = 1, by_pair: dict = by_pair) -> Interval:
-            return over_seeds_and_documents(by_pair[pair], weights, np.arange(world.documents), together)
-
-        on_other_text = enclosing(over_both(shown), by_pair if several else (), False, over_both)
-        differ = choice.rates[arm] != choice.rates["base"]
-        covered.append((_holds(interval_of(comparisons[arm]), text), _holds(on_other_text, population), differ))
+        comparisons[arm] = Comparison(by_rates[pair], by_rates=by_rates, place=pair, elsewhere=other)
+        population, text = truth[arm] - truth["base"]
+        held = _holds(comparisons[arm].interval, text), _holds(enclosing(both, pair, every=False), population)
+        covered.append((*held, choice.rates[arm] != choice.rates["base"]))
     return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
 
 

@@ -86,7 +86,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         evaluated(run, "validation", run.outcome.last_step, series)
     report = [document for document in range(40) if not selects(FINGERPRINT, document)]
     apart = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
-    expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report))
+    expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report)).interval()
     assert summary(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
     assert expected.over == f"3 seeds and {len(report)} documents"
 

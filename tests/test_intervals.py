@@ -95,8 +95,8 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
     covered = {"both": 0, "seeds alone": 0}
     for _ in range(trials):
         values = 0.1 + 0.1 * rng.normal(size=(5, 1)) + 0.2 * rng.normal(size=20) + 0.1 * rng.normal(size=(5, 20))
-        both = over_seeds_and_documents(values, np.ones(20), np.arange(20))
-        for name, one in (("both", both), ("seeds alone", over_seeds(values.mean(1)))):
+        both = over_seeds_and_documents(values, np.ones(20), np.arange(20)).interval()
+        for name, one in (("both", both), ("seeds alone", over_seeds(values.mean(1)).interval())):
             covered[name] += one.low <= 0.1 <= one.high
     assert 0.93 <= covered["both"] / trials <= 0.98
     assert covered["seeds alone"] / trials < 0.93
@@ -112,7 +112,7 @@ def test_seeds_and_documents_take_enough_of_both():
 
 
 def test_interval_over_seeds_is_students():
-    interval = over_seeds(np.array([0.1, 0.2, 0.3]))
+    interval = over_seeds(np.array([0.1, 0.2, 0.3])).interval()
     assert interval.mean == pytest.approx(0.2)
     assert interval.high - 0.2 == pytest.approx(4.30265 * 0.1 / np.sqrt(3), rel=1e-5)
 

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -62,9 +61,9 @@ def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
     assert kind(one) == expected
 
 
-def at_rates(*means: float) -> dict[tuple[int, int], list[float]]:
-    """Differences at the pairs of rates (4, 4), (4, 8), (8, 4), (8, 8)."""
-    return {pair: spread(mean, 0.005, 5) for pair, mean in zip(product((4, 8), repeat=2), means, strict=True)}
+def at_rates(*means: float) -> np.ndarray:
+    """Differences at the pairs of rates (4, 4), (4, 8), (8, 4), (8, 8): (2, 2, seeds)."""
+    return np.reshape([spread(mean, 0.005, 5) for mean in means], (2, 2, 5))
 
 
 @pytest.mark.parametrize(
@@ -79,16 +78,15 @@ def at_rates(*means: float) -> dict[tuple[int, int], list[float]]:
 )
 def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
     by_rates = at_rates(*means)
-    assert kind(Comparison(by_rates[8, 4], by_rates=by_rates, every=every)) == expected
-    turned = {pair: [-one for one in some] for pair, some in by_rates.items()}
-    assert not every or kind(Comparison(turned[8, 4], by_rates=turned, every=True), better="higher") == expected
-    of_the_other = {pair[::-1]: some for pair, some in turned.items()}
-    assert kind(Comparison(of_the_other[4, 8], by_rates=of_the_other, every=every)) == expected.replace("better", "worse")
+    assert kind(Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0), every=every)) == expected
+    assert not every or kind(Comparison(-by_rates[1, 0], by_rates=-by_rates, place=(1, 0), every=True), better="higher") == expected
+    of_the_other = -by_rates.swapaxes(0, 1)
+    assert kind(Comparison(of_the_other[0, 1], by_rates=of_the_other, place=(0, 1), every=every)) == expected.replace("better", "worse")
 
 
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
-    one = Comparison(by_rates[8, 4], by_rates=by_rates)
+    one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))
     found = verdicts({"a": one}, MATTERS, "lower")["a"]
     half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
     assert found.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - own), -0.01 + half])
@@ -98,7 +96,7 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
-    found = verdicts({"a": Comparison(by_rates[8, 4], by_rates=by_rates)}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]
     assert found.reason == "the difference is not shown at the other rates that the arms were trained at"
 
 
@@ -163,7 +161,8 @@ def test_power_is_that_of_the_noncentral_t():
     needed = seeds_needed(1.0, 0.8)
     assert power(needed, 1.0, 0.8) >= 0.8 > power(needed - 1, 1.0, 0.8)
     assert seeds_needed(1.0, 1e-4) is None
-    assert seeds_needed(0.0, 0.1) == 3
+    assert seeds_needed(0.0, 0.1) == seeds_needed(1e-18, 0.1) == 3
+    assert [power(5, 1.0, difference) for difference in (5.0, 15.0, 1e6, 1e18)] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
 @pytest.mark.parametrize("matters", [0.0, -1.0, np.inf, np.nan])

@@ -84,7 +84,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
         trained(run, reached(run))
     soft, scalable = summary(procedure)
     logs = np.log([7 * (100 + seed) / (1000 + 10 * seed) for seed in (1, 2, 3)])
-    expected = np.exp(over_seeds(logs).listed())
+    expected = np.exp(over_seeds(logs).interval().listed())
     assert scalable["verdict"] == "better"
     assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
     assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)

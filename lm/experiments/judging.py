@@ -1,6 +1,7 @@
 """The verdicts of docs/statistics.md on an experiment's finished runs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -8,16 +9,17 @@ import numpy as np
 
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Primary
-from lm.experiments.outcomes import SELECTION, Values
+from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run, check_alike
 from lm.experiments.tuning_tables import by_arm_and_rate
 from lm.statistics.intervals import Interval, over_seeds_and_documents
 from lm.statistics.learned import Counts, Learned, has_learned, learned_verdicts
 from lm.statistics.reach import factor, log_tokens
 from lm.statistics.tuning import differences, elsewhere
-from lm.statistics.verdicts import Comparison, Pair, Verdict, enclosing, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, enclosing, verdicts
 
 ByRate = dict[float | None, list[Run]]  # final runs of an arm by seed, at each rate; first the one that tuning chose
+Pair = tuple[float | None, float | None]  # the rates of an arm and of the baseline
 
 
 def judge(procedure: Procedure) -> dict[str, Verdict]:
@@ -56,24 +58,18 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         ours, theirs = {at[0]: ours[at[0]]}, {at[1]: theirs[at[1]]}
     else:
         ours, theirs = _usable(procedure, ours, at[0]), _usable(procedure, theirs, at[1])
-    pairs = _pairs(ours, theirs)
     seeds = [seed for seed in range(planned) if all(one.outcome.state == "finished" for one in _of_seed(seed, ours, theirs))]
-
-    def runs_of(pair: Pair) -> list[tuple[Run, Run]]:
-        return [(ours[pair[0]][seed], theirs[pair[1]][seed]) for seed in seeds]
-
-    def difference(pair: Pair) -> list[float]:
-        return [_value(procedure, mine) - _value(procedure, other) for mine, other in runs_of(pair)]
-
-    values, unreached, on_other_text = difference(at), "", None
+    ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
+    place, every = ([*ours].index(at[0]), [*theirs].index(at[1])), experiment.primary.quantity != SELECTION
+    by_rates = _differences(ours, theirs, lambda run: _value(procedure, run))
+    shown, unreached, on_other_text = by_rates[place], "", None
     if experiment.primary.reach is not None:
-        unreached = _unreached(procedure, [one for pair in (at, *pairs) for both in runs_of(pair) for one in both])
-        values = [one for one in values if math.isfinite(one)]
-    elif not experiment.first_config.data.symbolic and (shown := _over_documents(procedure, runs_of(at))):
-        every = experiment.primary.quantity != SELECTION
-        on_other_text = enclosing(shown, pairs, every, lambda pair, together: _over_documents(procedure, runs_of(pair), together))
+        unreached = _unreached(procedure, [one for by_rate in (ours, theirs) for runs in by_rate.values() for one in runs])
+        shown = shown[np.isfinite(shown)]
+    elif seeds and not experiment.first_config.data.symbolic:
+        on_other_text = _over_documents(experiment.primary.metric, ours, theirs, place, every)
     return Comparison(
-        values, len(diverged), {} if unreached else {pair: difference(pair) for pair in pairs}, experiment.primary.quantity != SELECTION,
+        shown.tolist(), len(diverged), None if unreached else by_rates, place, every,
         other, planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
     )  # fmt: skip
 
@@ -215,11 +211,20 @@ def _tried_values(procedure: Procedure, size: str) -> dict[str, dict[float, list
     }
 
 
-def _over_documents(procedure: Procedure, pairs: list[tuple[Run, Run]], together: int = 1) -> Interval | None:
-    """The difference of pairs of runs, one a seed, over seeds and documents; None without held-out documents, or with too few of either."""
-    measured: list[list[Values]] = [[one.outcome.values(procedure.experiment.primary.metric) for one in pair] for pair in pairs]
-    if not measured or not measured[0][0].held_out:
+def _differences(ours: ByRate, theirs: ByRate, value: Callable[[Run], float | np.ndarray]) -> np.ndarray:
+    """Arm minus baseline at each pair of rates, (the arm's rates, the baseline's, seeds, and the shape of a run's value)."""
+    mine, others = (np.array([[value(run) for run in runs] for runs in by_rate.values()]) for by_rate in (ours, theirs))
+    with np.errstate(invalid="ignore"):
+        return mine[:, None] - others
+
+
+def _over_documents(metric: str, ours: ByRate, theirs: ByRate, place: tuple[int, int], every: bool) -> Interval | None:
+    """The difference over seeds and documents, of the pair of rates at a place and of all; None without held-out documents, or with too few
+    seeds or documents."""
+    first = next(iter(ours.values()))[0].outcome.values(metric)
+    if not first.held_out:
         return None
-    parts = [[one.part(selection=False) for one in pair] for pair in measured]
-    first, values = parts[0][0], np.stack([ours.values - theirs.values for ours, theirs in parts])
-    return over_seeds_and_documents(values, first.weights, first.groups, together)
+    first = first.part(selection=False)
+    values = _differences(ours, theirs, lambda run: run.outcome.values(metric).part(selection=False).values)
+    found = over_seeds_and_documents(values, first.weights, first.groups)
+    return found and enclosing(found, place, every)

@@ -94,7 +94,7 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
     def apart(arm: str, rate: float) -> Interval | None:
         theirs = values.get((base, rate), {}) if arm != base else {}
         both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
-        return over_seeds(np.array(both)) if len(both) > 1 else None
+        return over_seeds(np.array(both)).interval() if len(both) > 1 else None
 
     def mean(some: Collection[float]) -> str | None:
         return digits(float(np.mean(list(some)))) if some else None

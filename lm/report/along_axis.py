@@ -89,8 +89,8 @@ def _ends(differences: list[list[_Column]], seeds: np.ndarray) -> tuple[np.ndarr
     """Ends of the interval at each place, and what it covers."""
     first = differences[0]
     if len(seeds) > 1:
-        intervals = [over_seeds(column) for column in seeds.T]
-        return np.array([one.low for one in intervals]), np.array([one.high for one in intervals]), intervals[0].over
+        found = over_seeds(seeds.T)
+        return found.mean - found.half(), found.mean + found.half(), found.over
     if any(len(np.unique(one.groups)) < FEWEST for one in first):
         return np.full(len(first), np.nan), np.full(len(first), np.nan), ""
     ends = [mean_ends(one.values[:, None], one.weights, one.groups) for one in first]

@@ -80,7 +80,8 @@ def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -
         return None, "no seed in common: a difference could be that of the seeds"
     if len(shared) >= 2:
         values = np.array([np.average(ours[seed].values - theirs[seed].values, weights=weights) for seed in shared])
-        return over_seeds(values), f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation sequences"
+        note = f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation sequences"
+        return over_seeds(values).interval(), note
     mine, other = ours[shared[0]].values, theirs[shared[0]].values
     documents = len(np.unique(every[0].groups))
     over = f"{len(mine)} sequences" if documents == len(mine) else f"{documents} documents ({len(mine)} sequences)"

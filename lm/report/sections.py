@@ -128,7 +128,7 @@ class Section:
         alone = interval_of(found[0], found[0].column_at(place), mean)
         if len(found) == 1:
             return alone
-        seeds = over_seeds(np.array([one.mean_at(place) for one in found]))
+        seeds = over_seeds(np.array([one.mean_at(place) for one in found])).interval()
         if found[0].interval != "wilson":
             return seeds
         return Interval(mean, min(alone.low, max(0.0, seeds.low)), max(alone.high, min(1.0, seeds.high)), seeds.over)

@@ -32,6 +32,35 @@ class Interval:
         return [self.mean, self.low, self.high]
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Means of one or of many samples of the same size, of which intervals and tests are made; NaN where a value was not finite.
+
+    Attributes:
+        mean, error, degrees: (...,), the standard errors of the means, and degrees of freedom of Student's t.
+        over: as of `Interval`.
+    """
+
+    mean: np.ndarray
+    error: np.ndarray
+    degrees: np.ndarray
+    over: str
+
+    def __getitem__(self, at: int | slice | tuple[int, ...]) -> "Estimate":
+        """Those of some of the samples, as an array is indexed."""
+        return Estimate(self.mean[at], self.error[at], self.degrees[at], self.over)
+
+    def half(self, together: int = 1) -> np.ndarray:
+        """Half the length of the 95 % interval, (...,). Each of so many intervals `together` is longer, so that all of them hold with 95 %
+        (Bonferroni)."""
+        return stdtrit(self.degrees, 1 - 0.025 / together) * self.error
+
+    def interval(self) -> Interval:
+        """That of a single sample."""
+        mean, half = float(self.mean), float(self.half())
+        return Interval(mean, mean - half, mean + half, self.over)
+
+
 def sampled(groups: np.ndarray) -> str:
     """What an interval over units of these groups covers: `documents` where some hold several units, else `sequences`."""
     return "documents" if len(np.unique(groups)) < len(groups) else "sequences"
@@ -89,14 +118,14 @@ def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.
     """
     finite = np.isfinite(values).all(axis=0)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
-    mean, variance, degrees = _mean_variance(np.where(finite, values, 0.0), weights, groups)
+    labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    mean, variance, degrees = _mean_variance(np.where(finite, values, 0.0), weights, labels)
     half = stdtrit(degrees, 0.975) * np.sqrt(variance)
     return np.where(finite, mean - half, np.nan), np.where(finite, mean + half, np.nan)
 
 
-def _mean_variance(values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, float]:
-    """Of `mean_ends`: the means (columns,), the variances of these (columns,), and the degrees of freedom."""
-    labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
+def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Of `mean_ends`: the means (columns,), the variances of these (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
     part = np.bincount(labels, weights) / weights.sum()  # (documents,) each one's part of the weight
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(part), values.shape[1]))
@@ -114,50 +143,49 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, groups: np.ndarray |
     return mean, variance, float(traced**2 / squared)
 
 
-def over_seeds(values: np.ndarray, together: int = 1) -> Interval:
-    """Mean over seeds with the 95 % Student t interval; `values` is (seeds,), at least two. Each of so many intervals `together` is wider,
-    so that all of them hold with 95 % (Bonferroni)."""
+def over_seeds(values: np.ndarray) -> Estimate:
+    """The mean over seeds with Student's t; `values` is (..., seeds), at least two."""
     values = np.asarray(values, dtype=float)
-    over = f"{len(values)} seeds"
-    if not np.isfinite(values).all():
-        return Interval(np.nan, np.nan, np.nan, over)
-    half = stdtrit(len(values) - 1, 1 - 0.025 / together) * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half), over)
+    seeds, finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
+    values = np.where(finite, values, np.nan)
+    mean, error = values.mean(-1), values.std(-1, ddof=1) / np.sqrt(seeds)
+    return Estimate(mean, error, np.full(mean.shape, seeds - 1), f"{seeds} seeds")
 
 
-def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, together: int = 1) -> Interval | None:
-    """Mean over seeds and documents, with its 95 % interval over both: what other seeds and other text of the kind would give.
+def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
+    """The mean over seeds and documents, for intervals over both: what other seeds and other text of the kind would give.
 
     Seeds and documents are crossed: each seed's model reads each document. The variance is that between seeds' means, plus that between
     documents' means, minus what both hold of the interaction (Cameron, Gelbach and Miller 2011), and at least the greater of the
     first two; degrees of freedom after Satterthwaite.
 
     Args:
-        values: (seeds, units), such as paired differences in nats per token.
+        values: (..., seeds, units), such as paired differences in nats per token.
         weights, groups: (units,), as of `mean_ends`.
-        together: as of `over_seeds`.
 
     Returns:
         None: fewer than two seeds or `FEWEST_CROSSED` documents, or values that are not finite.
     """
-    weights, seeds = np.asarray(weights, dtype=float), len(values)
+    weights, (*outer, seeds, units) = np.asarray(weights, dtype=float), values.shape
     labels = np.unique(groups, return_inverse=True)[1]
     within = np.bincount(labels, weights)
     kept = within > 0
     if seeds < 2 or kept.sum() < FEWEST_CROSSED or not np.isfinite(values).all():
         return None
     per_seed = values @ weights / weights.sum()
-    of_seeds, seed_degrees = per_seed.var(ddof=1) / seeds, seeds - 1
-    mean, (of_documents,), document_degrees = _mean_variance(values.mean(0)[:, None], weights, groups)
-    sums = np.zeros((seeds, len(within)))
-    np.add.at(sums.T, labels, (weights * values).T)
-    interaction = sums[:, kept] - sums[:, kept].mean(0) - (per_seed - per_seed.mean())[:, None] * within[kept]
-    of_both = (interaction**2).sum() / (seeds * (seeds - 1)) / weights.sum() ** 2
-    variance = max(of_seeds, of_documents, of_seeds + of_documents - of_both)
+    of_seeds, seed_degrees = per_seed.var(-1, ddof=1) / seeds, seeds - 1
+    mean, of_documents, document_degrees = _mean_variance(values.mean(-2).reshape(-1, units).T, weights, labels)
+    mean, of_documents = mean.reshape(outer), of_documents.reshape(outer)
+    sums = np.zeros((len(within), *values.T.shape[1:]))
+    np.add.at(sums, labels, (weights * values).T)
+    sums = sums.T[..., kept]
+    interaction = sums - sums.mean(-2, keepdims=True) - (per_seed - per_seed.mean(-1, keepdims=True))[..., None] * within[kept]
+    of_both = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
     total = of_seeds + of_documents
-    degrees = total**2 / (of_seeds**2 / seed_degrees + of_documents**2 / document_degrees) if total else 1.0
-    half = stdtrit(degrees, 1 - 0.025 / together) * np.sqrt(variance)
-    return Interval(float(mean[0]), float(mean[0] - half), float(mean[0] + half), f"{seeds} seeds and {kept.sum()} documents")
+    variance = np.maximum(total - of_both, np.maximum(of_seeds, of_documents))
+    below = of_seeds**2 / seed_degrees + of_documents**2 / document_degrees
+    degrees = np.divide(total**2, below, out=np.ones(outer), where=below > 0)
+    return Estimate(mean, np.sqrt(variance), degrees, f"{seeds} seeds and {kept.sum()} documents")
 
 
 def wilson(right: float, trials: int) -> Interval:

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 EXTENSIONS = 2  # how often a grid may grow
 FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
@@ -97,7 +96,7 @@ def _beyond(asked: Sequence[float], best: Mapping[str, float], losses: Mapping[s
 
 def mean_loss(losses: Sequence[float]) -> float:
     """Over seeds; infinite if any is not finite: a rate at which training diverges now and then is not one to use."""
-    return float(np.mean(losses)) if all(map(math.isfinite, losses)) else math.inf
+    return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
 def next_rate(rate: float, measured: Iterable[float], direction: str) -> float | None:

@@ -1,15 +1,15 @@
 """Verdicts on arms against one baseline: what paired differences over seeds show, all comparisons taken together."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from scipy.special import nctdtr, stdtr, stdtrit
+from scipy.special import nctdtr, ndtri, stdtr, stdtrit
 
-from lm.statistics.intervals import Interval, over_seeds
+from lm.statistics.intervals import Estimate, Interval, over_seeds
 
 ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
 POWER = 0.8
@@ -22,9 +22,6 @@ Kind = Literal[
 ]
 
 
-Pair = tuple[float, float]  # the rates of an arm and of the baseline
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What was measured of an arm against the baseline, on the primary metric.
@@ -33,8 +30,9 @@ class Comparison:
         differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
             trained with.
         diverged: final runs of either that diverged; they are counted, never dropped.
-        by_rates: differences over the same seeds at each pair of rates (the arm's, the baseline's), where they were trained at several; the
-            claim is on both at their best, which is their lowest (`hardest`).
+        by_rates: (the arm's rates, the baseline's rates, seeds) where they were trained at several: differences over the same seeds at each
+            pair of rates; the claim is on both at their best, which is their lowest (`hardest`).
+        place: of `differences` among these.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
         elsewhere: differences with both at another learning rate, one value a seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
@@ -46,7 +44,8 @@ class Comparison:
 
     differences: Sequence[float]
     diverged: int = 0
-    by_rates: Mapping[Pair, Sequence[float]] = field(default_factory=dict)
+    by_rates: np.ndarray | None = None
+    place: tuple[int, int] = (0, 0)
     every: bool = False
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
@@ -59,6 +58,16 @@ class Comparison:
     def whole(self) -> bool:
         """Whether all planned seeds are there."""
         return self.planned is None or len(self.differences) >= self.planned
+
+    @cached_property
+    def estimates(self) -> Estimate:
+        """Over seeds, (the arm's rates, the baseline's)."""
+        return over_seeds(np.array(self.differences)[None, None] if self.by_rates is None else self.by_rates)
+
+    @property
+    def interval(self) -> Interval:
+        """Of the mean difference over seeds, of the arms at their best rates."""
+        return enclosing(self.estimates, self.place, self.every)
 
 
 @dataclass(frozen=True)
@@ -128,9 +137,9 @@ def _testable(one: Comparison) -> bool:
 
 def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
     seeds = len(one.differences)
-    interval = interval_of(one) if seeds > 1 and not one.unreached else None
+    interval = one.interval if seeds > 1 and not one.unreached else None
     spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
-    together = 1 if one.every else max(len({pair[side] for pair in one.by_rates}) for side in (0, 1)) if one.by_rates else 1
+    together = 1 if one.every or one.by_rates is None else max(one.by_rates.shape[:2])
     needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family / together)
 
     def verdict(kind: Kind, reason: str) -> Verdict:
@@ -179,7 +188,7 @@ def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[
     return found
 
 
-def hardest(pairs: Collection[Pair], every: bool, value: Callable[[Pair, int], float]) -> float:
+def hardest(values: np.ndarray, every: bool) -> float:
     """How far a claim on two arms at their best rates is from being shown.
 
     One is better than the other at its best if, for each rate of the other, it is better at one of its own. Over its own rates that is
@@ -187,28 +196,17 @@ def hardest(pairs: Collection[Pair], every: bool, value: Callable[[Pair, int], f
     rates it is the greatest p (an intersection-union test, Berger 1982).
 
     Args:
-        pairs: of rates, the one's and the other's, all combinations.
-        every: the greatest of all pairs, each as it is.
-        value: p, or an end of an interval, of a pair, taken with so many together.
+        values: (its own rates, the other's), p or an end of an interval, each of as many together as are its own rates.
+        every: the greatest of all pairs; each is then one alone.
     """
-    if every:
-        return max(value(pair, 1) for pair in pairs)
-    own, others = ({pair[side] for pair in pairs} for side in (0, 1))
-    return max(min(value((mine, theirs), len(own)) for mine in own) for theirs in others)
+    return float(values.max() if every else values.min(0).max())
 
 
-def enclosing(one: Interval, pairs: Collection[Pair], every: bool, interval: Callable[[Pair, int], Interval]) -> Interval:
-    """The interval of the difference between two arms at their best rates: from one pair's, its own, and those of all pairs of rates.
-
-    Args:
-        one: of the pair that is shown.
-        pairs, every: as of `hardest`; without pairs it is `one`.
-        interval: of a pair, with so many together.
-    """
-    if not pairs:
-        return one
-    high = hardest(pairs, every, lambda pair, together: interval(pair, together).high)
-    low = -hardest(_turned(pairs), every, lambda pair, together: -interval(pair[::-1], together).low)
+def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool) -> Interval:
+    """The interval of the difference between two arms at their best rates: from that of one pair of rates and those of all, (the one's,
+    the other's); `every`: as of `hardest`."""
+    one, (own, others) = by_rates[place].interval(), (1, 1) if every else by_rates.mean.shape
+    high, low = hardest(by_rates.mean + by_rates.half(own), every), -hardest((by_rates.half(others) - by_rates.mean).T, every)
     return replace(one, low=min(one.low, low), high=max(one.high, high))
 
 
@@ -223,38 +221,23 @@ def p_equivalence(one: Comparison, matters: float) -> float:
     return max(_p_below(one, matters), _p_above(one, -matters))
 
 
-def interval_of(one: Comparison) -> Interval:
-    """The mean difference with its interval over seeds, of the arms at their best rates."""
-    found = over_seeds(np.array(one.differences))
-    return enclosing(found, one.by_rates, one.every, lambda pair, together: over_seeds(np.array(one.by_rates[pair]), together))
-
-
-def _turned(pairs: Collection[Pair]) -> list[Pair]:
-    return [pair[::-1] for pair in pairs]
-
-
 def _p_below(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or above a value."""
-
-    def p(some: Sequence[float], together: int = 1) -> float:
-        return min(1.0, together * float(stdtr(len(some) - 1, _t(some, at))))
-
-    if not one.by_rates:
-        return p(one.differences)
-    return max(p(one.differences), hardest(one.by_rates, one.every, lambda pair, together: p(one.by_rates[pair], together)))
+    p = _p(one.estimates, at, 1)
+    return max(float(p[one.place]), hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every))
 
 
 def _p_above(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or below a value."""
-    turned = {pair[::-1]: [-value for value in some] for pair, some in one.by_rates.items()}
-    return _p_below(replace(one, differences=[-value for value in one.differences], by_rates=turned), -at)
+    p = _p(one.estimates, at, -1).T
+    return max(float(p[one.place[::-1]]), hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every))
 
 
-def _t(differences: Sequence[float], at: float) -> float:
-    distance, error = np.mean(differences) - at, np.std(differences, ddof=1) / math.sqrt(len(differences))
-    if error == 0:
-        return math.copysign(math.inf, distance) if distance else 0.0
-    return float(distance / error)
+def _p(estimate: Estimate, at: float, sign: int) -> np.ndarray:
+    """One-sided p of each, (...,): that its mean is not below (`sign` 1), or not above (-1), a value."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distance = sign * (estimate.mean - at)
+        return stdtr(estimate.degrees, np.where(distance == 0, 0.0, distance / estimate.error))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -271,10 +254,12 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) ->
     if spread == 0:
         return 1.0 if difference else alpha
     critical, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
-    return float(1 - nctdtr(seeds - 1, shift, critical) + nctdtr(seeds - 1, shift, -critical))
+    below, at_most = np.fmax(nctdtr(seeds - 1, shift, [-critical, critical]), 0)  # NaN where they are too small to be represented
+    return float(1 - at_most + below)
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
     """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` is `POWER`; None: more than `MOST_SEEDS`."""
-    found = bisect_left(range(MOST_SEEDS + 1), POWER, lo=FEWEST_SEEDS, key=lambda seeds: power(seeds, spread, difference, alpha))
-    return found if found <= MOST_SEEDS else None
+    known = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)  # its square: of a test that knows the spread, and takes fewer
+    some = range(max(FEWEST_SEEDS, math.floor(min(known, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
+    return next((seeds for seeds in some if power(seeds, spread, difference, alpha) >= POWER), None)
