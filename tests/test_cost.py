@@ -14,10 +14,8 @@ from folders import differences, kill_after, metrics
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
-from lm.errors import ConfigError
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
-from lm.model.device import resolve_compile
 from lm.training.memory import TensorMemory, estimated_memory
 from lm.training.optimizers import make_optimizer
 from lm.training.train import train
@@ -130,17 +128,25 @@ def test_activation_checkpointing_changes_no_bit(tiny, model: list[str]):
     assert differences(plain.run_folder, recomputed.run_folder) == []
 
 
-def test_activation_checkpointing_does_not_go_with_compilation_yet(tiny):
-    with pytest.raises(ConfigError, match=r"trainer\.activation_checkpointing = True: does not go with trainer\.compile=true; set"):
-        train(tiny(RECOMPUTED, "trainer.compile=true"))
-    resolved = resolve_compile(tiny(RECOMPUTED, "trainer.compile=auto"), 1e30, "cpu", {})
-    assert (resolved.value, resolved.reason) == ("false", "auto: does not go with activation checkpointing")
+@pytest.mark.slow
+def test_compiled_it_keeps_less_and_has_the_same_gradients(tiny):
+    """By the partition that Inductor makes of a graph, without the code that it generates."""
+    decoder, kept, gradients = Decoder(tiny(*LARGER).model, 400, 128, 1), [], []
+    batch = Batch.of(torch.randint(400, (4, 129), generator=torch.Generator().manual_seed(0)))
+    for decoder.recomputes in (False, True):
+        loss, _ = torch.compile(decoder.training_loss, backend="aot_eager_decomp_partition")(batch)
+        parameters = {p.data_ptr() for p in decoder.parameters()}
+        kept.append(sum(x.nbytes for x in loss.grad_fn.saved_tensors if x.data_ptr() not in parameters))
+        gradients.append(torch.autograd.grad(loss, list(decoder.parameters())))
+    assert kept[1] < 0.5 * kept[0]
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_goes_with_several_processes(arguments: list[str], tmp_path):
+@pytest.mark.parametrize("how", [["trainer.compile=true"], ["trainer.devices=2"]], ids=["compiled", "two processes"])
+def test_activation_checkpointing_goes_with_compilation_and_several_processes(arguments: list[str], tmp_path, how: list[str]):
     for name, options in {"plain": [], "recomputed": [RECOMPUTED]}.items():
-        ended = lm("train", *arguments, "trainer.devices=2", *options, f"name={name}", process=True)
+        ended = lm("train", *arguments, *how, *options, f"name={name}", process=True)
         assert ended.returncode == 0, ended.stderr
     ours, theirs = ([line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line] for name in ("plain", "recomputed"))
     assert ours == pytest.approx(theirs, rel=1e-5)

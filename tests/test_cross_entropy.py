@@ -1,8 +1,12 @@
 """The loss head: cross-entropy without the tokens x vocabulary matrix of logits."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
@@ -54,13 +58,26 @@ def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(softcap: f
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
     expected = nll + 0.05 * logits.logsumexp(-1)[targets != IGNORED].square().sum()
-    total, alone = training_loss(hidden, head, targets, z_loss=0.05)
-    assert total - alone > 10
-    torch.testing.assert_close((total.double(), alone.double()), (expected, nll), rtol=1e-5, atol=0)
-    assert not alone.requires_grad
+    total, added = training_loss(hidden, head, targets, z_loss=0.05)
+    assert added > 10
+    torch.testing.assert_close((total.double(), added.double()), (expected, expected - nll), rtol=1e-5, atol=0)
+    assert not added.requires_grad
     grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (total, expected))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_the_compiled_loss_has_the_gradients_of_the_eager_one(z_loss: float):
+    """By Inductor's passes, without the code that it generates: they make one tensor of results that are equal."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(30, 24, generator=generator, requires_grad=True)
+    head, targets = head_of(torch.randn(37, 24, generator=generator)), torch.randint(37, (30,), generator=generator)
+    passes = partial(compile_fx, inner_compile=lambda graph, inputs, **options: make_boxed_func(graph.forward))
+    eager, compiled = (loss(hidden, head, targets, z_loss) for loss in (training_loss, torch.compile(training_loss, backend=passes)))
+    torch.testing.assert_close(compiled, eager)
+    for ours, theirs in zip(*(torch.autograd.grad(loss, [hidden, head.weight]) for loss, _ in (compiled, eager)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_loss_in_bf16_autocast_is_near_the_exact_one():

@@ -75,9 +75,6 @@ def has_native_bf16(accelerator: str) -> str:
 def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain]) -> Resolved:
     """`true` or `false`. `auto` compiles runs of enough FLOPs (`flops`: of the whole run) if a C++ compiler is there."""
     asked = config.trainer.compile
-    if asked is True and config.trainer.activation_checkpointing:  # compiled, the recomputed blocks have no gradient (torch 2.13)
-        remedy = "set trainer.compile=false, or lower trainer.micro_batch in place of it"
-        raise ConfigError([Problem("trainer.activation_checkpointing", True, "does not go with trainer.compile=true", remedy)])
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if asked is True and not compiler:
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
@@ -88,8 +85,6 @@ def resolve_compile(config: Config, flops: float, accelerator: str, before: dict
         return Resolved(str(before["compile"]).lower(), "as the run was started")
     if not compiler:
         return Resolved("false", "auto: no C++ compiler found")
-    if config.trainer.activation_checkpointing:
-        return Resolved("false", "auto: does not go with activation checkpointing")
     pays = flops >= COMPILE_PAYS_FLOPS[accelerator]
     return Resolved(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))
 
