@@ -24,7 +24,7 @@ from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import generate
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
-from lm.runs.loading import load
+from lm.runs.loading import Loaded, load
 
 V, T = 300, 512  # vocabulary, and tokens of the sequences that are compared
 
@@ -88,8 +88,8 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(iter([text] * 3), TrainedTokenizer(vocab_size=290))
 
 
-def imported(folder: Path, out: Path, *options: str):
-    result = lm("import", str(folder), "-o", str(out), *options)
+def imported(source: Path, out: Path, *options: str) -> Loaded:
+    result = lm("import", str(source), "-o", str(out), *options)
     assert result.returncode == 0, result.stderr
     return load(out)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lm.attention.options import Options, shown
 from lm.config.model_config import Position
+from lm.config.rope_scaling import divided_below, order_problems
 from lm.errors import Problem
 from lm.schema import key, variant
 
@@ -88,15 +89,14 @@ class YaRNScaling(RopeScaling):
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        kept = ((turns - self.slow) / (self.fast - self.slow)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / s)
+        return divided_below(frequencies, turns, self.slow, self.fast, s)
 
     def logit_factor(self, s: float) -> float:
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
     def problems(self) -> list[Problem]:
         """Contradictory options."""
-        return [] if self.fast > self.slow else [Problem("fast", self.fast, f"is not above slow = {self.slow:g}")]
+        return order_problems(self.slow, self.fast)
 
 
 ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK, YaRNScaling)}

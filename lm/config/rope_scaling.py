@@ -61,12 +61,11 @@ class Llama3Scaling(TrainedScaling):
 
     def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         periods = self.original * frequencies / (2 * math.pi)
-        kept = ((periods - self.slow) / (self.fast - self.slow)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        return divided_below(frequencies, periods, self.slow, self.fast, self.factor)
 
     def problems(self) -> list[Problem]:
         """Contradictory options."""
-        return _order(self.slow, self.fast)
+        return order_problems(self.slow, self.fast)
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,17 @@ class YarnScaling(TrainedScaling):
 
     def problems(self) -> list[Problem]:
         """Contradictory options."""
-        return _order(self.slow, self.fast)
+        return order_problems(self.slow, self.fast)
 
 
-def _order(slow: float, fast: float) -> list[Problem]:
+def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
+    """Frequencies divided by `factor` in pairs of at most `slow` periods, kept from `fast` periods on, linear in their number between."""
+    kept = ((periods - slow) / (fast - slow)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def order_problems(slow: float, fast: float) -> list[Problem]:
+    """What is wrong with the ends of a transition between pairs of few and of many periods."""
     return [] if fast > slow else [Problem("fast", fast, f"is not above slow = {slow:g}")]
 
 
