@@ -91,7 +91,9 @@ def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
         (tmp_path / f"{name}.yaml").write_text(text)
     arms = {"softmax": {}, "other": {"base": ["a.yaml", "b.yaml"], "model.init_std": 0.03}}
     sizes = {"small": {}, "large": {"base": "a.yaml", "model.init_std": 0.04, "model.mlp": "relu2"}}
-    made = read_experiment(written(tmp_path, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "model.init_std": 0.06, "optim.optimizer.beta2": 0.9}
+    made = read_experiment(written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
+    assert {made.config(size, arm, 1, 2e-2, {"name": "x"}).optim.optimizer.beta2 for size in sizes for arm in made.arms} == {0.9}
 
     def settings(size: str, arm: int) -> tuple:
         config = made.config(size, made.arms[arm], 1, 2e-2, {"name": "x"})

@@ -130,13 +130,15 @@ def _read(path: Path) -> dict[str, Plain]:
 
 
 def _base(path: Path, given: Plain) -> dict[str, Plain]:
-    """The base configuration: a file or a list of files beside the experiment's, or a block of keys."""
-    return nested(given) if isinstance(given, dict) else _files(path, "base", given, ", a list of them, or a block of keys")
+    """The base configuration: a file or a list of files beside the experiment's, or a block of keys, which may have a `base` of its own."""
+    if isinstance(given, dict):
+        return _with_files(path, "base", nested(given))
+    return _files(path, "base", given, ", a list of them, or a block of keys")
 
 
 def _with_files(path: Path, where: str, changes: dict[str, Plain]) -> dict[str, Plain]:
-    """What an arm or a size changes, laid on the configuration files that its `base` names. Its other keys alone were checked: a file may
-    hold what the experiment sets, such as a learning rate."""
+    """The keys of a block, laid on the configuration files that its `base` names. Of an arm or a size its own keys alone were checked: a
+    file may hold what the experiment sets, such as a learning rate."""
     own = {name: value for name, value in changes.items() if name != "base"}
     return merge(_files(path, f"{where}.base", changes["base"], " or a list of them"), own) if "base" in changes else own
 
