@@ -220,3 +220,4 @@ def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
     ]
     assert draw(made).startswith(b"\x89PNG")
     assert draw([one for one in made if one.shown is None]) is None
+    assert draw([replace(one, means=np.full(2, np.nan)) for one in made]) is None  # none of its lines is defined

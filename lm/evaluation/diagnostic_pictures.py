@@ -3,7 +3,7 @@
 What is derived of several statistics, and comes as several lines of one name, has a row of its own: a panel for each model."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,23 +11,26 @@ import numpy as np
 from lm.diagnostics.measured import KEYS
 from lm.evaluation import sparsity_picture
 from lm.evaluation.diagnostic_series import HEAD
-from lm.evaluation.line_styles import colour_and_marker
-from lm.runs.series import Series, number
+from lm.evaluation.line_styles import colour_and_marker, logarithmic_x
+from lm.runs.series import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
+CURVE_WIDTH, MAP_WIDTH, LINES_HEIGHT = 5.5, 3.2, 3.2  # inches of a panel
 THEORY_HEIGHT = 8.0  # inches of the panels below that compare with closed forms
+Maps = dict[tuple[str, str], list[np.ndarray]]  # by statistic and model: values by head, of each layer
 
 
 def draw(series: Sequence[Series]) -> bytes | None:
     """A PNG file; None if no statistic is defined anywhere."""
     shown = [one for one in series if one.axis and one.axis.name != HEAD and one.shown]
     curves = [one for one in shown if one.axis.name == KEYS and not one.what]
-    lines = [one for one in shown if one.what]
+    several = {one.metric for one in shown if one.what and np.isfinite(one.means).any()}
+    lines = [one for one in shown if one.what and one.metric in several]
     settings = [*dict.fromkeys(one.setting for one in curves + lines)]
-    metrics, several = ([*dict.fromkeys(one.metric for one in part)] for part in (curves, lines))
-    maps = {(one.metric, one.setting): [] for one in curves}
+    maps: Maps = {(one.metric, one.setting): [] for one in curves}
     for one in series:
         if one.axis and one.axis.name == HEAD and (one.metric, one.setting) in maps and "," not in one.what:
             maps[one.metric, one.setting].append(one.means)
@@ -38,18 +41,29 @@ def draw(series: Sequence[Series]) -> bytes | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns, layers = 1 + len(settings), max(map(len, maps.values()), default=0)
-    heights = [max(2.6, 0.22 * layers + 1.2)] * len(metrics) + [3.2] * len(several)
-    size, theory = (5.5 + 3.2 * len(settings), sum(heights)), THEORY_HEIGHT * sparsity_picture.has_closed_forms(series)
-    figure = plt.figure(figsize=(size[0], size[1] + theory), layout="constrained")
-    above, *below = figure.subfigures(2 if theory else 1, 1, squeeze=False, height_ratios=[size[1]] + [theory] * bool(theory))[:, 0]
-    widths = [5.5] + [3.2] * (columns - 1)
-    grid = above.subplots(len(heights), columns, squeeze=False, width_ratios=widths, height_ratios=heights)
-    for row, metric in zip(grid[len(metrics) :], several, strict=True):
-        row[1].set_visible(False)
-        for axes, setting in zip([row[0], *row[2:]], settings, strict=True):
-            _lines(axes, [one for one in lines if (one.metric, one.setting) == (metric, setting)], legend=axes is row[0])
-    for row, metric in zip(grid, metrics, strict=False):
+    height = max(2.6, 0.22 * max(map(len, maps.values()), default=0) + 1.2)
+    parts: list[tuple[float, Callable[[FigureBase], None]]] = []  # heights, and what draws them
+    if curves:
+        parts.append((height * len({one.metric for one in curves}), lambda part: _statistics(part, curves, maps, settings)))
+    if lines:
+        parts.append((LINES_HEIGHT * len(several), lambda part: _derived(part, lines, settings)))
+    if sparsity_picture.has_closed_forms(series):
+        parts.append((THEORY_HEIGHT, lambda part: sparsity_picture.draw(part, series)))
+    heights = [inches for inches, _ in parts]
+    figure = plt.figure(figsize=(CURVE_WIDTH + MAP_WIDTH * len(settings), sum(heights)), layout="constrained")
+    for part, (_, fill) in zip(figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0], parts, strict=True):
+        fill(part)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    plt.close(figure)
+    return png.getvalue()
+
+
+def _statistics(figure: "FigureBase", curves: list[Series], maps: Maps, settings: list[str]) -> None:
+    """A row for each statistic: its curves, and a map of heads for each model."""
+    metrics = list(dict.fromkeys(one.metric for one in curves))
+    widths = [CURVE_WIDTH] + [MAP_WIDTH] * len(settings)
+    for row, metric in zip(figure.subplots(len(metrics), len(widths), squeeze=False, width_ratios=widths), metrics, strict=True):
         _curve(row[0], [one for one in curves if one.metric == metric])
         found = {setting: np.array(maps[metric, setting]) for setting in settings if maps.get((metric, setting))}
         limits = _limits(list(found.values()))
@@ -57,23 +71,28 @@ def draw(series: Sequence[Series]) -> bytes | None:
             axes.set_title(f"{metric}\n{setting}", fontsize=9)
             image = _map(axes, found.get(setting), limits)
         if image is not None:
-            above.colorbar(image, ax=row[1:].tolist())
-    for one in below:
-        sparsity_picture.draw(one, series)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=110)
-    plt.close(figure)
-    return png.getvalue()
+            figure.colorbar(image, ax=row[1:].tolist())
+
+
+def _derived(figure: "FigureBase", lines: list[Series], settings: list[str]) -> None:
+    """A row for each name of several lines: a panel for each model, on one scale."""
+    metrics = list(dict.fromkeys(one.metric for one in lines))
+    grid = figure.subplots(len(metrics), len(settings), squeeze=False, sharey="row")
+    for row, metric in zip(grid, metrics, strict=True):
+        found = [one for one in lines if one.metric == metric]
+        for axes, setting in zip(row, settings, strict=True):
+            _lines(axes, [one for one in found if one.setting == setting], legend=axes is row[0])
+        values = np.concatenate([one.means[np.isfinite(one.means)] for one in found])
+        if found[0].unit != "fraction" and values.min() > 0 and values.max() > 100 * values.min():
+            row[0].set_yscale("log")
 
 
 def _curve(axes: "Axes", lines: list[Series]) -> None:
     for index, one in enumerate(lines):
-        style = colour_and_marker(index) | {"linestyle": "--" if one.control else "-", "zorder": 3 if one.control else 2}
-        axes.plot(one.axis.values, one.means, label=one.setting, markersize=4, **style)
+        style = {"linestyle": "--", "linewidth": 1.2, "fillstyle": "none", "zorder": 3} if one.control else {"linewidth": 2.4}
+        axes.plot(one.axis.values, one.means, label=one.setting, markersize=4, **colour_and_marker(index), **style)  # equal lines show
     first = lines[0]
-    axes.set_xscale("log", base=2)
-    ticks = [2**power for power in range(31) if first.axis.values[0] / 2 < 2**power < first.axis.values[-1] * 2]
-    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    logarithmic_x(axes, first.axis.values)
     axes.axvline(first.seq_len, color="0.6", linewidth=1, label="training length")
     axes.set(title=first.metric, xlabel="visible keys n", ylabel=first.unit)
     axes.title.set_fontsize(9)
@@ -82,17 +101,14 @@ def _curve(axes: "Axes", lines: list[Series]) -> None:
 
 
 def _lines(axes: "Axes", lines: list[Series], legend: bool) -> None:
-    """Lines of one model, told apart by what they are of; a logarithmic scale where values cover more than two decades."""
-    for index, one in enumerate(lines):
-        axes.plot(one.axis.values, one.means, label=one.what, markersize=3, **colour_and_marker(index))
+    """Lines of one model, told apart by what they are of."""
     if not lines:
         axes.set_visible(False)
         return
-    values = np.concatenate([one.means[np.isfinite(one.means)] for one in lines])
+    for index, one in enumerate(lines):
+        axes.plot(one.axis.values, one.means, label=one.what, markersize=3, **colour_and_marker(index))
     if lines[0].axis.log:
-        axes.set_xscale("log")
-    if len(values) and lines[0].unit != "fraction" and values.min() > 0 and values.max() > 100 * values.min():
-        axes.set_yscale("log")
+        logarithmic_x(axes, lines[0].axis.values)
     axes.set(xlabel=lines[0].axis.name, ylabel=lines[0].unit)
     axes.set_title(f"{lines[0].metric}\n{lines[0].setting}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
 """Heads against theory: S of each head's weights by the spread of its scores, beside the closed forms and where that of exp ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,8 @@ CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
     "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",
 )  # fmt: skip
 POINTS = 60  # points of a curve
-Heads = dict[str, dict[str, np.ndarray]]  # by setting and metric: all heads of all layers, NaN where a metric is not defined
+Found = dict[str, np.ndarray]  # by metric: all heads of all layers, NaN where it is not defined
+Heads = dict[str, Found]  # by setting
 
 
 def has_closed_forms(series: Sequence[Series]) -> bool:
@@ -38,18 +39,19 @@ def has_closed_forms(series: Sequence[Series]) -> bool:
 
 
 def draw(figure: "FigureBase", series: Sequence[Series]) -> None:
-    """Three panels, and three more without the first token: S of e^score by the spread of scores, of other maps by their ratio of mean and
-    spread, and S by its closed form."""
+    """S of e^score by the spread of scores, of other maps by their ratio of mean and spread, and S by its closed form: a panel for each
+    that there are heads for, and below it the same without the first token."""
     keys = LEAST_KEYS, next(one.axis.values[-1] for one in series if one.axis and one.axis.name == KEYS)
-    grid = figure.subplots(2, 3, squeeze=False)
-    for row, ending in zip(grid, ("", NO_FIRST), strict=True):
-        heads = _heads(series, ending)
-        _exp(row[0], heads, keys)
-        _ratio(row[1], heads)
-        _both(row[2], heads)
-        for axes in row:
-            axes.set_visible(any(line.get_linestyle() == "None" for line in axes.lines))  # there are heads of its kind
-            axes.set_ylabel("S measured" + ending, fontsize=8)
+    rows = {ending: _heads(series, ending) for ending in ("", NO_FIRST)}
+    panels = [(x, draw_theory) for x, draw_theory in PANELS if any(np.isfinite(x(one) + one[CLOSED]).any() for one in rows[""].values())]
+    grid = figure.subplots(len(rows), len(panels), squeeze=False)
+    for row, (ending, heads) in zip(grid, rows.items(), strict=True):
+        for axes, (x, draw_theory) in zip(row, panels, strict=True):
+            of_heads = [x(found) for found in heads.values()]
+            for index, (setting, found) in enumerate(heads.items()):
+                _points(axes, of_heads[index], found[CLOSED] + found[DIFFERENCE], index, setting)
+            draw_theory(axes, max(np.nanmax(one, initial=1.0) for one in of_heads), keys)
+            axes.set(ylabel="S measured" + ending, ylim=(0, 1.02))
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=7)
 
@@ -68,24 +70,19 @@ def _heads(series: Sequence[Series], ending: str) -> Heads:
     return heads
 
 
-def _exp(axes: "Axes", heads: Heads, keys: tuple[int, float]) -> None:
-    """Heads whose weights are e^score, with the closed form, S of so many Gaussian scores, and the spread where these condense."""
-    largest = 1.0
-    for index, (setting, found) in enumerate(heads.items()):
-        x = np.where(np.isfinite(found[CONDENSED]), found[STD], np.nan)
-        largest = max(largest, np.nanmax(x, initial=0.0))
-        _points(axes, x, found[CLOSED] + found[DIFFERENCE], index, setting)
+def _exp(axes: "Axes", largest: float, keys: tuple[int, float]) -> None:
+    """Of e^score: the closed form, S of so many Gaussian scores, and the spread where these condense."""
     scale = torch.linspace(0, 1.1 * largest, POINTS, dtype=torch.float64)
     axes.plot(scale, exp_sparsity(scale), color="0.3", label="closed form, e^score")
     for dashes, n in zip(DASHES[1:], keys, strict=False):
         axes.plot(scale, simulated_sparsity(scale, int(n)), color="0.6", linestyle=dashes, label=f"{number(n)} Gaussian scores")
         limit = condensation_scale(torch.tensor(float(n))).item()
         axes.axvline(limit, color="0.8", linestyle=dashes, label=f"condensation of {number(n)}")
-    axes.set(xlabel="standard deviation of scores (logit scale)", ylim=(0, 1.02))
+    axes.set(xlabel="standard deviation of scores (logit scale)")
 
 
-def _ratio(axes: "Axes", heads: Heads) -> None:
-    """Heads of other maps, with the closed forms that depend on the ratio of mean and standard deviation."""
+def _ratio(axes: "Axes", largest: float, keys: tuple[int, float]) -> None:
+    """Of other maps: the closed forms that depend on the ratio of mean and standard deviation."""
     ratio, one = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, one),
@@ -95,18 +92,20 @@ def _ratio(axes: "Axes", heads: Heads) -> None:
     }
     for dashes, (name, curve) in zip(DASHES, curves.items(), strict=False):
         axes.plot(ratio, curve, color="0.6", linestyle=dashes, label=f"closed form, {name}")
-    for index, (setting, found) in enumerate(heads.items()):
-        x = np.where(np.isfinite(found[CONDENSED]), np.nan, found[MEAN] / found[STD])
-        _points(axes, x, found[CLOSED] + found[DIFFERENCE], index, setting)
-    axes.set(xlabel="mean of scores over their standard deviation", xlim=(-4.2, 4.2), ylim=(0, 1.02))
+    axes.set(xlabel="mean of scores over their standard deviation", xlim=(-4.2, 4.2))
 
 
-def _both(axes: "Axes", heads: Heads) -> None:
-    """S measured by S in closed form, whatever the map."""
+def _both(axes: "Axes", largest: float, keys: tuple[int, float]) -> None:
+    """Of any map: where S is its closed form."""
     axes.plot((0, 1), (0, 1), color="0.6", label="equal")
-    for index, (setting, found) in enumerate(heads.items()):
-        _points(axes, found[CLOSED], found[CLOSED] + found[DIFFERENCE], index, setting)
-    axes.set(xlabel="S in closed form at the measured moments", xlim=(-0.02, 1.02), ylim=(0, 1.02))
+    axes.set(xlabel="S in closed form at the measured moments", xlim=(-0.02, 1.02))
+
+
+PANELS: tuple[tuple[Callable[[Found], np.ndarray], Callable[["Axes", float, tuple[int, float]], None]], ...] = (  # x of heads, and curves
+    (lambda found: np.where(np.isfinite(found[CONDENSED]), found[STD], np.nan), _exp),
+    (lambda found: np.where(np.isfinite(found[CONDENSED]), np.nan, found[MEAN] / found[STD]), _ratio),
+    (lambda found: found[CLOSED], _both),
+)
 
 
 def _points(axes: "Axes", x: np.ndarray, y: np.ndarray, index: int, setting: str) -> None:
