@@ -2,8 +2,9 @@
 
     python scripts/theory.py --text runs/quickstart-text --recall runs/quickstart-recall
 
-Reads the run folders below both, which `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes. Of each arm on text the run of
-the lowest seed is described (`lm diagnose`, kept in its evaluations/). Writes the page and its pictures.
+Reads folders that `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes; --text takes those of several experiments. Of each
+arm on text the run of the lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm was judged
+at. Writes the page and its pictures.
 """
 
 import argparse
@@ -19,14 +20,15 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
-from theory_statements import OF_5, Described, compared
+from theory_statements import OF_5, TRAINED, Described, compared, not_measured
 
 from lm.diagnostics.concentration import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.evaluation.diagnose import diagnose
-from lm.evaluation.line_styles import colour_and_marker
+from lm.evaluation.line_styles import colour_and_marker, logarithmic_x
+from lm.experiments.compare import VERDICTS
 from lm.files import write_together
-from lm.runs.folder import CONFIG, read_config
+from lm.runs.folder import CONFIG, read_config, read_json
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -45,36 +47,58 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed))
 
 
-def first_runs(root: Path) -> dict[str, Path]:
-    """The run of the lowest seed of each arm below `root`, the softmax one first. Runs that chose learning rates have seeds above the final
-    ones, so that it is of the chosen rate. Raises RunError: there are none."""
+def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | None]:
+    """The learning rate that each arm of an experiment was judged at, by size and arm as runs name them; {} of runs that are of none, or
+    that has no verdicts yet."""
+    verdicts = experiment / f"{VERDICTS}.json"
+    return {(line["size"] or None, line["arm"]): line["rate"] for line in read_json(verdicts)["arms"]} if verdicts.is_file() else {}
+
+
+def first_runs(experiment: Path) -> dict[str, Path]:
+    """The run of the lowest seed of each normalizer in a folder, at the learning rate that its arm was judged at, the softmax one first.
+
+    Raises:
+        RunError: there are no such runs.
+    """
+    rates, configs = judged_rates(experiment), {folder: read_config(folder) for folder in run_folders(experiment)}
+    places = {folder: config.experiment for folder, config in configs.items()}
+    judged = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm))]
+    if not judged:
+        raise RunError(f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare")
     found: dict[str, Path] = {}
-    for folder in sorted(run_folders(root), key=lambda one: read_config(one).seed):
-        found.setdefault(read_config(folder).model.normalizer.label(), folder)
+    for folder in sorted(judged, key=lambda one: configs[one].seed):
+        found.setdefault(configs[folder].model.normalizer.label(), folder)
     return {arm: found[arm] for arm in sorted(found, key=lambda arm: arm != "softmax")}
 
 
 def described(arm: str, folder: Path) -> Described:
     """The diagnostics of a run on text."""
-    (one,) = diagnose([folder], overrides=[FAMILIES])
-    return Described(arm, folder, one.evaluation.step, read_config(folder).data.seq_len, one.evaluation.series)
+    (one,), config = diagnose([folder], overrides=[FAMILIES]), read_config(folder)
+    return Described(config.experiment.name or "", arm, folder, one.evaluation.step, config.data.seq_len, one.evaluation.series)
 
 
 def statements_picture(models: list[Described]) -> bytes:
     """Curves behind the statements, by arm; those with several lines of an arm of the first one."""
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained")
+        figure, grid = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
         for axes, metric in zip(grid[0, :2], ("largest weight" + NO_FIRST, "entropy"), strict=True):
-            for index, model in enumerate(models):
-                if (found := model.curve(metric)) is not None:
-                    axes.plot(found.axis.values, found.means, label=model.arm, **colour_and_marker(index))
-            axes.set(title=metric, xlabel="visible keys n", xscale="log", yscale="log" if "weight" in metric else "linear")
-        several = ((grid[0, 2], OF_5, "linear"), (grid[1, 0], "N_s / N", "linear"), (grid[1, 1], "D of the largest weights", "linear"))
-        for axes, metric, scale in (*several, (grid[1, 2], "change of weights", "log")):
-            lines = [one for one in models[0].series if (one.metric, one.setting) == (metric, "as trained") and one.axis]
+            curves = {index: curve for index, model in enumerate(models) if (curve := model.curve(metric)) is not None}
+            for index, curve in curves.items():
+                axes.plot(curve.axis.values, curve.means, label=models[index].arm, **colour_and_marker(index))
+            for curve in list(curves.values())[:1]:
+                logarithmic_x(axes, curve.axis.values)
+                axes.set(title=metric, xlabel="visible keys n", ylabel=curve.unit)
+        grid[0, 0].set_yscale("log")
+        grid[0, 0].yaxis.set_minor_formatter(lambda value, place: f"{value:g}")
+        for axes, metric in zip(grid.flat[2:], (OF_5, "N_s / N", "D of the largest weights", "change of weights"), strict=True):
+            lines = [one for one in models[0].series if (one.metric, one.setting) == (metric, TRAINED) and one.axis]
             for index, one in enumerate(lines):
                 axes.plot(one.axis.values, one.means, label=one.what, markersize=3, **colour_and_marker(index))
-                axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.label, xscale="log", yscale=scale)
+            for one in lines[:1]:
+                logarithmic_x(axes, one.axis.values)
+                axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.name, ylabel=one.unit)
+        grid[1, 2].set_yscale("log")
         for axes in grid.flat:
             axes.spines[["top", "right"]].set_visible(False)
             if axes.lines:
@@ -152,18 +176,25 @@ def _svg(figure: plt.Figure) -> bytes:
     return svg.getvalue()
 
 
-def page_of(models: list[Described], runs: list[Run], unlearned: int, arguments: argparse.Namespace) -> str:
-    """The text of docs/theory.md. `runs`: those that have learned the task; `arguments`: of the command."""
+def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int, arguments: argparse.Namespace) -> str:
+    """The text of docs/theory.md.
+
+    Args:
+        experiments: the models of each experiment on text.
+        runs: those that have learned the task.
+        unlearned: how many others there are.
+        arguments: of the command.
+    """
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
     evaluated = min(run.lengths[-1] for run in runs)
     first, second = [run.up_to(evaluated) for run in runs], runs
     looks = {f"up to {max(run.lengths[-1] for run in part):,}": (part, scores(part)) for part in (first, second)}
-    forms = scores(second)
+    forms, tables = scores(second), [compared(models) for models in experiments]
     arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        models=models,
-        statements=compared(models),
+        tables=list(zip(experiments, tables, strict=True)),
+        not_measured=not_measured(tables),
         runs=runs,
         unlearned=unlearned,
         forms=forms,
@@ -179,15 +210,16 @@ def page_of(models: list[Described], runs: list[Run], unlearned: int, arguments:
         measured_on=SEQUENCES,
         longer=arguments.longer,
         sequences=arguments.sequences,
-        text=arguments.text.resolve().name,
-        recall=arguments.recall.resolve().name,
+        names=list(dict.fromkeys(one.experiment for models in experiments for one in models)),
+        text=arguments.text,
+        recall=arguments.recall,
     )
 
 
 def main(given: list[str]) -> None:
     """Predict, look, describe, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="folder of runs on text")
+    parser.add_argument("--text", type=Path, required=True, nargs="+", help="folders of experiments on text")
     parser.add_argument("--recall", type=Path, required=True, help="folder of runs of a recall experiment")
     parser.add_argument("--longer", type=int, nargs="*", default=[4096, 8192], help="lengths beyond the recall evaluation's, tokens")
     parser.add_argument("--sequences", type=int, default=8, help="test sequences at those lengths")
@@ -195,15 +227,18 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     started = time.perf_counter()
-    on_text = first_runs(arguments.text)
+    on_text = [first_runs(experiment) for experiment in arguments.text]
     every = [measured(folder) for folder in run_folders(arguments.recall)]
     every = [observed(run, tuple(arguments.longer), arguments.sequences) for run in every]
     runs = [run for run in every if run.accuracy[0] >= LEARNED]
     if not runs:
         raise RunError(f"{arguments.recall}: none of {len(every)} runs has an accuracy of {LEARNED} at the training length: train longer")
-    models = [described(arm, folder) for arm, folder in on_text.items()]
-    pictures = {"theory-statements.svg": statements_picture(models), "theory-prediction.svg": prediction_picture(runs, scores(runs))}
-    text = page_of(models, runs, len(every) - len(runs), arguments)
+    experiments = [[described(arm, folder) for arm, folder in arms.items()] for arms in on_text]
+    pictures = {
+        "theory-statements.svg": statements_picture(experiments[0]),
+        "theory-prediction.svg": prediction_picture(runs, scores(runs)),
+    }
+    text = page_of(experiments, runs, len(every) - len(runs), arguments)
     write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in pictures.items()}})
     print(f"{arguments.out}, {', '.join(pictures)}: {time.perf_counter() - started:.0f} s")
 

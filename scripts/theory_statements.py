@@ -18,8 +18,9 @@ OF_5 = "d~ of 5 keys"
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """The diagnostics of one run on text, by the name of its arm."""
+    """The diagnostics of one run on text: the experiment that it is of, its normalizer, its training length."""
 
+    experiment: str
     arm: str
     folder: Path
     step: int
@@ -29,6 +30,16 @@ class Described:
     def curve(self, metric: str, what: str = "") -> Series | None:
         """A metric over its axis; None if it is not defined."""
         return next((one for one in self.series if (one.metric, one.setting, one.what) == (metric, TRAINED, what) and one.axis), None)
+
+    @property
+    def is_exp(self) -> bool:
+        """Whether weights are e^score over a sum."""
+        return not math.isnan(self.number("queries beyond condensation"))
+
+    @property
+    def knows_n(self) -> bool:
+        """Whether its scores are others where a query sees more keys; of weights that are e^score over a sum."""
+        return math.isnan(self.number("Lemma 1: ln C2 = -ln C1"))
 
     def number(self, metric: str, setting: str = TRAINED) -> float:
         """A metric of all that is described; NaN if it is not defined."""
@@ -66,7 +77,7 @@ class Statement:
         known: how we know that it does, and of formulas where they are from.
         measured: what is compared with it, and when it counts as holding.
         values: of each arm, as shown.
-        holds: of each arm that it applies to.
+        holds: of each arm that it is about.
     """
 
     source: str
@@ -81,17 +92,18 @@ class Statement:
         """In a word, over arms."""
         agreeing = [arm for arm, holds in self.holds.items() if holds]
         if not self.holds:
-            return "not measured here"
+            return "for comparison"
         return "yes" if len(agreeing) == len(self.holds) else f"{', '.join(agreeing)} alone" if agreeing else "no"
 
 
-Compared = Callable[[Described], tuple[str, bool] | None]  # what is shown of a model, and whether the statement holds; None: not defined
+Result = tuple[str, bool | None]  # what is shown of a model, and whether the statement holds; None: it is not about this model
+Compared = Callable[[Described], Result | None]  # None: it does not apply, or is not defined
 
 
 def _number(metric: str, holds: Callable[[float], bool], digits: int = 2) -> Compared:
     """Of a number beside that of the untrained model."""
 
-    def of(model: Described) -> tuple[str, bool] | None:
+    def of(model: Described) -> Result | None:
         value, before = model.number(metric), model.number(metric, UNTRAINED)
         return None if math.isnan(value) else (f"{value:.{digits}f} ({before:.{digits}f})", holds(value))
 
@@ -101,15 +113,15 @@ def _number(metric: str, holds: Callable[[float], bool], digits: int = 2) -> Com
 def _largest(scaled: bool) -> Compared:
     """The exponent of the largest weight, of models whose scores grow with n (`scaled`) or don't."""
 
-    def of(model: Described) -> tuple[str, bool] | None:
-        if math.isnan(model.number("Lemma 1: ln C2 = -ln C1")) != scaled:
+    def of(model: Described) -> Result | None:
+        if not model.is_exp or model.knows_n != scaled:
             return None
         return _number("exponent of largest weight" + NO_FIRST, lambda x: (x >= -0.1) == scaled)(model)
 
     return of
 
 
-def _bounded(model: Described) -> tuple[str, bool] | None:
+def _bounded(model: Described) -> Result | None:
     found = model.values("d~ of the largest weights / its bound")
     return (f"up to {np.nanmax(found):.2f}", bool(np.nanmax(found) <= 1)) if len(found) else None
 
@@ -117,7 +129,7 @@ def _bounded(model: Described) -> tuple[str, bool] | None:
 def _ratio(what: str, holds: Callable[[np.ndarray], bool]) -> Compared:
     """Of an expectation of d~ over that of drawn sets, at all N: least to largest."""
 
-    def of(model: Described) -> tuple[str, bool] | None:
+    def of(model: Described) -> Result | None:
         values, drawn = model.values("d~", what), model.values("d~", "random keys, drawn")
         ratios = values / drawn if len(values) else values
         ratios = ratios[np.isfinite(ratios)]
@@ -126,7 +138,7 @@ def _ratio(what: str, holds: Callable[[np.ndarray], bool]) -> Compared:
     return of
 
 
-def _lemma_1(model: Described) -> tuple[str, bool] | None:
+def _lemma_1(model: Described) -> Result | None:
     bound = model.number("Lemma 1: ln C2 = -ln C1")
     if math.isnan(bound):
         return None
@@ -134,12 +146,12 @@ def _lemma_1(model: Described) -> tuple[str, bool] | None:
     return f"{smallest:.1f} to {largest:.1f}, bounds -+{bound:.1f}", -bound <= smallest <= largest <= bound
 
 
-def _linear(model: Described) -> tuple[str, bool] | None:
+def _linear(model: Described) -> Result | None:
     found = model.slope(OF_5, "largest weights")
     return None if math.isnan(found) else (f"exponent {found:.3f}", 0.8 <= found <= 1.2)
 
 
-def _critical(model: Described) -> tuple[str, bool] | None:
+def _critical(model: Described) -> Result | None:
     names = ("random keys, uncorrected", "random keys, corrected", "random keys, drawn")
     found = {name: [model.last("critical N / visible keys", f"{name}, level {level}") for level in ("0.01", "0.05")] for name in names}
     said = {name: "/".join("none" if math.isnan(one) else f"{one:.1%}" for one in both) for name, both in found.items()}
@@ -147,51 +159,68 @@ def _critical(model: Described) -> tuple[str, bool] | None:
     return text, any(0.02 <= one <= 0.15 for one in found["random keys, drawn"])
 
 
-def _separable(model: Described) -> tuple[str, bool] | None:
+def _separable(model: Described) -> Result | None:
     found = model.number("N_s / N of 16 keys")
     return None if math.isnan(found) else (f"{found:.2f}", 0.70 <= found <= 0.85)
 
 
-def _covered(model: Described) -> tuple[str, bool] | None:
+def _covered(model: Described) -> Result | None:
     measured, said = (model.values("keys that at least one head separates", what) for what in ("measured", "1 - (1 - p)^H"))
-    if not len(measured):
+    if not len(measured) or (model.values("heads that choose a key") == 1).all():  # one head: the formula is what is measured
         return None
     apart = float(np.nanmax(np.abs(measured - said)))
     return f"{np.nanmin(measured):.2f} to {np.nanmax(measured):.2f}, formula {np.nanmin(said):.2f} to {np.nanmax(said):.2f}", apart < 0.05
 
 
-def _temperature(model: Described) -> tuple[str, bool] | None:
+def _temperature(model: Described) -> Result | None:
     found = model.curve("change of weights", "one direction, step 0.001")
-    if found is None:
+    if found is None or not model.is_exp:
         return None
     at = dict(zip(found.axis.values, found.means, strict=True))
     low, high = at.get(0.01, math.nan), at.get(1.0, math.nan)
     return f"{low:.3g} at T = .01, {high:.3g} at T = 1", low / high >= 50
 
 
-def _ceiling(model: Described) -> tuple[str, bool] | None:
+def _ceiling(model: Described) -> Result | None:
     found = model.curve("change of weights", "spectral norm")
-    if found is None:
+    if found is None or not model.is_exp:
         return None
     product = found.means * np.array(found.axis.values)
     return f"norm x T up to {np.nanmax(product):.3f}", bool(np.nanmax(product) <= 0.25)
 
 
-def _closed_form(model: Described) -> tuple[str, bool] | None:
-    apart = model.number("S minus closed form" + NO_FIRST)
-    if math.isnan(apart):
-        return None
-    s, beyond = model.number("S" + NO_FIRST), model.number("queries beyond condensation")
-    return f"S {s:.3f}, closed form {s - apart:.3f}; {beyond:.0%} of queries beyond condensation", abs(apart) < 0.05
+def _closed_form(exp: bool) -> Compared:
+    """S beside its closed form, of models whose weights are e^score (`exp`) or aren't."""
+
+    def of(model: Described) -> Result | None:
+        apart = model.number("S minus closed form" + NO_FIRST)
+        if math.isnan(apart) or model.is_exp != exp:
+            return None
+        s, beyond = model.number("S" + NO_FIRST), model.number("queries beyond condensation")
+        condensed = f"; {beyond:.0%} of queries beyond condensation" if exp else ""
+        return f"S {s:.3f}, closed form {s - apart:.3f}{condensed}", abs(apart) < 0.05
+
+    return of
 
 
-def _entropy(model: Described) -> tuple[str, bool] | None:
+def _explained(place: str, about: Callable[[Described], bool]) -> Compared:
+    """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function of both does."""
+
+    def of(model: Described) -> Result | None:
+        alone, before = (model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED))
+        both = model.number("variance explained by both, last query")
+        return None if math.isnan(alone) else (f"{alone:.2f} ({before:.2f}), by both {both:.2f}", alone > 0.5 if about(model) else None)
+
+    return of
+
+
+def _entropy(model: Described) -> Result | None:
     found = model.curve("entropy")
     if found is None:
         return None
     known = np.isfinite(found.means)
     slope = float(np.polyfit(np.log(np.array(found.axis.values)[known]), found.means[known], 1)[0])
-    return f"{slope:.2f} nats for each ln n", slope > 0.5
+    return f"{slope:.2f} nats for each ln n", slope > 0.5 if model.is_exp and not model.knows_n else None
 
 
 STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
@@ -202,7 +231,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "exponent of the largest weight in n, first token left out (untrained); below -.1 counts",
         _largest(scaled=False),
     ),
-    ("the same", "that of SSMax need not", READ, "likewise; above -.1 counts", _largest(scaled=True)),
+    ("SSMax (2501.19399)", "that of SSMax need not", READ, "likewise; above -.1 counts", _largest(scaled=True)),
     (
         "SSMax (2501.19399), section 2.1",
         "a learned scale p_n comes out as a1 ln n + a2",
@@ -240,7 +269,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         _ratio("random keys, uncorrected", lambda x: bool(abs(np.median(x) - 1) < 0.2)),
     ),
     (
-        "the same",
+        "Mudarisov, Theorem 1, random sets",
         "corrected: (1 + c) alpha x - c mean, c = N / (L - 1), a lower bound",
         DERIVED,
         "formula over drawn sets, by N; at most 1.02, for chance",
@@ -281,14 +310,28 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "S = exp(-gamma^2 / 2) of e^score with Gaussian scores",
         READ,
         "first token left out: S beside the form at the measured gamma; within .05",
-        _closed_form,
+        _closed_form(exp=True),
     ),
     (
         "Su, 9889",
-        "linear attention mostly expresses position; a decay cannot adapt",
+        "S of relu^2 of Gaussian scores, and of products of independent non-negative features",
+        READ,
+        "likewise, at the measured mean and spread",
+        _closed_form(exp=False),
+    ),
+    (
+        "Su, 9889",
+        "linear attention mostly expresses absolute position",
         QUOTED,
-        "no linear attention among these runs",
-        None,
+        "fraction of the weights' variance that key position explains (untrained); above .5 of linear attention without a decay counts",
+        _explained("key position", lambda model: model.arm.startswith("linear") and "decay" not in model.arm),
+    ),
+    (
+        "Su, 9889",
+        "a decay can't adapt",
+        QUOTED,
+        "fraction of the weights' variance that distance explains (untrained); above .5 of linear attention with a decay counts",
+        _explained("distance", lambda model: model.arm.startswith("linear") and "decay" in model.arm),
     ),
     ("Su, 8823", "softmax's entropy grows with ln n", READ, "slope of H on ln n; above .5 counts", _entropy),
     (
@@ -302,10 +345,18 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
 
 
 def compared(models: Iterable[Described]) -> list[Statement]:
-    """All statements with what came out."""
+    """The statements that apply to some of the models, with what came out."""
     models, found = list(models), []
     for source, says, known, measured, of in STATEMENTS:
-        results = {one.arm: of(one) for one in models} if of else {}
-        values = {arm: "does not apply" if got is None else got[0] for arm, got in results.items()}
-        found.append(Statement(source, says, known, measured, values, {arm: got[1] for arm, got in results.items() if got}))
+        results = {one.arm: got for one in models if of and (got := of(one))}
+        if results:
+            values = {one.arm: results[one.arm][0] if one.arm in results else "does not apply" for one in models}
+            holds = {arm: holds for arm, (_, holds) in results.items() if holds is not None}
+            found.append(Statement(source, says, known, measured, values, holds))
     return found
+
+
+def not_measured(tables: Iterable[list[Statement]]) -> list[Statement]:
+    """The statements that are in none of the tables."""
+    shown = {(one.source, one.says) for table in tables for one in table}
+    return [Statement(source, says, known, measured) for source, says, known, measured, _ in STATEMENTS if (source, says) not in shown]

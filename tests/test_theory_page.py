@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from lm.errors import RunError
 from lm.runs.series import Axis, Series
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-ARGUMENTS = argparse.Namespace(text=Path("runs/words"), recall=Path("runs/pairs"), longer=[4096], sequences=8)
+ARGUMENTS = argparse.Namespace(text=[Path("runs/words"), Path("runs/more")], recall=Path("runs/pairs"), longer=[4096], sequences=8)
 
 
 @pytest.fixture
@@ -79,13 +80,19 @@ def test_the_page_says_of_each_statement_what_came_out(script):
             axis=keys,
         ),
     )
-    models = [statements.Described("softmax", Path("run"), 8, 64, series)]
+    models = [statements.Described("words", "softmax", Path("run"), 8, 64, series)]
     found = {one.source: one for one in statements.compared(models)}
     assert (found["Su, 9019"].values["softmax"], found["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
     assert (found["Mudarisov, Alg. 1"].values["softmax"], found["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
-    assert found["Mudarisov, Alg. 4"].outcome == "not measured here"
-    text = theory.page_of(models, runs_of(prediction), 1, ARGUMENTS)
+    linear = statements.Described(
+        "more", "linear", Path("other"), 8, 64, (replace(series[0], metric="variance explained by key position"),)
+    )
+    text = theory.page_of([models, [linear]], runs_of(prediction), 1, ARGUMENTS)
     assert "| Su, 9019 | the sum that normalizes grows more slowly than n |" in text
+    assert "| 0.70 (nan), by both nan | yes |" in text
+    assert "- Mudarisov, Alg. 4: N_s / N stays" in text
+    assert "lm compare configs/experiments/words.yaml configs/experiments/more.yaml configs/experiments/pairs.yaml\n" in text
+    assert "--text runs/words runs/more --recall runs/pairs\n" in text
     assert "| weight below 1/2 |" in text
     assert "of 4 | 2 of 2 |" in text
     assert "scored twice" not in text
@@ -95,7 +102,7 @@ def test_the_page_says_of_each_statement_what_came_out(script):
 def test_predictions_are_scored_at_the_lengths_that_all_runs_have_and_again_with_the_longer_ones(script):
     prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
     runs = [run.up_to(run.lengths[-1] // 4) if run.arm == "c" else run for run in runs_of(prediction)]
-    text = theory.page_of([statements.Described("softmax", Path("run"), 8, 64, ())], runs, 0, ARGUMENTS)
+    text = theory.page_of([[statements.Described("words", "softmax", Path("run"), 8, 64, ())]], runs, 0, ARGUMENTS)
     first, second = (
         [line for line in text.splitlines() if line.startswith(f"| up to {longest:,} |")] for longest in (LENGTH * 8, LENGTH * 32)
     )
@@ -104,29 +111,35 @@ def test_predictions_are_scored_at_the_lengths_that_all_runs_have_and_again_with
     assert "scored twice" in text
 
 
-def test_of_each_arm_on_text_the_run_of_the_lowest_seed_is_described(script, tiny, tmp_path):
+def test_of_each_normalizer_on_text_the_run_of_the_lowest_seed_is_described(script, tiny, tmp_path):
     theory = script("theory")
-    for name, normalizer, seed in (
-        ("ssmax-1", "ssmax", 101),
-        ("ssmax-2", "ssmax", 2),
-        ("ssmax-3", "ssmax", 3),
-        ("softmax-1", "softmax", 1),
-    ):
+    for name, normalizer, seed in (("ssmax-2", "ssmax", 2), ("ssmax-3", "ssmax", 3), ("softmax-1", "softmax", 1)):
         write_config(tiny(f"model.normalizer={normalizer}", f"seed={seed}"), tmp_path / name)
     assert list(theory.first_runs(tmp_path).items()) == [("softmax", tmp_path / "softmax-1"), ("ssmax", tmp_path / "ssmax-2")]
+
+
+def test_it_is_one_at_the_learning_rate_that_its_arm_was_judged_at(script, tiny, tmp_path):
+    theory = script("theory")
+    for rate, seed in ((2e-3, 1), (4e-3, 1), (4e-3, 2), (2e-3, 101)):
+        place = f"experiment={{name: words, arm: plain, rate: {rate}}}"
+        write_config(tiny(f"seed={seed}", f"optim.lr={rate}", place), tmp_path / f"{rate}-{seed}")
+    with pytest.raises(RunError, match="finish the experiment with lm compare"):
+        theory.first_runs(tmp_path)
+    (tmp_path / "verdicts.json").write_text('{"arms": [{"size": "", "arm": "plain", "rate": 0.004}]}')
+    assert theory.first_runs(tmp_path) == {"softmax": tmp_path / "0.004-1"}
 
 
 def test_the_command_writes_the_page_and_its_pictures(script, tmp_path, monkeypatch):
     prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
     runs = {run.folder / str(number): run for number, run in enumerate(runs_of(prediction))}
-    monkeypatch.setattr(theory, "first_runs", lambda root: {"softmax": root / "run"})
+    monkeypatch.setattr(theory, "first_runs", lambda experiment: {"softmax": experiment / "run"})
     monkeypatch.setattr(theory, "run_folders", lambda root: [*runs])
-    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described(arm, folder, 8, 64, ()))
+    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described("words", arm, folder, 8, 64, ()))
     monkeypatch.setattr(theory, "measured", lambda folder: runs[folder].up_to(0))
     monkeypatch.setattr(theory, "observed", lambda run, longer, sequences: next(one for one in runs.values() if one.found is run.found))
-    theory.main(["--text", "runs/words", "--recall", "runs/pairs", "--out", str(tmp_path / "theory.md")])
+    theory.main(["--text", "runs/words", "runs/more", "--recall", "runs/pairs", "--out", str(tmp_path / "theory.md")])
     assert {path.name for path in tmp_path.iterdir()} == {"theory.md", "theory-statements.svg", "theory-prediction.svg"}
-    assert "scripts/theory.py --text runs/words --recall runs/pairs\n" in (tmp_path / "theory.md").read_text()
+    assert "scripts/theory.py --text runs/words runs/more --recall runs/pairs\n" in (tmp_path / "theory.md").read_text()
 
 
 def test_runs_that_the_command_can_not_use_are_named(script, tiny, tmp_path):
