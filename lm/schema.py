@@ -86,9 +86,9 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None):
     return field(default_factory=schema, metadata={"help": help, "effect": effect})
 
 
-def optional(schema: type, help: str, effect: DeclaredEffect | None = None):
-    """A nested block that is null (off) until one of its keys is given."""
-    return field(default=None, metadata={"help": help, "effect": effect, "optional": schema})
+def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
+    """A nested block that is null (off) until one of its keys is given. `omit_default` as of `key`."""
+    return field(default=None, metadata={"help": help, "effect": effect, "optional": schema, "omit_default": omit_default})
 
 
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):

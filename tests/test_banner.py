@@ -26,7 +26,7 @@ def printed(tiny):
     return banner_of
 
 
-SHAPE = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer")
+SHAPE = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
 def test_options_of_the_model_beside_its_shape_are_all_named(printed):

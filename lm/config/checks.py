@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from lm.config.training_config import WSD
+from lm.config.training_config import WSD, AdamW
 from lm.config.tree import Config
 from lm.errors import Problem
 from lm.schema import own_problems
@@ -35,6 +35,10 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
 
     problems += check_tasks(config)
+    problem(
+        model.transfer is not None and not isinstance(optim.optimizer, AdamW),
+        "optim.optimizer", optim.optimizer.name, "has no rule for rates that transfer (model.transfer)", "drop model.transfer",
+    )  # fmt: skip
 
     step_length = data.seq_len * config.world_size
     below, above = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length

@@ -1,5 +1,6 @@
 """The keys of `model`: the decoder's dimensions and architecture."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -7,7 +8,7 @@ from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.config.rope_scaling import TRAINED_SCALINGS, TrainedScaling
 from lm.errors import Problem
-from lm.schema import key, variant
+from lm.schema import key, optional, variant
 
 
 class Position:
@@ -161,6 +162,17 @@ class GAUBlock:
 
 
 @dataclass
+class Transfer:
+    """The base model, a smaller one whose learning rate, weight decay and epsilon a model is trained with (`lm.model.transfer`).
+
+    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width.
+    """
+
+    base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
+    base_depth: int | None = key(None, "n_layer of the base model; null: the model's own", ge=1, le=10**4)
+
+
+@dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1, le=10**4)
     block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of")
@@ -206,6 +218,12 @@ class ModelConfig:
     logit_softcap: float | None = key(
         None, "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none", omit_default=True, gt=0
     )
+    transfer: Transfer | None = optional(
+        Transfer,
+        "initial weights and learning rates such that `optim.lr` is that of a base model (arXiv 2203.03466, 2505.01618); null: not",
+        {"affects": "training"},
+        omit_default=True,
+    )
 
     @property
     def key_dims(self) -> int:
@@ -248,6 +266,7 @@ class ModelConfig:
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
+        problems += self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
             problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))
         if (listed := len(self.normalizer.layer_options())) > self.n_layer:
@@ -257,3 +276,30 @@ class ModelConfig:
             )
             problems.append(Problem("normalizer", f"{listed} normalizers", reason, remedy))
         return problems
+
+    @property
+    def base_shape(self) -> dict[str, int]:
+        """Width and depth of the base model that `transfer` names, by its keys; the model's own without one."""
+        base = self.transfer or Transfer()
+        return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
+
+    @property
+    def growth(self) -> tuple[float, float]:
+        """Width and depth in those of the base model."""
+        width, depth = self.base_shape.values()
+        return self.n_embd / width, self.n_layer / depth
+
+    def _transfer_problems(self) -> list[Problem]:
+        """A base model that there can't be."""
+        if self.transfer is None:
+            return []
+        if self.block.name != AttentionBlock.name:
+            reason = "is of blocks of attention and MLP, not of gated attention units"
+            return [Problem("transfer", self.base_shape, reason, "drop it")]
+        width = self.base_shape["base_width"]
+        for name, count in (("n_head", self.n_head), ("n_kv_head", self.kv_heads)):
+            if count * width % self.n_embd:
+                reason = f"gives a base model of {name} = {count * width / self.n_embd:.3g}: width is added in heads of one size"
+                remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
+                return [Problem("transfer.base_width", width, reason, remedy)]
+        return []

@@ -58,6 +58,11 @@ class AdamW:
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; never on norms, biases or normalizers", ge=0)
 
+    @property
+    def width_exponent(self) -> float:
+        """The learning rate of the group `matrices` falls as 1 / width to this power where it is transferred (`model.transfer`)."""
+        return 1.0
+
 
 @dataclass
 class Muon(AdamW):
@@ -72,6 +77,11 @@ class Muon(AdamW):
         "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's size "
         "(arXiv 2502.16982); original: sqrt(max(1, A / B))",
     )
+
+    @property
+    def width_exponent(self) -> float:
+        """An update's largest singular value is to stay as it is: it grows as sqrt(width) with `match_rms_adamw`, not with `original`."""
+        return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each has a builder in lm.training.optimizers

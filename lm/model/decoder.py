@@ -21,6 +21,7 @@ from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, ma
 from lm.model.cross_entropy import training_loss
 from lm.model.head import Head
 from lm.model.rope import AS_TRAINED, rope_rotation
+from lm.model.transfer import initial_gain, initial_scale
 
 
 class Decoder(nn.Module):
@@ -62,6 +63,7 @@ class Decoder(nn.Module):
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
         """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); gains 1, biases 0.
 
+        With a base model (`model.transfer`), times `initial_scale`, and the last norm's gain is `initial_gain`.
         Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
         """
         for name, parameter in self.named_parameters():
@@ -72,7 +74,7 @@ class Decoder(nn.Module):
             elif normalizers_only:
                 continue
             else:
-                std = self.config.init_std
+                std = self.config.init_std * initial_scale(self.config, name)
                 if name.startswith("value_embedding."):
                     std *= math.sqrt(self.config.n_embd)  # that of the values which they are mixed with
                 if name.endswith(".out.weight"):
@@ -83,6 +85,7 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
+        self.norm.weight.fill_(initial_gain(self.config))
 
     def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.

@@ -4,12 +4,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import lm
 from lm.attention.plugins import PLUGINS
@@ -34,7 +37,7 @@ FEW = (
     f"fewer than {FEWEST} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
-_IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer")
+_IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
@@ -64,7 +67,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
-        **({"groups": _groups(config, decoder)} if optim.groups != Groups() else {}),
+        **({"transfer": _transfer(model)} if model.transfer else {}),
+        **({"groups": _groups(config, decoder)} if optim.groups != Groups() or model.transfer else {}),
         **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
         **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {_peak(machine)}",
@@ -122,14 +126,28 @@ def _options(options: object) -> str:
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in named.items())])
 
 
+def _transfer(model: ModelConfig) -> str:
+    """How much larger the model is than the one that the learning rate is of."""
+    width, depth = model.growth
+    return f"lr is that of a base model of 1/{width:.4g} of the width and 1/{depth:.4g} of the depth"
+
+
 def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning rate and weight decay of each group of parameters, and epsilon where it has its own."""
-    return "; ".join(
-        f"{group['name']} {sum(p.numel() for _, p in group['params']):,} parameters, "
-        f"lr x {getattr(config.optim.groups, group['name']).lr_factor:g}, weight decay {group['weight_decay']:g}"
-        + (f", eps {group['eps']:g}" if "eps" in group else "")
-        for group in parameter_groups(decoder, config.optim)
-    )
+    """Size, learning rate and weight decay of each group of parameters, and epsilon where it has its own; its parts, where they differ."""
+    groups, texts = parameter_groups(decoder, config.optim), []
+    counts = Counter(group["name"] for group in groups)
+    for group in groups:
+        part = f" ({_layers(group['params'])})" if counts[group["name"]] > 1 else ""
+        eps = f", eps {group['eps']:.4g}" if getattr(config.optim.groups, group["name"]).eps else ""
+        size = sum(p.numel() for _, p in group["params"])
+        factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
+        texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")
+    return "; ".join(texts)
+
+
+def _layers(params: list[tuple[str, Tensor]]) -> str:
+    """What parameters are of, each once, whatever the block."""
+    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in params))
 
 
 def _epochs(store: Store, config: Config, tokens: int) -> str:

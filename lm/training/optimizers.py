@@ -14,6 +14,7 @@ from torch import Tensor
 from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, is_normalizer, projections
+from lm.model.transfer import Scaling, scalings
 from lm.training.muon import MuonAndAdamW
 
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
@@ -35,19 +36,28 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """The trained parameters with their names, as torch's groups; those without any parameter are left out. `eps` where a group has one."""
-    found: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
+    """The trained parameters with their names, as torch's groups; those without any parameter are left out. `eps` where a group has one.
+
+    `lr_factor`: on the schedule's learning rate. Where that is transferred (`lm.model.transfer`), parameters of one group that differ in
+    their factors are groups of the same `name`; the fraction of a weight that a step's decay takes stays the base model's.
+    """
+    scaled = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
+    found: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            found[group_of(name, parameter)].append((name, parameter))
+            found.setdefault((group_of(name, parameter), scaled.get(name, Scaling())), []).append((name, parameter))
 
-    def options(group: str) -> dict[str, float]:
+    def options(group: str, scaling: Scaling) -> dict[str, float]:
         rule = optim.optimizer.weight_decay if group in DECAYED else 0.0
         own = getattr(optim.groups, group)
         decay = rule if own.weight_decay is None else own.weight_decay
-        return {"weight_decay": decay} if own.eps is None else {"weight_decay": decay, "eps": own.eps}
+        made = {"weight_decay": decay / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
+        if own.eps is not None or scaling.eps != 1:
+            made["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
+        return made
 
-    return [{"name": group, "params": params, **options(group)} for group, params in found.items() if params]
+    ordered = sorted(found, key=lambda key: GROUPS.index(key[0]))
+    return [{"name": group, "params": found[group, scaling], **options(group, scaling)} for group, scaling in ordered]
 
 
 def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
@@ -88,8 +98,7 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
     start = config.phase_ends[phase - 1] if phase else 0
     warm = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
     for group in optimizer.param_groups:
-        factor = getattr(config.optim.groups, group["name"]).lr_factor
-        group["lr"] = rate * factor * (warm if group["name"] == "normalizer" else 1.0)
+        group["lr"] = rate * group["lr_factor"] * (warm if group["name"] == "normalizer" else 1.0)
 
 
 # ---------------------------------------------------------------- state by parameter name

@@ -72,6 +72,12 @@ def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[P
         if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
     ]
     problems += _normalizer_problems(config, decoder, loaded)
+    ours, theirs = decoder.config, loaded.decoder.config
+    if ours.growth != theirs.growth:
+        reason = f"the weights of {loaded.path} have other proportions to a base model than these learning rates are for"
+        base = ", ".join(f"{name}: {value}" for name, value in theirs.base_shape.items())
+        remedy = f"set model.transfer={{{base}}}" if theirs.transfer else "drop it"
+        problems.append(Problem("model.transfer", ours.base_shape, reason, remedy))
     if config.model.position.ends and loaded.decoder.seq_len != decoder.seq_len:
         reason = f"{loaded.path} has learned positions for {loaded.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))

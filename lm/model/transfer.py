@@ -1,0 +1,75 @@
+"""Learning rates that transfer over width and depth (`model.transfer`): how initial values, learning rates and epsilons differ from those
+of a base model which has 1/m of the width and 1/l of the depth, so that its learning rate, tuned there, serves here.
+
+Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
+depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in
+the weights instead: in the gain of the last norm, and in the projections into the residual stream, whose initial values, learning rate and
+gradients change with it. AdamW's steps are the same either way, and nothing but training has to know of it: evaluations, swaps and exports
+see weights like any other. docs/baselines.md has the table and where each entry comes from.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lm.attention.normalizer import Normalizer, make_normalizer
+from lm.config.model_config import ModelConfig
+
+INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the projections that a block adds to the residual stream
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors on the learning rate and the epsilon that a parameter has in the base model. The epsilon's is that of its gradient."""
+
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+def initial_scale(config: ModelConfig, name: str) -> float:
+    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; name: of the parameter.
+
+    A hidden matrix has the base model's times m^-1/2; one into the residual stream, which already has 1 / sqrt(n_layer), times 1/l in all.
+    """
+    width, depth = config.growth
+    if name.endswith(INTO_RESIDUAL):
+        return (width * depth) ** -0.5
+    return width**-0.5 if name.startswith(("blocks.", "value_embedding.")) else 1.0
+
+
+def initial_gain(config: ModelConfig) -> float:
+    """The initial gain of the last norm: the logits' factor 1/m."""
+    return 1 / config.growth[0]
+
+
+def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
+    """The factors of each of a decoder's parameters, by name; 1 without `model.transfer`.
+
+    Args:
+        width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
+    """
+    width, depth = config.growth
+    normalizers = {path: module for path, module in decoder.named_modules() if isinstance(module, Normalizer)}
+    of_normalizers = {f"{path}.{name}" for path, module in normalizers.items() for name, _ in module.named_parameters()}
+    reading = {f"{path}.{name}" for path, module in normalizers.items() for name in _reading_width(module)}
+
+    def scaling(name: str, rank: int) -> Scaling:
+        if name.startswith("norm."):
+            return Scaling(lr=1 / width)
+        if not name.startswith(("blocks.", "value_embedding.")):  # embedding and its norm, learned positions, head
+            return Scaling(eps=1 / width)
+        if name in of_normalizers:
+            return Scaling(1 / width if name in reading else 1.0, 1 / (width * depth))
+        lr = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
+        return Scaling(lr / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr, 1 / (width * depth))
+
+    return {name: scaling(name, parameter.dim()) for name, parameter in decoder.named_parameters()}
+
+
+def _reading_width(normalizer: Normalizer) -> list[str]:
+    """Names of a normalizer's matrices that have an input for each dimension of the layer's input: those that more width makes longer."""
+    layer = replace(normalizer.layer, n_head=2 * normalizer.layer.n_head, width=2 * normalizer.layer.width)
+    with torch.device("meta"):
+        wider = dict(make_normalizer(normalizer.options, layer).named_parameters())
+    return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider[name].size(-1) > p.size(-1)]
