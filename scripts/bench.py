@@ -10,6 +10,7 @@ python scripts/bench.py documents               step time where documents of one
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
 python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the models'
 python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step
+python scripts/bench.py overhead                a step of lm train over that of a bare loop; of which run: bench_overhead.py
 python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its own options: --help
 """
 
@@ -133,12 +134,18 @@ def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> 
 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Every optimizer with its defaults, and AdamW twice: the second shows the noise."""
+    """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the update alone."""
     options = {"adamw": AdamW(), "adamw again": AdamW(), **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"}}
-    return {
+    sides = {
         name: made(shape(arguments), arguments, sequences, arguments.bf16, arguments.compile, OptimConfig(optimizer=option))
         for name, option in options.items()
-    }, "adamw"
+    }
+    for name, option in OPTIMIZERS.items():
+        decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(sequences.device)
+        for parameter in decoder.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        sides[f"{name}: the update alone"] = make_optimizer(decoder, OptimConfig(optimizer=option())).step
+    return sides, "adamw"
 
 
 def nanogpt_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -342,6 +349,10 @@ def main() -> None:
         import bench_data
 
         return bench_data.main(sys.argv[2:])
+    if sys.argv[1:2] == ["overhead"]:
+        import bench_overhead
+
+        return print_ratios(*bench_overhead.measured(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
     parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
