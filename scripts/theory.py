@@ -8,16 +8,15 @@ at. Writes the page and its pictures.
 """
 
 import argparse
-import io
 import math
 import sys
 import time
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
-from jinja2 import Environment, StrictUndefined
+from matplotlib import pyplot as plt
+from pages import STYLE, rendered, svg
 from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
 from theory_statements import OF_5, TRAINED, Described, compared, not_measured
@@ -30,12 +29,8 @@ from lm.experiments.compare import VERDICTS
 from lm.files import write_together
 from lm.runs.folder import CONFIG, read_config, read_json
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"
 TEMPLATE = Path(__file__).parent / "theory.md.j2"
-STYLE = {"svg.hashsalt": "lm.theory", "svg.fonttype": "path"}  # the same picture is the same file
 FARTHEST = 2**16  # tokens: predictions beyond are drawn there
 
 
@@ -103,7 +98,7 @@ def statements_picture(models: list[Described]) -> bytes:
             axes.spines[["top", "right"]].set_visible(False)
             if axes.lines:
                 axes.legend(frameon=False, fontsize=7)
-        return _svg(figure)
+        return svg(figure)
 
 
 def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
@@ -126,7 +121,7 @@ def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
         for index, arm in enumerate(arms):
             row[0].plot([], [], linestyle="", label=arm, **colour_and_marker(index))
         row[0].legend(frameon=False, fontsize=7)
-        return _svg(figure)
+        return svg(figure)
 
 
 def row(part: list[Run], runs: list[Run], forms: list[Score]) -> dict[str, object]:
@@ -169,13 +164,6 @@ def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
     ]
 
 
-def _svg(figure: plt.Figure) -> bytes:
-    svg = io.BytesIO()
-    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    plt.close(figure)
-    return svg.getvalue()
-
-
 def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int, arguments: argparse.Namespace) -> str:
     """The text of docs/theory.md.
 
@@ -185,14 +173,13 @@ def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int,
         unlearned: how many others there are.
         arguments: of the command.
     """
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
     evaluated = min(run.lengths[-1] for run in runs)
     first, second = [run.up_to(evaluated) for run in runs], runs
     looks = {f"up to {max(run.lengths[-1] for run in part):,}": (part, scores(part)) for part in (first, second)}
     forms, tables = scores(second), [compared(models) for models in experiments]
     arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return rendered(
+        TEMPLATE,
         tables=list(zip(experiments, tables, strict=True)),
         not_measured=not_measured(tables),
         runs=runs,

@@ -76,7 +76,7 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
         ("model.n_head=3", "model.n_embd"),
         ("model.position=learned", "eval.long_context.length_factor"),
         ("model.position=none", "eval.long_context.inference[1].rope"),
-        ("eval.long_context.length_factor=0.5", "eval.long_context.length_factor"),
+        ("eval.long_context.length_factor=0.001", "eval.long_context.length_factor"),
         ("eval.long_context.inference=[{}, {}]", "eval.long_context.inference"),
         ("eval.long_context.length_factor=1e308", "eval.long_context.length_factor"),
         ("eval.long_context={length_factor: 1000, sequences: 10000}", "eval.long_context.length_factor"),

@@ -22,6 +22,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
+from lm.evaluation.continuity import swap_sequences
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.text_loss import LongContext
@@ -95,7 +96,7 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
     assert bits_per_byte(nll, held_out) == pytest.approx(3 / 4)
 
 
-@pytest.mark.parametrize(("seq_len", "length"), [(256, 2048), (32, 128), (100, 800), (2, 16), (96, 96), (64, 100)])
+@pytest.mark.parametrize(("seq_len", "length"), [(256, 2048), (32, 128), (100, 800), (2, 16), (96, 96), (64, 100), (64, 16), (100, 7)])
 def test_buckets_tile_the_row_with_edges_at_every_doubling_of_the_training_length(seq_len: int, length: int):
     edges = bucket_edges(seq_len, length)
     assert edges[0] == 0
@@ -116,6 +117,16 @@ def test_positions_sequences_and_buckets_agree(tiny):
         assert one.samples[0].values.mean(0) == pytest.approx(one.means)
     first, second = found
     assert not np.array_equal(first.curve, second.curve)
+
+
+def test_sequences_may_be_shorter_than_those_of_training(tiny):
+    config = tiny("eval.long_context={length_factor: 0.5, sequences: 3}", "eval.swap_lengths=[0.001, 0.25, 1]")
+    store = prepare(config.data)
+    decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
+    measurement = LongContext(config, store)
+    assert measurement.held_out.sequences.shape == (3, config.data.seq_len // 2 + 1)
+    assert [one.axis.values[-1] for one in measurement.measure(decoder, CPU, lambda done: None) if one.bins] == [16, 16]
+    assert [one.length for one in swap_sequences(store, config)] == [1, 8, 32]
 
 
 def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):

@@ -108,14 +108,8 @@ class LongContextConfig(EvaluationConfig):
     def metrics(self, data: DataConfig) -> list[str]:
         return [self.metric(setting.label) for setting in self.inference]
 
-    def problems(self) -> list[Problem]:
-        """Contradictory options."""
-        short = 0 < self.length_factor < 1
-        reason, remedy = "is shorter than a training sequence", "set it to 1 or more, or 0 for off"
-        return [Problem("length_factor", self.length_factor, reason, remedy)] * short
-
     def wanted(self, data: DataConfig) -> bool:
-        return self.length(data.seq_len) > 0
+        return self.length_factor > 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -123,6 +117,8 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
+        if not self.length(data.seq_len):
+            problems.append(Problem("length_factor", self.length_factor, "makes sequences of no tokens", "set it higher, or to 0 for off"))
         problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
         return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
 
@@ -339,9 +335,9 @@ class EvalConfig:
     sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key(
-        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", ge=1, le=MOST_LENGTHS
+        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MOST_LENGTHS
     )
-    long_context: LongContextConfig = section(LongContextConfig, "loss by position beyond the training length")
+    long_context: LongContextConfig = section(LongContextConfig, "loss by position, beyond the training length or within it")
     by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")

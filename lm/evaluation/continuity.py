@@ -23,12 +23,12 @@ _NATS = "nats per token"
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences of each of `eval.swap_lengths`, ascending: the validation sequences, and longer ones within documents.
+    """Held-out sequences of each of `eval.swap_lengths`, ascending: the validation sequences, and others within documents.
 
     Lengths that no held-out document has are left out, and all beyond the first where positions are learned.
     """
     found = []
-    for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
+    for length in sorted({max(1, int(factor * config.data.seq_len)) for factor in config.eval.swap_lengths}):
         if length == config.data.seq_len:
             found.append(validation_sequences(store, config))
         elif not config.model.position.ends:
