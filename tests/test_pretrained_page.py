@@ -1,0 +1,66 @@
+"""docs/pretrained.md as scripts/pretrained.py makes it, from a small random model."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from conftest import PAINTING, ROOT, unpainted
+
+from lm.config.data_config import TrainedTokenizer
+from lm.config.model_config import ModelConfig
+from lm.data.tokenizer import train_tokenizer
+from lm.model.decoder import Decoder
+from lm.runs.loading import save_model
+
+LENGTH = 1024
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """A function: name -> module of scripts/."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without a training run."""
+    folder = tmp_path_factory.mktemp("models")
+    texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
+    train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
+    return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH), folder / "model", folder / "tokenizer.json")
+
+
+@pytest.fixture
+def text(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
+    """A configuration of the corpus."""
+    file = tmp_path / "corpus.yaml"
+    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
+    return file
+
+
+def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(PAINTING, unpainted)
+    parts, page = script("pretrained_parts"), tmp_path / "page.md"
+    few = parts.Needles((0.5,), (0.5,), 1)
+    sizes = parts.Sizes(
+        positions=(2, 2), beyond=(1.25, 3), within=(0.25, 3), swaps=(0.125, 0.25), swap_sequences=3,
+        needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": few}, asked=few, diagnostics=(0.125, 2, 8),
+        fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
+    )  # fmt: skip
+    page.write_text(f"# Models\n\nAbove.\n\n{script('pretrained').HEADING}\nold\n")
+    arguments = ["--model", str(model), "--text", str(text), "--out", str(tmp_path / "out"), "--page", str(page)]
+    script("pretrained").main([*arguments, "--only"], sizes)
+    empty = page.read_text()
+    assert "Not measured yet; the same command goes on with it: positions, diagnostics," in empty
+    script("pretrained").main(arguments, sizes)
+    written = page.read_text()
+    assert written.startswith("# Models\n\nAbove.\n\n## A worked example")
+    assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in written]
+    assert {path.name for path in tmp_path.glob("pretrained*")} == {
+        "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained.csv",
+    }  # fmt: skip
+    capsys.readouterr()
+    script("pretrained").main(arguments, sizes)
+    assert capsys.readouterr().out.count("is there") == len(list((tmp_path / "out" / "results").iterdir()))
+    assert page.read_text() == written
