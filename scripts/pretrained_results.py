@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 
 from lm.runs.evaluations import Evaluation
 from lm.runs.series import Series
-from lm.statistics.intervals import Interval, paired_difference
+from lm.statistics.intervals import Interval, paired_difference, wilson
 
 SWAPPED = {"ssmax": "SSMax, `match`", "fit": "SSMax, `fit`", "bias": "SSMax with b, `match`", "log_n": "log n"}
 WORDS = {
@@ -26,7 +26,6 @@ WORDS = {
     "ssmax trained, under softmax": "the weights of SSMax, all trained, under softmax",
     "softmax trained, under ssmax": "the weights of softmax, all trained, under SSMax",
 }
-FEWEST = 3  # documents; below, no interval
 
 
 def shown(interval: Interval | None, digits: int = 3) -> str:
@@ -176,11 +175,18 @@ class Results:
                     {
                         "length": int(length),
                         "cells": {what: (int(values.sum()), len(values)) for what, values in cells.items()},
+                        "all": [100 * end for end in self.over_depths(part, column).listed()],
                         "loss": with_needle,
                         "control": losses["no needle"].means[column],
                     }
                 )
         return rows
+
+    def over_depths(self, part: str, column: int) -> Interval:
+        """Fraction of exact answers at a length over all depths: questions are asked once at each, and count once."""
+        one = self.series(part, "accuracy", "needle")
+        values = one.column(column)[1]
+        return wilson(values.sum(), len(values))
 
     @cached_property
     def heads(self) -> np.ndarray | None:
