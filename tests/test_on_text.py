@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, lm
 
 from lm.config.data_config import TrainedTokenizer
@@ -64,6 +65,52 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     measured = read_json(out / "evaluations" / "swap.step-000000.json")
     assert measured["options"]["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
+    options = [str(config), f"init_from={out}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4"]
+    few = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
+    result = lm("train", *few)
+    assert result.returncode == 0, result.stderr
+    run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
+    assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (32, "ssmax", "file")
+    moved = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
+    assert lm("train", *few, "trainer.max_steps=3", "resume=auto").returncode == 0
+    (out / "config.yaml").write_text("model: {n_layer: 2}\n")
+    cut = lm("train", *options, "name=other")
+    assert (cut.returncode, cut.stderr) == (
+        1,
+        f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("phases", "error"),
+    [
+        ("[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]", ""),
+        ("[{until: 1, normalizer: ssmax}]", r"phases[0].normalizer = 'ssmax': SAVED has softmax; convert it: lm swap"),
+    ],
+)
+def test_a_run_from_a_model_has_phases(saved: Path, config: Path, phases: str, error: str, tmp_path: Path):
+    arguments = [f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2", f"phases={phases}"]
+    result = lm("train", str(config), *arguments, "trainer.activation_checkpointing=true", "eval.sequences=4")
+    assert error.replace("SAVED", str(saved)) in result.stderr
+    assert result.returncode == (2 if error else 0), result.stderr
+    if not error:
+        assert load(tmp_path / "run").spec.model.normalizer.label() == "ssmax (bias=true)"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "swap"])
+@pytest.mark.parametrize("what", ["folder", "model.gguf"])
+def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str, config: Path, tmp_path: Path):
+    path = tmp_path / what
+    if path.suffix:
+        path.write_bytes(b"GGUF")
+    else:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    arguments = {"train": [config, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}[command]
+    result = lm(command, *map(str, arguments))
+    expected = f"error: {path}: a model that was not imported; name OUT in place of it after: lm import {path} -o OUT\n"
+    assert (result.returncode, result.stderr) == (1, expected)
 
 
 def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Path, tmp_path: Path):
@@ -83,10 +130,10 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Pat
 @pytest.mark.parametrize("normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}])
 def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, normalizer: dict, tmp_path: Path):
     description = read_sealed(saved / "lm.json")
-    assert with_shape_of(str(saved), {})["model"]["normalizer"]["name"] == "softmax"
+    assert with_shape_of(str(saved), {}, {})["model"]["normalizer"]["name"] == "softmax"
     description["spec"]["model"]["normalizer"] = normalizer
     write_sealed(tmp_path / "lm.json", description)
-    assert "normalizer" not in with_shape_of(str(tmp_path), {})["model"]
+    assert "normalizer" not in with_shape_of(str(tmp_path), {}, {})["model"]
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])

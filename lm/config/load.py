@@ -18,15 +18,16 @@ from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, one_line
 from lm.schema import Effect, Plain, block_of, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
 
+WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 MAX_BASES = 50  # files that inherit from each other in a row
 # Keys that say the same in two ways: where one is laid on the other, it takes its place.
 ALTERNATIVES = {"trainer.max_steps": "tokens_per_parameter", "trainer.tokens_per_parameter": "max_steps"}
 
 
-def load(arguments: list[str], with_weights: Callable[[str, dict[str, Plain]], dict[str, Plain]] | None = None) -> Config:
+def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
     """The user's configuration from YAML files and `key=value` overrides, later ones winning; normalizers that it names are imported.
 
-    with_weights: (`init_from`, keys of the files) -> keys; what it changes, overrides may change again.
+    with_weights: (`init_from`, keys of the files, overrides) -> all keys, with what the weights say.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -47,9 +48,8 @@ def load(arguments: list[str], with_weights: Callable[[str, dict[str, Plain]], d
             name = name or Path(argument).stem
     own = read_overrides(overrides)
     weights = own.get("init_from", merged.get("init_from"))
-    if with_weights and weights and isinstance(weights, str):
-        merged = with_weights(weights, merged)
-    merged = merge(merged, own)
+    named = with_weights and weights and isinstance(weights, str)
+    merged = with_weights(weights, merged, own) if named else merge(merged, own)
     with PLUGINS.trusted():
         return parse(interpolated({**merged, "name": merged.get("name") or name}))
 

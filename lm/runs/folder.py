@@ -85,6 +85,8 @@ def read_sealed(path: Path) -> dict[str, Plain]:
 
 def require_run(folder: Path, *files: str) -> None:
     """Raises RunError if `folder` is not a run folder that holds `files`: with what it is instead, and what takes it."""
+    if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
+        raise RunError(f"{folder}: a model that was not imported; name OUT in place of it after: lm import {folder} -o OUT")
     if not folder.is_dir():
         raise RunError(f"{folder}: no such run folder")
     if (folder / RESOLVED).is_file():

@@ -98,7 +98,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
         return _load_model(path)
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".gguf":
         require_run(path)
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
