@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import lm
 from folders import same
+from reported import build_run
 from torch import Tensor
 from torch.func import functional_call
 
@@ -21,7 +22,10 @@ from lm.errors import ConfigError
 from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
+from lm.report.comparison import compare
+from lm.report.methods import training_methods
 from lm.runs.loading import load, save_model
+from lm.runs.record import read_run
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, parameter_groups
 from lm.training.preflight import check_before_data
 from lm.training.train import train
@@ -185,6 +189,13 @@ def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsy
         r"vectors (norm) 32 parameters, lr x 0.5, weight decay 0",
     ):
         assert line in out
+
+
+def test_a_report_says_what_model_the_learning_rate_is_of(tmp_path: Path):
+    base = {"transfer": {"base_width": 64, "base_depth": 3}}
+    said = [training_methods(compare([read_run(build_run(tmp_path, name, model=model))])) for name, model in (("a", {}), ("b", base))]
+    assert ", base width 64, base depth 3, " in said[1]
+    assert said[0] == said[1].replace("base width 64, base depth 3, ", "")
 
 
 # ---------------------------------------------------------------- runs, weights of others, exports, swaps

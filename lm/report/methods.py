@@ -116,6 +116,7 @@ def training_methods(comparison: Comparison) -> str:
         for path, value in run.flat.items()
         if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
         or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
+        or (path.startswith("model.transfer.") and value is not None)
     )
     named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
     return (
