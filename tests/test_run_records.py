@@ -14,6 +14,7 @@ from lm.errors import RunError
 from lm.report.comparison import compare
 from lm.report.html import write_report
 from lm.runs.evaluations import Evaluation
+from lm.runs.metric_log import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
 from lm.runs.validation import UNIGRAM
 
@@ -149,3 +150,13 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
             del node[last]
             with pytest.raises((KeyError, ValueError)):
                 Evaluation.of(changed)
+
+
+def test_training_time_is_over_all_starts_or_after_a_step(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(json.dumps({"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step}) + "\n" for step in (2, 4, 6)))
+    with log.open("a") as file:
+        file.write('{"step": 6, "val/loss": 4.0}\n')
+    assert [training_seconds(log, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
+    assert training_seconds(tmp_path / "none") is peak_memory(tmp_path / "none") is None
+    assert peak_memory(log) == 8

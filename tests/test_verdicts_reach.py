@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT
 from fabricated import finish, validate
 
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
 from lm.experiments.judging import judge
 from lm.experiments.page_pictures import differences, rates
@@ -120,18 +120,17 @@ def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, mon
     monkeypatch.setattr("fabricated.DOCUMENTS", 25)
     monkeypatch.setattr("fabricated.FINGERPRINT", "another")
     validate(run, 2, 4.0)
-    assert procedure.known()[0].outcome.tokens_to_reach(LEVEL, selection=False) == pytest.approx(1000, rel=1e-3)
+    assert procedure.known()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(1000, rel=1e-3)
 
 
-def test_a_metric_of_no_better_direction_reaches_nothing(tmp_path, monkeypatch):
+def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
     monkeypatch.setattr("fabricated.validation_series", lambda *given: [replace(one, better="none") for one in validation_series(*given)])
     for run in procedure.known():
         trained(run, reached(run))
-    with pytest.raises(
-        RunError, match=r"^primary\.reach: val/loss has no better direction in which a level is reached: drop primary.reach"
-    ):
-        judge(procedure)
+    assert judge(procedure)["", "ssmax"].kind == "better"
+    upwards = experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "better": "higher"})
+    assert "had reached 4.6 at the first evaluation" in judge(upwards)["", "ssmax"].reason
 
 
 def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.experiments.tuning_tables import Tried
 from lm.runs.folder import METRICS
-from lm.runs.metric_log import PEAK_MEMORY, read_metrics
+from lm.runs.metric_log import PEAK_MEMORY, peak_memory, read_metrics, training_seconds
 
 _PLACE = ("size", "arm", "stage", "rate", "seed")
 
@@ -28,14 +28,14 @@ def runs(procedure: Procedure) -> pd.DataFrame:
 
 def _run(run: Run, metric: str) -> dict[str, object]:
     finished = run.outcome.state == "finished"
-    lines = _logged(run)
+    lines, log = _logged(run), run.config.run_folder / METRICS
     return _place(run) | {
         "state": run.outcome.state,
         "tokens": lines[-1]["tokens"] if lines else 0,
-        "seconds": max((line["elapsed_s"] for line in lines if "elapsed_s" in line), default=0.0),
-        PEAK_MEMORY: max((line[PEAK_MEMORY] for line in lines if PEAK_MEMORY in line), default=None),
-        "selection": run.outcome.loss(SELECTION) if finished else None,
-        metric: run.outcome.values(metric).part(selection=False).mean if finished else None,
+        "seconds": training_seconds(log) or 0.0,
+        PEAK_MEMORY: peak_memory(log),
+        "selection": run.outcome.mean(SELECTION, selection=True) if finished else None,
+        metric: run.outcome.mean(metric, selection=False) if finished else None,
         "folder": str(run.config.run_folder),
     }
 

@@ -19,6 +19,7 @@ from lm.experiments.claims import Claim, Claims
 from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, log_path, read_failure, write_failure
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.timing import whole
 
 CLAIMS = "claims"  # in the experiment's folder
 POLL_SECONDS = 3.0  # between looks at what other processes do
@@ -50,7 +51,7 @@ class Jobs:
         known: the runs that the experiment needs, as they were at the last look.
         pending: the runs that are being trained here, with the claims on them.
         failed: why runs have failed, by run folder.
-        seconds: that runs took which ended here, by size and arm.
+        seconds: that runs which ended here would have taken without interruption, by size and arm.
     """
 
     def __init__(self, procedure: Procedure, jobs: int, launch: Callable[[Run], int] | None = None):
@@ -138,12 +139,13 @@ class Jobs:
         try:
             if outcome.ended:
                 self.procedure.check_direction(outcome)
-                self.seconds[run.size, run.arm].append(seconds)
-                loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.loss(SELECTION):.4f}"
+                self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
+                loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
                 known = self.procedure.known()
                 left = sum(not one.outcome.ended for one in known)
-                minutes = statistics.fmean(chain(*self.seconds.values())) * left / self.jobs / 60
-                left_over = f"{left} of the {len(known)} runs known so far are left, about {minutes:.0f} min"
+                took = [*chain(*self.seconds.values())]
+                left_over = f"{left} of the {len(known)} runs known so far are left"
+                left_over += f", about {statistics.fmean(took) * left / self.jobs / 60:.0f} min" if took else ""
                 print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
             elif not status:
                 raise RunError(f"{folder}: {self._lacks(outcome)}")

@@ -22,20 +22,20 @@ ByRate = dict[float | None, list[Run]]  # final runs of an arm by seed, at each 
 Pair = tuple[float | None, float | None]  # the rates of an arm and of the baseline
 
 
-def judge(procedure: Procedure) -> dict[str, Verdict]:
-    """The verdict on each arm but the baseline, of several sizes on `ARM, SIZE`; with `primary.reach` the interval is of the factor.
+def judge(procedure: Procedure) -> dict[tuple[str, str], Verdict]:
+    """The verdicts by size and arm, on all arms but the baseline; with `primary.reach` the interval is of the factor.
 
     Raises:
         RunError: the primary metric was not measured, or its direction is another.
     """
     experiment = procedure.experiment
     primary, (_, *others) = experiment.primary, experiment.arms
-    pairs = {(f"{arm.name}, {size}" if size else arm.name): (size, arm) for size in experiment.sizes for arm in others}
+    places = {(size, arm.name): (size, arm) for size in experiment.sizes for arm in others}
     if primary.learned is not None:
-        found = learned_verdicts({name: counted(procedure, *pair) for name, pair in pairs.items()})
+        found = learned_verdicts({name: counted(procedure, *place) for name, place in places.items()})
     else:
         ratio = primary.reach is not None
-        found = {name: compared(procedure, *pair) for name, pair in pairs.items()}
+        found = {name: compared(procedure, *place) for name, place in places.items()}
         found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio)
         found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
     return {name: replace(one, exploratory=procedure.added + procedure.left_out) for name, one in found.items()}
@@ -158,14 +158,14 @@ def _unreached(procedure: Procedure, runs: list[Run]) -> str:
 
 
 def _value(procedure: Procedure, run: Run) -> float:
-    """The primary metric on the documents that are reported on, or the logarithm of `quantity`'s tokens; NaN of a run that is not
+    """The primary metric on the documents that are reported on, or the logarithm of `quantity`'s tokens; infinite of a run that is not
     finished.
 
     Raises:
         RunError: its direction is another than the experiment says.
     """
     procedure.check_direction(run.outcome)
-    found = procedure.quantity(run.outcome) if run.outcome.state == "finished" else math.nan
+    found = procedure.quantity(run.outcome)
     return found if procedure.experiment.primary.reach is None else log_tokens(found)
 
 
@@ -177,19 +177,13 @@ def _has_learned(procedure: Procedure, run: Run) -> bool:
 def _elsewhere(procedure: Procedure, size: str, arm: Arm, ours: ByRate, theirs: ByRate) -> dict[float, list[float]]:
     """Arm minus baseline with both at one rate, at the rates of `elsewhere`: of the tuning seeds, or of the final ones where these were
     trained there. Of runs that learn or don't, the difference of 1 and 0."""
-    base, tried = procedure.experiment.arms[0], _tried_values(procedure, size)
+    base, primary, tried = procedure.experiment.arms[0], procedure.experiment.primary, _tried_values(procedure, size)
     values = {one.name: dict(tried.get(one.name, {})) for one in (arm, base)}
     for rate in ours.keys() & theirs.keys() if len(ours) > 1 else ():
         pairs = [pair for pair in zip(ours[rate], theirs[rate], strict=True) if all(one.outcome.ended for one in pair)]
         for number, one in enumerate((arm, base)):
-            values[one.name][rate] = [_of_ended(procedure, pair[number]) for pair in pairs]
+            values[one.name][rate] = [_compared_value(primary, procedure.quantity(pair[number].outcome)) for pair in pairs]
     return elsewhere(arm.name, base.name, {arm.name: next(iter(ours)), base.name: next(iter(theirs))}, values)
-
-
-def _of_ended(procedure: Procedure, run: Run) -> float:
-    """What differences are of, of a final run that has ended."""
-    value = procedure.quantity(run.outcome) if run.outcome.state == "finished" else math.inf
-    return _compared_value(procedure.experiment.primary, value)
 
 
 def _compared_value(primary: Primary, value: float) -> float:

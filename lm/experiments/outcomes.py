@@ -24,7 +24,7 @@ State = Literal["unfinished", "finished", "diverged"]
 
 
 @dataclass(frozen=True)
-class Values:
+class UnitValues:
     """A metric by unit, such as a held-out sequence.
 
     Attributes:
@@ -42,7 +42,7 @@ class Values:
     better: str
     held_out: bool = True
 
-    def part(self, selection: bool) -> "Values":
+    def part(self, selection: bool) -> "UnitValues":
         """Those of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is for a
         sequence the one that it begins in. All, where they are not of the held-out text.
 
@@ -55,7 +55,7 @@ class Values:
         if not chosen.any():
             use = "choose learning rates" if selection else "report"
             raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
-        return Values(self.values[chosen], self.weights[chosen], self.groups[chosen], self.identity, self.better)
+        return UnitValues(self.values[chosen], self.weights[chosen], self.groups[chosen], self.identity, self.better)
 
     @property
     def mean(self) -> float:
@@ -145,32 +145,25 @@ class Outcome:
         files = evaluation_files(self.folder)
         return [one for (_, step), path in files.items() if step == self.last_step for one in _read(path)]
 
-    def values(self, metric: str) -> Values | None:
+    def values(self, metric: str) -> UnitValues | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
         if metric not in self._values:
             self._values[metric] = _by_unit(self.series(metric), metric)
         return self._values[metric]
 
     @cached_property
-    def _values(self) -> dict[str, Values | None]:
+    def _values(self) -> dict[str, UnitValues | None]:
         return {}
 
-    def tokens_to_reach(self, level: float, selection: bool) -> float:
+    def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
         """Tokens at which the wanted metric first reached a level, on the documents that select or on those that report, from the run's
-        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished.
-
-        Raises:
-            RunError: no direction of the metric is better: which side of a level has reached it is not defined.
-        """
+        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished."""
         if self.state != "finished":
             return math.inf
         if selection not in self._reached:
-            last = self.values(self.metric)
-            if last.better == "none":
-                remedy = "drop primary.reach, or name a metric of which more or less is better"
-                raise RunError(f"primary.reach: {self.metric} has no better direction in which a level is reached: {remedy}")
-            points = [(one.tokens_seen, values.part(selection).mean) for one, values in self._history if values.identity == last.identity]
-            self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, last.better)
+            identity = self.values(self.metric).identity
+            points = [(one.tokens_seen, values.part(selection).mean) for one, values in self._history if values.identity == identity]
+            self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
         return self._reached[selection]
 
     @cached_property
@@ -178,7 +171,7 @@ class Outcome:
         return {}
 
     @cached_property
-    def _history(self) -> list[tuple[Evaluation, Values]]:
+    def _history(self) -> list[tuple[Evaluation, UnitValues]]:
         """The evaluations of the wanted metric up to the last step, and its values then."""
         kinds = {one.kind for one in self._evaluations for series in one.series if self.metric in series.logged}
         files = [(at, path) for at, path in sorted(evaluation_files(self.folder).items()) if at[0] in kinds and at[1] <= self.last_step]
@@ -186,10 +179,9 @@ class Outcome:
         found = [(one, next((series for series in one.series if self.metric in series.logged), None)) for one in read if one.tokens_seen]
         return [(one, values) for one, series in found if (values := _by_unit(series, self.metric))]
 
-    def loss(self, metric: str) -> float:
-        """The mean of a metric over the documents that select; infinite of a run that diverged."""
-        found = self.values(metric) if self.state == "finished" else None
-        return found.part(selection=True).mean if found else math.inf
+    def mean(self, metric: str, selection: bool) -> float:
+        """Of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
+        return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
 def _read(path: Path) -> list[Evaluation]:
@@ -202,7 +194,7 @@ def _read(path: Path) -> list[Evaluation]:
         raise RunError(f"{path}: not an evaluation: {said}; delete it, and it is measured again") from None
 
 
-def _by_unit(one: Series | None, metric: str) -> Values | None:
+def _by_unit(one: Series | None, metric: str) -> UnitValues | None:
     """A metric that a series logs by unit; None if it has no units."""
     if one is None or not one.samples:
         return None
@@ -212,4 +204,4 @@ def _by_unit(one: Series | None, metric: str) -> Values | None:
     else:
         sample, values = one.column(one.logged.index(metric))
     identity = (one.data_fingerprint or sample.sha256, sample.sha256)
-    return Values(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))
+    return UnitValues(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))

@@ -17,7 +17,7 @@ from lm.report.methods import how_measured
 from lm.report.tables import Cell, Column, Table, digits, signed
 from lm.runs.folder import METRICS
 from lm.runs.identity import starts
-from lm.runs.metric_log import PEAK_MEMORY, read_metrics
+from lm.runs.metric_log import peak_memory, training_seconds
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
@@ -109,7 +109,7 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
         (
             Column(f"mean {SELECTION}", "selection text"),
-            [mean([each.outcome.loss(SELECTION) for each in one]) for one in finished.values()],
+            [mean([each.outcome.mean(SELECTION, selection=True) for each in one]) for one in finished.values()],
         ),
     ]
     if experiment.primary.reach is None:
@@ -154,7 +154,8 @@ def cost_table(found: SizeResults) -> Table | None:
 
 def _costs(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None]) -> tuple[float | None, ...]:
     """In the order and units of the table; None where the run folder does not say."""
-    tokens, seconds = record.tokens_seen, _seconds(record)
+    log = record.folder / METRICS
+    tokens, seconds, memory = record.tokens_seen, training_seconds(log), peak_memory(log)
     total, normalizer, flops = (record.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     return (
         total and total / 1e6,
@@ -163,21 +164,9 @@ def _costs(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None
         flops and tokens and flops * tokens / 1e12,
         seconds,
         tokens and seconds and tokens / seconds,
-        _peak_memory(record),
+        memory and memory / 2**30,
         _beside(record, times),
     )
-
-
-def _seconds(record: RunRecord) -> float | None:
-    """Time spent in training steps, without evaluations, over all starts."""
-    logged = [line["elapsed_s"] for line in read_metrics(record.folder / METRICS)[0] if line.get("elapsed_s")]
-    return logged[-1] if logged else None
-
-
-def _peak_memory(record: RunRecord) -> float | None:
-    """GiB, evaluations while training included; None of runs that did not log it."""
-    logged = [line[PEAK_MEMORY] for line in read_metrics(record.folder / METRICS)[0] if line.get(PEAK_MEMORY)]
-    return max(logged) / 2**30 if logged else None
 
 
 def _memory_of(records: Iterable[RunRecord]) -> str:
@@ -188,8 +177,9 @@ def _memory_of(records: Iterable[RunRecord]) -> str:
 
 def _under_way(record: RunRecord) -> tuple[datetime, datetime] | None:
     """From when to when the last start of a run trained at least."""
-    begun, seconds = starts(record.environment), _seconds(record)
-    if not begun or not seconds or not begun[-1].get("time"):
+    begun = starts(record.environment)
+    seconds = training_seconds(record.folder / METRICS, begun[-1]["step"]) if begun else None
+    if not seconds or not begun[-1].get("time"):
         return None
     first = datetime.fromisoformat(begun[-1]["time"])
     return first, first + timedelta(seconds=seconds)

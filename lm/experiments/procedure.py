@@ -1,7 +1,6 @@
 """The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.arms import SWAPPED, Arm, Swap
 from lm.experiments.experiment import Experiment, config_hash
-from lm.experiments.outcomes import SELECTION, Outcome, Values
+from lm.experiments.outcomes import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
@@ -220,20 +219,14 @@ class Procedure:
         starts = {arm.name: arm.start for arm in experiment.arms}
         return [
             Tried(
-                size, arm, experiment.tune.key, rate, one.seed, one.outcome.loss(SELECTION) if one.outcome.ended else None,
-                self._tried(one.outcome),
+                size, arm, experiment.tune.key, rate, one.seed, one.outcome.mean(SELECTION, selection=True) if one.outcome.ended else None,
+                self.quantity(one.outcome, selection=True) if one.outcome.ended else None,
                 described(one.config, experiment.tune.key, starts[arm]),
             )
             for arm, by_rate in runs.items()
             for rate in sorted(by_rate)
             for one in by_rate[rate]
         ]  # fmt: skip
-
-    def _tried(self, outcome: Outcome) -> float | None:
-        """What is compared of a tuning run, on the selection text; infinite if it diverged; None: it has not ended."""
-        if not outcome.ended:
-            return None
-        return self.quantity(outcome, selection=True) if outcome.state == "finished" else math.inf
 
     def notes(self) -> list[str]:
         """What a reader must know beside the numbers, one sentence each."""
@@ -330,12 +323,12 @@ class Procedure:
         return tuple(seed for seed in experiment.planned or () if seed not in kept)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """What is compared of a finished run, on the documents that report or on those that select: the primary metric, or the tokens at
-        which it first reached `primary.reach` (0: before its first evaluation; infinite: never)."""
+        """What is compared of a run, on the documents that report or on those that select: the primary metric, or the tokens at which it
+        first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite of a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
-            return outcome.values(primary.metric).part(selection).mean
-        return outcome.tokens_to_reach(primary.reach, selection)
+            return outcome.mean(primary.metric, selection)
+        return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
@@ -353,7 +346,7 @@ def _scheduled(arm: Arm, config: Config, last_step: int) -> tuple[str, ...]:
 
 def check_alike(runs: list[Run], metric: str) -> None:
     """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
-    first: tuple[Run, Values] | None = None
+    first: tuple[Run, UnitValues] | None = None
     for run in runs:
         if run.outcome.state != "finished":
             continue
@@ -366,4 +359,4 @@ def check_alike(runs: list[Run], metric: str) -> None:
 
 def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
     """What rates are chosen by."""
-    return {rate: [one.outcome.loss(SELECTION) for one in runs] for rate, runs in by_rate.items()}
+    return {rate: [one.outcome.mean(SELECTION, selection=True) for one in runs] for rate, runs in by_rate.items()}

@@ -26,9 +26,9 @@ class SizeResults:
         final: the final runs that are known, by seed and arm.
     """
 
-    def __init__(self, procedure: Procedure, size: str, verdicts: dict[str, Verdict]):
+    def __init__(self, procedure: Procedure, size: str, verdicts: dict[tuple[str, str], Verdict]):
         self.experiment, self.size, self._quantity = procedure.experiment, size, procedure.quantity
-        self.verdicts = {name: verdicts[f"{name}, {size}" if size else name] for name in self.arm_names[1:]}
+        self.verdicts = {name: verdicts[size, name] for name in self.arm_names[1:]}
         self.rates = procedure.rates(size)
         self.final: list[Run] = list(procedure.final(size))
         self._records: dict[Path, RunRecord] = {}

@@ -46,7 +46,7 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 ended = sum(one.outcome.ended for one in runs)
                 line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
             if number:
-                verdict = judged[f"{arm.name}, {size}" if size else arm.name]
+                verdict = judged[size, arm.name]
                 line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
                 line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
                 line |= {"p": verdict.p, "p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
@@ -69,8 +69,7 @@ def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], lis
 
 def _mean_of(procedure: Procedure, runs: list[Run]) -> float | None:
     """The mean of what is compared of runs that have ended; None without any, or where one diverged."""
-    found = [procedure.quantity(one.outcome) if one.outcome.state == "finished" else math.inf for one in runs]
-    return _mean(found, geometric=procedure.experiment.primary.reach is not None)
+    return _mean([procedure.quantity(one.outcome) for one in runs], geometric=procedure.experiment.primary.reach is not None)
 
 
 def _mean(values: list[float], geometric: bool) -> float | None:

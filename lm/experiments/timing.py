@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from calendar import timegm
 from collections import defaultdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.files import write_text
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import ENVIRONMENT, read_json, write_json
+from lm.runs.identity import starts
 
 if TYPE_CHECKING:
     from lm.experiments.costs import Cost
@@ -55,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def _ended(procedure: Procedure) -> Times:
-    """Mean seconds of the runs that were made in one go."""
+    """Mean seconds of the finished runs."""
     taken = defaultdict(list)
     for run in procedure.known():
         if run.outcome.state == "finished" and (seconds := _seconds(run)):
@@ -64,14 +65,27 @@ def _ended(procedure: Procedure) -> Times:
 
 
 def _seconds(run: Run) -> float:
-    """From a run's start to its last evaluation; 0 if it was not made in one go."""
+    """From a run's last start to its last evaluation, as of a whole run (`whole`); 0 if its folder does not say."""
+    ends = [path.stat().st_mtime for (_, step), path in evaluation_files(run.config.run_folder).items() if step == run.outcome.last_step]
+    begun = _last_start(run)
+    return whole(run, max(0.0, max(ends) - begun[1])) if begun and ends else 0.0
+
+
+def whole(run: Run, seconds: float) -> float:
+    """What a run would take without interruption, if that after its last start took so many seconds: in proportion to the steps. 0 if
+    there were none left, and nothing is known."""
+    begun = _last_start(run)
+    left = run.outcome.last_step - begun[0] if begun else run.outcome.last_step
+    return seconds * run.outcome.last_step / left if left > 0 else 0.0
+
+
+def _last_start(run: Run) -> tuple[int, float] | None:
+    """The step from which a run was last started, and when (POSIX seconds); None if its folder does not say, or it is not trained."""
     try:
-        starts = read_json(run.config.run_folder / ENVIRONMENT)["starts"]
-        begin = timegm(time.strptime(starts[0]["time"], "%Y-%m-%dT%H:%M:%SZ"))
+        last = starts(read_json(run.config.run_folder / ENVIRONMENT))[-1] if run.trained else {}
+        return last["step"], datetime.fromisoformat(last["time"]).timestamp()
     except (RunError, KeyError, IndexError, TypeError, ValueError):
-        return 0.0
-    last = [path.stat().st_mtime for (_, step), path in evaluation_files(run.config.run_folder).items() if step == run.outcome.last_step]
-    return max(0.0, max(last) - begin) if len(starts) == 1 and last else 0.0
+        return None
 
 
 def _pilot(procedure: Procedure, jobs: int) -> Times:

@@ -149,16 +149,17 @@ def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
 
 
 def _differences(comparison: Comparison, section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
-    """Differences to the baseline at the farthest place: a column for each thing that their intervals cover; none for one arm."""
-    metric, farthest = rows[0][1].metric, list(section.places)[-1]
-    every = [one for one in comparison.differences if one.section is section]
-    of_metric = [one for one in every if one.line.metric == metric]
-    found = {(one.arm, one.line): one.interval for one in of_metric if one.place == farthest}
-    several = len({one.line.metric for one in every}) > 1
-    name = ", ".join(filter(None, (f"difference to {comparison.arms[0].label}", metric if several else "", farthest)))
-    intervals = [found.get((arm.label, line)) for arm, line in rows]
-    unit, over_what = _unit(section.example(metric).unit), covered(found.values()) or [""] * bool(of_metric)
-    return [(Column(name, _with_interval(unit, over), "difference"), _of_cover(over, intervals)) for over in over_what]
+    """Differences to the baseline: a column for each place that they are at and each thing that their intervals cover."""
+    metric, every = rows[0][1].metric, [one for one in comparison.differences if one.section is section]
+    found = {(one.arm, one.line): one for one in every if one.line.metric == metric and one.interval}
+    several, unit, base = len({one.line.metric for one in every}) > 1, _unit(section.example(metric).unit), comparison.arms[0].label
+    made = []
+    for place in dict.fromkeys(one.place for one in found.values()):
+        name = ", ".join(filter(None, (f"difference to {base}", metric if several else "", place)))
+        here = [found.get((arm.label, line)) for arm, line in rows]
+        intervals = [one.interval if one and one.place == place else None for one in here]
+        made += [(Column(name, _with_interval(unit, over), "difference"), _of_cover(over, intervals)) for over in covered(intervals)]
+    return made
 
 
 def covered(intervals: Iterable[Interval | None]) -> list[str]:

@@ -43,6 +43,17 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
     return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
 
 
+def training_seconds(path: Path, after_step: int = 0) -> float | None:
+    """Time spent in the training steps after one, without evaluations, over all starts; None: the log does not say."""
+    logged = [(line["step"], line["elapsed_s"]) for line in read_metrics(path)[0] if line.get("elapsed_s")]
+    return logged[-1][1] - max((seconds for step, seconds in logged if step <= after_step), default=0.0) if logged else None
+
+
+def peak_memory(path: Path) -> int | None:
+    """The highest PEAK_MEMORY in bytes, evaluations while training included; None of a run that did not log it."""
+    return max((line[PEAK_MEMORY] for line in read_metrics(path)[0] if line.get(PEAK_MEMORY)), default=None)
+
+
 class MetricTail:
     """The end of a log that grows: each look reads what has been written since the last.
 

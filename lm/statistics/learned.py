@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from lm.statistics.intervals import Interval
-from lm.statistics.verdicts import ALPHA, Verdict, holm
+from lm.statistics.verdicts import ALPHA, Name, Verdict, holm
 
 Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of them; those of the baseline
 
@@ -49,7 +49,7 @@ class Learned:
         return self.ours / self.of_ours - self.theirs / self.of_theirs if self.of_ours and self.of_theirs else math.nan
 
 
-def learned_verdicts(counts: Mapping[str, Learned]) -> dict[str, Verdict]:
+def learned_verdicts(counts: Mapping[Name, Learned]) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family: Fisher's exact test of equal chances to learn, p values adjusted
     after Holm. There is no verdict of equivalence: a handful of runs can't show that two chances are alike.
 

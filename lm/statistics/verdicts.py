@@ -1,10 +1,10 @@
 """Verdicts on arms against one baseline: what paired differences over seeds show, all comparisons taken together."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from scipy.special import nctdtr, ndtri, stdtr, stdtrit
@@ -20,6 +20,7 @@ MOST_SEEDS = 1000  # that `seeds_needed` counts to
 Kind = Literal[
     "better", "worse", "different but below what matters", "equivalent", "not resolved", "depends on the rate", "unstable", "not tuned"
 ]
+Name = TypeVar("Name", bound=Hashable)  # of an arm, or of an arm and its size
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Verdict:
 
 
 def verdicts(
-    comparisons: Mapping[str, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False
-) -> dict[str, Verdict]:
+    comparisons: Mapping[Name, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False
+) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family.
 
     Paired t tests of no difference, and two one-sided t tests (Schuirmann 1987) of |difference| >= `matters`; Holm's (1979) adjustment
