@@ -2,8 +2,9 @@
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.func import functional_call
 
 from lm.attention import options as opt
 from lm.attention.options import Options
+from lm.config import training_config
 from lm.config.model_config import Learned, ModelConfig, Transfer
 from lm.config.training_config import AdamW, Muon, OptimConfig
 from lm.data.batches import Batch
@@ -263,6 +265,16 @@ def test_a_base_model_that_there_can_not_be_is_refused(tiny, what: str):
     options, said = REFUSED[what]
     with pytest.raises(ConfigError, match=said):
         tiny(*options)
+
+
+def test_an_optimizer_without_a_rule_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
+    @dataclass
+    class Momentum:
+        name: ClassVar[str] = "momentum"
+
+    monkeypatch.setitem(training_config.OPTIMIZERS, "momentum", Momentum)
+    with pytest.raises(ConfigError, match=r"^optim\.optimizer = 'momentum': has no rule for rates that transfer .*; drop model\.transfer$"):
+        tiny("optim.optimizer=momentum", "model.transfer.base_depth=1")
 
 
 def test_the_width_of_heads_given_apart_is_kept():
