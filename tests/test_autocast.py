@@ -14,7 +14,7 @@ from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.attention.score_functions import Relu2 as Square
 from lm.attention.tiles import tiles
 from lm.config.model_config import ModelConfig, NoPosition, Rope
-from lm.model.blocks import Attention, ForwardContext
+from lm.model.blocks import Attention, ForwardContext, HeadNorm
 from lm.model.rope import rope_rotation
 
 HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256
@@ -119,6 +119,23 @@ def test_a_row_of_entmax_sums_to_one_under_autocast():
             sums = normalizer.weights(q.bfloat16(), k.bfloat16(), AttentionLayout.full(1024)).sum(-1)
         assert sums.dtype == torch.float32
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
+
+
+def test_norms_of_queries_and_keys_take_bf16_without_a_warning_and_compute_in_fp32(recwarn: pytest.WarningsRecorder):
+    norm = HeadNorm(SIZE, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, HEADS, 5, SIZE).bfloat16()
+    torch.set_warn_always(True)  # torch gives this warning once a process
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = norm(x)
+    finally:
+        torch.set_warn_always(False)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    assert not recwarn.list
+    assert found.dtype == torch.bfloat16
+    assert float(((found.double() - exact) / exact).abs().max()) < 2**-8  # one rounding
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -27,6 +27,14 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
     return nn.RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head's queries or keys, in the gain's dtype: under autocast queries come in bf16, of which torch warns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, H, T, D), in any dtype, which the result has, too."""
+        return super().forward(x.to(self.weight.dtype)).type_as(x)
+
+
 class DecodingCache:
     """What each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
 
@@ -82,8 +90,8 @@ class AttentionBase(nn.Module):
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
         size = config.key_dims
-        self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.normalizer: Normalizer = make_normalizer(
             config.normalizer.of_layer(layer), LayerSpec(config.n_head, size, config.n_embd, seq_len)
         )
