@@ -283,7 +283,9 @@ MALFORMED = {
     "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})), rf"{NORM} has type I32; only F32, F16, BF16"),
     "not finite": (_weights(lambda w: w[NORM].fill_(float("nan"))), rf"{NORM} holds numbers that are not finite"),
     "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})), "lm_head.weight differs from"),
-    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer is not a tokenizer\.json of the"),
+    "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999), r"config\.json: not readable as JSON: maximum rec"),
+    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json: its tokenizer is not a tok"),
+    "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999), r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip
 
 

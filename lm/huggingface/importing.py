@@ -14,7 +14,7 @@ from lm.huggingface.fields import Fields
 from lm.huggingface.shards import Shards, Tensors
 from lm.huggingface.tokenizer_files import checked, read_tokenizer, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
-from lm.runs.folder import read_json
+from lm.runs.folder import TOKENIZER, read_json
 from lm.runs.model_folder import write_model
 from lm.runs.weights_file import Described
 from lm.schema import Plain, to_plain
@@ -31,6 +31,7 @@ class Source:
         path: names it in errors.
         config: fields as in a config.json.
         tokenizer: content of a tokenizer.json; None: there is none.
+        tokenizer_path: names it in errors.
         tokenizer_config: content of its tokenizer_config.json.
         origin: where it came from, beside its architecture.
     """
@@ -39,6 +40,7 @@ class Source:
     config: dict[str, Plain]
     tensors: Tensors
     tokenizer: str | None
+    tokenizer_path: Path
     tokenizer_config: dict[str, Plain]
     origin: dict[str, Plain]
 
@@ -77,8 +79,8 @@ def import_model(
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {shape.positions}", "drop it")])
     start, known = "", 0
     if opened.tokenizer is not None:
-        start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, tokenizer or opened.path)
-        known = checked(opened.tokenizer, start, shape.vocab_size, tokenizer or opened.path)
+        start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, opened.tokenizer_path)
+        known = checked(opened.tokenizer, start, shape.vocab_size, opened.tokenizer_path)
     spec = _spec(shape, length or shape.positions, start, opened.path)
     parts = _parts(architecture, shape, fields, opened.tensors)
     described: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
@@ -99,14 +101,16 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
 
         file = GGUF(path)
         content = read_tokenizer(tokenizer) if tokenizer else file.tokenizer()
-        return Source(path, file.config, file, content, file.tokenizer_config, {**origin, "tensor_types": file.types})
+        return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {**origin, "tensor_types": file.types})
     if not path.is_dir():
         path = _download(source, revision)
         origin["commit"] = path.name
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
-    return Source(path / CONFIG, config, Shards(path), read_tokenizer(tokenizer or path), tokenizer_settings(tokenizer or path), origin)
+    where = tokenizer or path
+    content, settings = read_tokenizer(where), tokenizer_settings(where)
+    return Source(path / CONFIG, config, Shards(path), content, where / TOKENIZER if where.is_dir() else where, settings, origin)
 
 
 def _download(name: str, revision: str | None) -> Path:

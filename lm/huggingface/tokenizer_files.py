@@ -51,7 +51,7 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
     try:
         added = json.loads(content)["added_tokens"]
         special = {token["id"]: token["content"] for token in added if token["special"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: its tokenizer is not a tokenizer.json of the `tokenizers` library: {one_line(error, 160)}") from None
     if END_OF_TEXT in special.values():
         return END_OF_TEXT

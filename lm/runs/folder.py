@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Plain]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path}: not readable as JSON: {one_line(error, 160)}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path}: holds no JSON object")
