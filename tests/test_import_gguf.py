@@ -117,11 +117,21 @@ MALFORMED = {
     "part of a head": ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8: is not the size of a head, 16"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope_type = 'longrope': its frequencies depend on the length"),
     "tokenizer": ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5', pre = None: not a tokenizer that is read from GGUF"),
+    "a token twice": (
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": ["a", "b", "a"],
+            "tokenizer.ggml.merges": ["a b"],
+            "tokenizer.ggml.token_type": [1, 1, 1],
+        },
+        "its tokenizer is damaged: it lists a token twice",
+    ),
     "no tokens": ({"tokenizer.ggml.model": "llama"}, "its tokenizer has no tokenizer.ggml.tokens; name its tokenizer.json with --tok"),
 }
 
 
-@pytest.mark.parametrize("case", [*MALFORMED, "cut short", "no gguf", "lying sizes"])
+@pytest.mark.parametrize("case", [*MALFORMED, "cut short", "no gguf", "lying sizes", "lying offsets"])
 def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
     file = tmp_path / "model.gguf"
     metadata, reason = MALFORMED.get(case, ({}, "model.gguf: "))
@@ -134,6 +144,11 @@ def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
         file.write_bytes(b"text" * 100)
     elif case == "lying sizes":
         file.write_bytes(content[:8] + (2**50).to_bytes(8, "little") + content[16:])  # tensors in the file
+    elif case == "lying offsets":
+        name = b"output_norm.weight"
+        at = content.index(name) + len(name) + 4 + 8 + 4  # after the number of dimensions, the one dimension and the type
+        file.write_bytes(content[:at] + (3).to_bytes(8, "little") + content[at + 8 :])
+        reason = "damaged: "
     result = lm("import", str(file), "-o", str(tmp_path / "out"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
     assert reason in result.stderr

@@ -93,10 +93,13 @@ class GGUF:
         }
 
     def _whole(self) -> None:
-        """Raises RunError if a tensor's numbers would lie beyond the end of the file."""
-        size = self.path.stat().st_size
-        for name, tensor in self._tensors.items():
-            if tensor.data_offset + tensor.n_bytes > size:
+        """Raises RunError if a tensor's numbers would lie beyond the end of the file, or in those of another."""
+        size, end = self.path.stat().st_size, 0
+        for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
+            if tensor.data_offset < end:
+                raise RunError(f"{self.path}: damaged: {name} begins within another tensor; fetch it again")
+            end = tensor.data_offset + tensor.n_bytes
+            if end > size:
                 raise RunError(f"{self.path}: cut short: {name} ends beyond the file; fetch it again")
 
     def _name(self, name: str) -> str:

@@ -80,4 +80,7 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:
-    return {token: index for index, token in enumerate(tokens)}
+    numbered = {token: index for index, token in enumerate(tokens)}
+    if len(numbered) < len(tokens):
+        raise ValueError("it lists a token twice")
+    return numbered
