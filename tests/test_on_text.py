@@ -10,11 +10,13 @@ from conftest import ROOT, lm
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load as load_config
 from lm.config.model_config import ModelConfig
+from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
 from lm.runs.folder import read_json, read_sealed, write_sealed
 from lm.runs.loading import load, save_model
 from lm.runs.weights_shape import with_shape_of
+from lm.training.starting import start_new_run
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,13 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Pat
     assert f"model.n_mlp = 64: {saved} has" in contradicting.stderr
     swapped = lm("train", *arguments, "name=other", "model.normalizer=ssmax")
     assert "convert it: lm swap" in swapped.stderr
+
+
+def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, config: Path):
+    source, run = load(saved), load_config([str(config), f"init_from={saved}"], with_shape_of)
+    start, _, _ = start_new_run(run, prepare(run.data, progress=False), source)
+    assert {p.device.type for p in source.decoder.parameters()} == {"meta"}
+    assert start.decoder.embedding.weight.equal(load(saved).decoder.embedding.weight)
 
 
 @pytest.mark.parametrize("normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}])

@@ -60,7 +60,7 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 
 
 def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Loaded) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights that `init_from` names (`loaded`); returns their origin, and notes on it.
+    """Give `decoder` the weights that `init_from` names (`loaded`, whose decoder is left without numbers); their origin, and notes on it.
 
     The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/identity.py).
 
@@ -70,6 +70,7 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Load
     if problems := _tokenizer_problems(config, store, loaded):
         raise ConfigError(problems)
     decoder.load_state_dict(loaded.decoder.state_dict())
+    loaded.decoder.to("meta")  # the whole training would hold the weights twice
     start = {
         "path": str(loaded.path),
         "step": loaded.stamp["step"],
@@ -78,7 +79,7 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Load
     }
     if loaded.config is None:
         note = "note: what those weights were trained on is not known: what is held out here they may have seen"
-        return {**start, "arm": weights_sha256(loaded.decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", note]
+        return {**start, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", note]
     source = to_plain(loaded.config), loaded.environment
     notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
     if store.fingerprint != loaded.stamp["data_fingerprint"]:
