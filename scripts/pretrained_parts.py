@@ -69,16 +69,16 @@ class Sizes:
     """
 
     positions: tuple[float, int] = (2, 2)
-    beyond: tuple[float, int] = (1.25, 3)
+    beyond: tuple[float, int] = (1.5, 3)
     within: tuple[float, int] = (1 / 4, 6)
     swaps: tuple[float, ...] = (1 / 16, 1 / 4)
     swap_sequences: int = 3
     needles: dict[str, Needles] = field(
         default_factory=lambda: {
-            "needles": Needles((1 / 16, 1 / 8, 1 / 4), (0.0, 0.5, 1.0), 4, heads_at=1 / 4),
+            "needles": Needles((1 / 16, 1 / 4), (0.0, 0.5, 1.0), 4, heads_at=1 / 4),
             "needles_half": Needles((1 / 2,), (0.0, 0.5, 1.0), 3),
             "needles_whole": Needles((1.0,), (0.5,), 2),
-            "needles_beyond": Needles((1.25,), (0.5,), 2),
+            "needles_beyond": Needles((1.5,), (0.5,), 2),
         }
     )
     asked: Needles = Needles((1 / 4,), (0.5,), 4)

@@ -9,15 +9,20 @@ from pretrained_results import WORDS, Results, octaves
 from theory_statements import TRAINED, UNTRAINED
 
 from lm.diagnostics.concentration import NO_FIRST
-from lm.evaluation.line_styles import colour_and_marker
+from lm.evaluation.line_styles import colour_and_marker, logarithmic_x
 from lm.runs.series import Series
 
-SHUFFLED = "shuffled scores"
 
-
-def _finished(axes: Axes, **words: object) -> None:
+def _finished(axes: Axes, over: tuple[float, float] | None = None, **words: str) -> None:
+    """Words and legend; `over`: a logarithmic x axis from one number of tokens to another."""
     axes.set(**words)
     axes.spines[["top", "right"]].set_visible(False)
+    if not (axes.lines or axes.images):
+        axes.text(0.5, 0.5, "not measured yet", ha="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
+        return
+    if over:
+        logarithmic_x(axes, over)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=7)
 
@@ -42,10 +47,9 @@ def loss_picture(results: Results, context: int, first: int) -> bytes:
         for number, arm in enumerate(("ssmax", *OWN, "log_n"), start=1):
             if base and (one := results.loss(f"beyond_{slug(arm)}")):
                 _by_position(right, one, one.means - base.means, number, WORDS[arm], first)
-        right.axhline(0, color="0.6", linewidth=1)
         for axes, words in ((left, "loss, nats per token"), (right, "minus softmax, same tokens")):
+            _finished(axes, (first, 2 * context), xlabel="position in the sequence (dotted: context)", ylabel=words)
             axes.axvline(context, color="0.6", linestyle=":", linewidth=1)
-            _finished(axes, xscale="log", xlabel="position in the sequence (dotted: context)", ylabel=words)
         return svg(figure)
 
 
@@ -63,7 +67,7 @@ def attention_picture(results: Results) -> bytes:
             figure.colorbar(image, ax=grid[0, 0])
         _finished(grid[0, 0], title="attention to the number of the needle", xlabel="head", ylabel="layer")
         for axes, metric in ((grid[0, 1], "weight on the first token"), (grid[1, 0], "exponent of Z")):
-            for number, setting in enumerate((TRAINED, UNTRAINED, SHUFFLED)):
+            for number, setting in enumerate((TRAINED, UNTRAINED)):  # of shuffled scores it is that of equal weights, or the same
                 if layers := [np.nanmean(one.means) for one in over("head") if (one.metric, one.setting) == (metric, setting)]:
                     axes.plot(layers, label=setting, markersize=3, **colour_and_marker(number))
             _finished(axes, title=f"{metric}, mean over heads", xlabel="layer")
@@ -72,7 +76,8 @@ def attention_picture(results: Results) -> bytes:
             if (one.metric, one.setting) in shown:
                 style = colour_and_marker(shown.index((one.metric, one.setting)))
                 grid[1, 1].plot(one.axis.values, one.means, label=f"{one.metric}, {one.setting}", markersize=3, **style)
-        _finished(grid[1, 1], title="entropy, nats", xlabel="visible keys n", xscale="log")
+        keys = [one.axis.values for one in over("visible keys")]
+        _finished(grid[1, 1], (keys[0][0], keys[0][-1]) if keys else None, title="entropy, nats", xlabel="visible keys n")
         return svg(figure)
 
 
@@ -90,9 +95,10 @@ def scale_picture(results: Results, first: int) -> bytes:
             places = octaves(scales.softmax[0], first)
             middles = [float(np.sqrt(low * high)) for low, high in places]
             best = [scales.best(scales.softmax, *place) for place in places]
-            ends = np.clip([[one.mean - one.low for one in best], [one.high - one.mean for one in best]], 0, None)
-            right.errorbar(middles, [one.mean for one in best], ends, label="softmax's best factor", capsize=3, **colour_and_marker(0))
+            bars = np.clip([[one.mean - one.low for one in best], [one.high - one.mean for one in best]], 0, None)
+            right.errorbar(middles, [one.mean for one in best], bars, label="softmax's best factor", capsize=3, **colour_and_marker(0))
             grown = np.log(middles) / scales.mean_log_n
             right.plot(middles, grown * scales.best(scales.ssmax).mean, label="SSMax at its best s", **colour_and_marker(1))
-        _finished(right, xlabel="position in the sequence", ylabel="factor on the logits", xscale="log")
+        ends = (first, scales.softmax[0].axis.values[-1]) if scales else None
+        _finished(right, ends, xlabel="position in the sequence", ylabel="factor on the logits")
         return svg(figure)

@@ -231,9 +231,10 @@ class Results:
 
     @cached_property
     def scales(self) -> Scales | None:
-        """Losses by factor on the logits; None: not all are there."""
-        found = [[self.loss(f"scale_{name}_{scale:g}") for scale in SCALES] for name in ("softmax", "ssmax")]
-        return None if any(one is None for row in found for one in row) else Scales(np.array(SCALES), *found)
+        """Losses by those factors on the logits that both were measured with; None: fewer than three, too few for a parabola."""
+        pairs = {scale: [self.loss(f"scale_{name}_{scale:g}") for name in ("softmax", "ssmax")] for scale in SCALES}
+        found = {scale: pair for scale, pair in pairs.items() if None not in pair}
+        return Scales(np.array(list(found)), *map(list, zip(*found.values(), strict=True))) if len(found) > 2 else None
 
     def scale_rows(self) -> list[dict[str, object]]:
         """Change of the loss by factor, to softmax as it is."""

@@ -3,14 +3,17 @@
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import PAINTING, ROOT, unpainted
+from scipy.special import stdtrit
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.model_config import ModelConfig
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
 from lm.runs.loading import save_model
+from lm.runs.series import Axis, Sample, Series
 
 LENGTH = 1024
 
@@ -37,6 +40,41 @@ def text(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
     file = tmp_path / "corpus.yaml"
     file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
     return file
+
+
+def by_factor(results, best, shape: float) -> list[Series]:
+    """Loss by position of three documents, a parabola in ln c around a best factor that grows with position, for each factor."""
+    edges = np.array([0, 128, 256, 512, 1024])
+    middles = np.log(np.sqrt(np.maximum(edges[:-1], 1) * edges[1:]))
+    found = []
+    for factor in results.SCALES:
+        apart = np.log(factor) - np.log(best * np.exp(shape * (middles - middles.mean())))
+        values = 3 + np.array([[0.0], [0.1], [0.3]]) + apart**2
+        sample = Sample("", values, np.ones(3), np.arange(3))
+        axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+        found.append(
+            Series("long_context", "loss", "nats", "lower", 1024, values.mean(0), axis=axis, samples=(sample,), curve=np.zeros(1024))
+        )
+    return found
+
+
+def test_the_best_factor_is_found_and_its_growth_with_n(script):
+    results = script("pretrained_results")
+    flat, grown = by_factor(results, 1.05, 0.0), by_factor(results, 1.05, 0.1)
+    scales = results.Scales(np.array(results.SCALES), flat, grown)
+    assert scales.best(flat).mean == pytest.approx(1.05)
+    assert scales.best(flat).low == pytest.approx(scales.best(flat).high)  # the documents agree
+    assert scales.slope(128).mean == pytest.approx(0, abs=1e-6)
+    assert results.Scales(scales.factors, grown, flat).slope(128).mean == pytest.approx(0.105, abs=0.01)
+    assert scales.by_shape().mean > 0  # what varies over positions has no single best factor
+    assert results.octaves(flat[0], 128) == [(128, 256), (256, 512), (512, 1024)]
+
+
+def test_the_jackknife_of_a_mean_is_its_t_interval(script):
+    values = np.array([1.0, 2.0, 4.0, 7.0])
+    found = script("pretrained_results").jackknifed(lambda taken: float(values[taken].mean()), 4)
+    half = stdtrit(3, 0.975) * values.std(ddof=1) / 2
+    assert (found.mean, found.low, found.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
 
 
 def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys, monkeypatch):
