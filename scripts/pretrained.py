@@ -18,7 +18,7 @@ import numpy as np
 from pages import rendered
 from pretrained_parts import Sizes, Workbench
 from pretrained_pictures import attention_picture, loss_picture, scale_picture
-from pretrained_results import Results, shown
+from pretrained_results import FIRST, Results, remarks, shown
 from theory_statements import Described, Statement, compared
 
 from lm.diagnostics.concentration import NO_FIRST
@@ -28,7 +28,6 @@ from lm.files import write_together
 
 HEADING = "## A worked example: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
-FIRST = 128  # position from which on losses are shown
 DESCRIBED = (
     "entropy",
     "entropy / ln n",
@@ -131,6 +130,7 @@ def section(bench: Workbench, results: Results) -> str:
         arms=results.arms(context),
         trained={name: results.parts[name] for name in sizes.steps},
         times=times(results),
+        remarks=remarks(results, context),
         missing=results.missing,
     )
 

@@ -28,6 +28,10 @@ WORDS = {
 }
 
 
+FIRST = 128  # position from which on losses are shown
+RISE = 0.5  # nats above the loss within the context: what counts as no longer reading
+
+
 def shown(interval: Interval | None, digits: int = 3) -> str:
     """A difference with its interval; `-` of none."""
     if interval is None:
@@ -261,3 +265,59 @@ class Results:
         """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not there."""
         one = self.series(part, "exact", "depth 50%")
         return one and (int(one.column(len(one.means) - 1)[1].sum()), len(one.column(len(one.means) - 1)[1]))
+
+
+def remarks(results: Results, context: int) -> list[str]:
+    """What came out, in sentences, as far as it was measured."""
+    return [said for said in (_reach(results, context), _softened(results, context), _shape(results), _learned(results)) if said]
+
+
+def _reach(results: Results, context: int) -> str | None:
+    rows = results.positions(context // 8)
+    if not rows:
+        return None
+    within = next(row["loss"] for row in rows if row["high"] == context)
+    worse = [row for row in rows if row["low"] >= context and row["loss"] > within + RISE]
+    if not worse:
+        return f"Up to {rows[-1]['high']:,} tokens the loss stays within {RISE} nats of that in the last octave of the context."
+    first, last = worse[0]["low"], worse[-1]
+    return (
+        f"Loss stays within {RISE} nats of that in the last octave of the context up to {first:,} tokens, {first / context:.1f} contexts, "
+        f"and is {last['loss'] - within:.1f} nats above it from {last['low']:,} to {last['high']:,}."
+    )
+
+
+def _softened(results: Results, context: int) -> str | None:
+    row = next((row for row in results.swaps(context) if row["words"] == SWAPPED["ssmax"]), None)
+    if row is None:
+        return None
+    means = [math.lgamma(length + 1) / length for length in (*results.swap_lengths, context)]  # of ln n
+    each = [
+        f"{change.mean:+.2f} nats at {length:,} tokens, where the factor is {mean / means[-1]:.2f} on average"
+        for length, change, mean in zip(results.swap_lengths, row["changes"], means[:-1], strict=True)
+    ]
+    return f"SSMax by `match` has a factor of 1 on the logits as a mean over {context:,} tokens. In shorter sequences: {'; '.join(each)}."
+
+
+def _shape(results: Results) -> str | None:
+    if results.scales is None:
+        return None
+    found, slope = results.scales.by_shape(), results.scales.slope(FIRST)
+    unclear = "Whether SSMax's growth with n costs or gains is not resolved:"
+    said = "SSMax's growth with n costs" if found.low > 0 else "SSMax's growth with n gains" if found.high < 0 else unclear
+    grows = "grows with ln n" if slope.low > 0 else "falls with ln n" if slope.high < 0 else "does not resolvably change with ln n"
+    return (
+        f"{said} {shown(found, 4)} nats against a constant factor, each at its best. By position, the best constant {grows}: "
+        f"{shown(slope)} for each unit."
+    )
+
+
+def _learned(results: Results) -> str | None:
+    alone = results.change("within_s_trained", "scale_softmax_1")
+    both = results.change("within_ssmax_trained", "within_softmax_trained")
+    if alone is None or both is None:
+        return None
+    return (
+        f"With s alone trained, the loss of the swapped model is {shown(alone)} nats from softmax's. All weights trained under SSMax are "
+        f"{shown(both)} nats from all weights trained under softmax for as long."
+    )
