@@ -89,13 +89,14 @@ def sinks(results: Results) -> tuple[int, int, int] | None:
 
 
 def table(results: Results) -> bytes:
-    """All numbers but those of single heads and layers, as a CSV file."""
+    """All numbers, as a CSV file; of diagnostics the means, of others all but those of single heads and layers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["part", "arm", "setting", "where", "metric", "value", "low", "high", "interval over"])
     for part, found in results.parts.items():
         for arm, evaluation in found.evaluations.items() if found else ():
-            series = [one for one in evaluation.series if not (one.axis and one.axis.name in ("head", "layer"))]
+            left_out = ("head", "layer") if part != "diagnostics" else {one.axis.name for one in evaluation.series if one.axis}
+            series = [one for one in evaluation.series if not (one.axis and one.axis.name in left_out)]
             for row in rows_of(series):
                 ends = ["" if end is None else f"{end:.6g}" for end in (row.low, row.high)]
                 writer.writerow([part, arm, row.setting, row.where, row.metric, f"{row.value:.6g}", *ends, row.over])

@@ -101,9 +101,9 @@ class Scales:
         losses = self.losses(series, low, high)
         return jackknifed(lambda taken: self.fitted(losses[:, taken])[0], losses.shape[1])
 
-    def by_shape(self) -> Interval:
-        """Loss of SSMax at its best factor minus that of softmax at its own."""
-        one, other = (self.losses(series, 0, math.inf) for series in (self.ssmax, self.softmax))
+    def by_shape(self, low: float = 0) -> Interval:
+        """Loss of SSMax at its best factor minus that of softmax at its own, over the positions from `low` on."""
+        one, other = (self.losses(series, low, math.inf) for series in (self.ssmax, self.softmax))
         return jackknifed(lambda taken: self.fitted(one[:, taken])[1] - self.fitted(other[:, taken])[1], one.shape[1])
 
     def slope(self, first: int) -> Interval:
@@ -302,13 +302,12 @@ def _softened(results: Results, context: int) -> str | None:
 def _shape(results: Results) -> str | None:
     if results.scales is None:
         return None
-    found, slope = results.scales.by_shape(), results.scales.slope(FIRST)
-    unclear = "Whether SSMax's growth with n costs or gains is not resolved:"
-    said = "SSMax's growth with n costs" if found.low > 0 else "SSMax's growth with n gains" if found.high < 0 else unclear
+    every, later, slope = results.scales.by_shape(), results.scales.by_shape(FIRST), results.scales.slope(FIRST)
+    verdict = "costs" if every.low > 0 else "gains" if every.high < 0 else "neither costs nor gains resolvably"
     grows = "grows with ln n" if slope.low > 0 else "falls with ln n" if slope.high < 0 else "does not resolvably change with ln n"
     return (
-        f"{said} {shown(found, 4)} nats against a constant factor, each at its best. By position, the best constant {grows}: "
-        f"{shown(slope)} for each unit."
+        f"Growing with n {verdict}: SSMax at its best mean factor less softmax at its best constant is {shown(every, 4)} nats over all "
+        f"positions and {shown(later, 4)} from {FIRST} on. By position, the best constant {grows}: {shown(slope)} for each unit."
     )
 
 

@@ -82,7 +82,7 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     parts, page = script("pretrained_parts"), tmp_path / "page.md"
     few = parts.Needles((0.5,), (0.5,), 1)
     sizes = parts.Sizes(
-        positions=(2, 2), beyond=(1.25, 3), within=(0.5, 3), swaps=(0.125, 0.25), swap_sequences=3,
+        positions=(2, 2), beyond=(1.25, 3), within=(1, 3), swaps=(0.125, 0.25), swap_sequences=3,
         needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": few}, asked=few, diagnostics=(0.125, 2, 8),
         fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
     )  # fmt: skip
