@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from lm.attention import catalogue
 from lm.attention import options as opt
 from lm.attention.options import Options
 from lm.config.eval_config import LimitsConfig
-from lm.config.model_config import ModelConfig
+from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.limits import family
@@ -28,9 +29,9 @@ VOCAB, LENGTH, HEADS, LAYERS = 40, 96, 3, 2
 QUERIES = list(range(31, LENGTH, 8))
 
 
-def decoder(normalizer: Options) -> Decoder:
-    config = ModelConfig(n_layer=LAYERS, n_embd=24, n_head=HEADS, normalizer=normalizer, init_std=0.5)
-    return Decoder(config, VOCAB, 64).eval()
+def decoder(normalizer: Options, block: str = "attention") -> Decoder:
+    shape = {"n_head": 1, "block": GAUBlock(key_size=8)} if block == "gau" else {"n_head": HEADS}
+    return Decoder(ModelConfig(n_layer=LAYERS, n_embd=24, normalizer=normalizer, init_std=0.5, **shape), VOCAB, 64).eval()
 
 
 def batch(index: int = 0) -> Batch:
@@ -38,16 +39,16 @@ def batch(index: int = 0) -> Batch:
 
 
 @torch.no_grad()
-def rows_of(normalizer: Options, queries: list[int] = QUERIES) -> list[AttentionRows]:
+def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "attention") -> list[AttentionRows]:
     """Of each layer."""
-    model, given = decoder(normalizer), batch()
+    model, given = decoder(normalizer, block), batch()
     return [AttentionRows.of(block, model.embedding(given.tokens), 0) for block in attention_blocks(model, given, queries, inputs=True)]
 
 
-def measured(normalizer: Options, sequences: int = 2, **asked: object) -> tuple[Values, list]:
+def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **asked: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
-    of = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **asked), every=1)
-    measures, model = Measures((of,), LAYERS, HEADS, QUERIES, LENGTH), decoder(normalizer)
+    of, model = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **asked), every=1), decoder(normalizer, block)
+    measures = Measures((of,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     vectors = np.stack([measures.of(model, batch(index), index)[0].numpy() for index in range(sequences)])
     values = measures.values(vectors, model.seq_len)
     return values, of.derive(values)
@@ -133,30 +134,41 @@ def test_elementwise_attention_reaches_its_bound():
     assert torch.allclose(norm, expected, rtol=0.05)
 
 
-@pytest.mark.parametrize("asked", [{}, {"vectors": "value", "unit": False}, {"vectors": "input", "first_token": False}])
-def test_sums_are_those_of_plain_loops(asked: dict[str, object]):
-    values, _ = measured(opt.Softmax(), sequences=1, **asked)
+CASES = [
+    (opt.Softmax(), "attention", {}), (opt.Softmax(), "attention", {"vectors": "value", "unit": False}),
+    (opt.Sink(), "attention", {"vectors": "input", "first_token": False}), (opt.Relu2(), "gau", {"vectors": "value"}),
+]  # fmt: skip
+SLOW = [(entry.options(), block, {}) for entry in catalogue.ENTRIES.values() for block in ("attention", "gau")]
+
+
+@pytest.mark.parametrize(
+    ("options", "block", "asked"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
+    ids=lambda given: getattr(given, "name", str(given)),
+)
+def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict[str, object]):
+    values, _ = measured(options, 1, block, **asked)
     counts, numbers = many(LENGTH), few(LENGTH)
     distances = means(values.sums["distances"][0], DISTANCES, len(counts))
     separable = means(values.sums["separability"][0], SEPARABLE, len(numbers))
     first = 0 if asked.get("first_token", True) else 1
-    for rows in rows_of(opt.Softmax()):
-        for octave, (low, high) in enumerate(octaves(LENGTH)):
-            for head in range(HEADS):
-                top, ratio = [], []
-                for query, position in enumerate(QUERIES):
-                    if not low <= position + 1 - first <= high:
-                        continue
-                    x = {"embedding": rows.embedding[0], "input": rows.inputs.x[0], "value": rows.inputs.v[0, head]}
-                    x = x[asked.get("vectors", "embedding")][first : position + 1].double()
-                    x = x / x.norm(dim=-1, keepdim=True) if asked.get("unit", True) else x
-                    a = rows.weights[head, query, first : position + 1].double()
-                    order = a.argsort(descending=True)
-                    for count, found in ((5, top), (8, ratio)):
-                        s = (a[order[:count], None] * x[order[:count]]).sum(0)
-                        far = (a[:, None] * x - s).norm(dim=-1)
-                        inside, others = far[order[:count]], far[order[count:]]
-                        found.append(others.sum().item() if found is top else (inside <= others.min()).double().mean().item())
+    for rows in rows_of(options, block=block):
+        for (octave, (low, high)), head in product(enumerate(octaves(LENGTH)), range(len(rows.weights))):
+            top, ratio = [], []
+            for query, position in enumerate(QUERIES):
+                a = rows.weights[head, query, first : position + 1].double()
+                if not low <= position + 1 - first <= high or not a.any():
+                    continue
+                x = {"embedding": rows.embedding[0], "input": rows.inputs.x[0], "value": rows.inputs.v[0, head]}
+                x = x[asked.get("vectors", "embedding")][first : position + 1].double()
+                x = x / x.norm(dim=-1, keepdim=True) if asked.get("unit", True) else x
+                order = a.abs().argsort(descending=True, stable=True)
+                for count, found in ((5, top), (8, ratio)):
+                    s = (a[order[:count], None] * x[order[:count]]).sum(0)
+                    far = (a[:, None] * x - s).norm(dim=-1)
+                    inside, others = far[order[:count]], far[order[count:]]
+                    found.append(others.sum().item() if found is top else (inside <= others.min()).double().mean().item())
+            if top:
                 assert distances[octave, 0, counts.index(5), rows.layer, head] == pytest.approx(np.mean(top), rel=1e-4)
                 assert separable[octave, 0, numbers.index(8), rows.layer, head] == pytest.approx(np.mean(ratio), abs=1e-6)
 

@@ -19,6 +19,7 @@ from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.errors import ConfigError
+from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache, ForwardContext
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
@@ -336,6 +337,26 @@ def test_gau_is_its_papers_formula():
     a = (scores.relu() ** 2).tril() / (torch.arange(1, 7).view(6, 1) * 8)
     expected = (u * (a @ v)) @ gau.out.weight.t()
     assert torch.allclose(gau(x, ForwardContext(AttentionLayout.full(6), None, 1.0, None)), expected, atol=1e-9)
+
+
+def test_a_gau_starts_as_its_reference_says():
+    """s = 128 and n = 512, LeCun's initial values (kexue.fm 8990): A is about (s nu^4 / n) I, nu^2 = E[silu^2] = .356, its diagonal 69
+    times what is beside it, so that the block changes its input little and needs no warm-up."""
+    shape = {"n_layer": 1, "n_embd": 768, "n_head": 1, "block": GAUBlock(key_size=128), "position": NoPosition()}
+    model = Decoder(ModelConfig(**shape, normalizer=opt.Relu2(n="fixed:512")), 600, 512).eval()
+    gau, drawn = model.blocks[0].gau, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight, std in ((gau.uvz.weight, 768**-0.5), (gau.out.weight, 1536**-0.5), (model.embedding.weight, 1.0)):
+            weight.copy_(std * torch.randn(weight.shape, generator=drawn))
+        tokens = torch.randperm(600, generator=drawn)[None, :513]
+        (block,) = attention_blocks(model, Batch.of(tokens), block=512)
+        weights = block.weights[0, 0]
+        x, context = model.embed(tokens[:, :512])
+        change = model.blocks[0](x, context) - x
+    others = weights[torch.ones(512, 512).tril(-1).bool()]
+    assert weights.diagonal().mean().item() == pytest.approx(128 * 0.35569**2 / 512, rel=0.15)
+    assert (weights.diagonal().sqrt().mean() / others.sqrt().mean()).item() ** 2 == pytest.approx(69, rel=0.15)
+    assert change.norm() < 0.05 * x.norm()
 
 
 def test_two_gaus_have_about_the_parameters_of_one_block():

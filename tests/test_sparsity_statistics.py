@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm.attention import catalogue
 from lm.attention import options as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
@@ -44,25 +45,33 @@ def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuff
 
 def closed_form(options: Options, scores: np.ndarray) -> float:
     beta, gamma = (torch.tensor(value, dtype=torch.float64) for value in (scores.mean(), scores.std()))
-    form = {"relu2": sparsity.relu2_sparsity, "linear": sparsity.identity_sparsity}.get(options.name)
+    form = {"relu2": sparsity.relu2_sparsity, "relu": sparsity.relu_sparsity, "linear": sparsity.identity_sparsity}.get(options.name)
     return float(form(beta, gamma) if form else sparsity.exp_sparsity(gamma))
 
 
 CASES = [
     (opt.SSMax(), "attention", False), (opt.Softmax(), "attention", True), (opt.Relu2(), "gau", False),
-    (opt.Linear(features="identity"), "attention", False), (opt.ALiBi(), "attention", True), (opt.Entmax15(), "attention", False),
+    (opt.Linear(features="identity", n="visible"), "attention", False), (opt.ALiBi(), "attention", True),
+    (opt.Entmax15(), "attention", False),
 ]  # fmt: skip
+EVERY = [entry.options() for entry in catalogue.ENTRIES.values()]
+SLOW = [(options, block, isolated) for options in EVERY for block in ("attention", "gau") for isolated in (False, True)]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("options", "block", "isolated"), CASES, ids=lambda given: getattr(given, "name", str(given)))
+@pytest.mark.parametrize(
+    ("options", "block", "isolated"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
+    ids=lambda given: getattr(given, "name", str(given)),
+)
 def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, block: str, isolated: bool):
     decoder, given = make_decoder(options, block), batch(0, isolated)
     values, layout, compared = measured(decoder, isolated=isolated), batch_layout(given), 0
     for one in attention_blocks(decoder, given, QUERIES, dtype=torch.float64):
-        slopes = [2.0 ** (-8 * (head + 1) / HEADS) if options.name == "alibi" else 0.0 for head in range(HEADS)]
-        visible = one.layout.visible().reshape(len(QUERIES), -1).numpy()
-        for head in range(one.scores.size(1)):
+        heads = one.scores.size(1)
+        slopes = [2.0 ** (-8 * (head + 1) / heads) if options.name == "alibi" else 0.0 for head in range(heads)]
+        visible = one.normalizer.visible(one.layout).reshape(len(QUERIES), -1).numpy()
+        for head in range(heads):
             for place, query in enumerate(QUERIES):
                 keys = np.flatnonzero(visible[place])
                 scores = one.scores[0, head, place].numpy()[keys] + slopes[head] * (query - keys)
@@ -77,7 +86,7 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
                     "score skew": (standard**3).mean(), "score excess kurtosis": (standard**4).mean() - 3,
                     "score mean, no first": scores[1:].mean(), "score standard deviation, no first": scores[1:].std(),
                 }  # fmt: skip
-                if options.name != "entmax15":
+                if one.normalizer.score_map in ("exp", "relu2", "relu", "identity"):
                     decay = np.exp(-slopes[head] * np.arange(len(keys)))
                     closed = closed_form(options, scores) * decay.mean() / math.sqrt((decay**2).mean())
                     expected |= {"S, closed form": closed, "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed}

@@ -107,10 +107,10 @@ class Theorems:
 
         def of(part: AttentionRows, most: int) -> Tensor:
             part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
-            logits = part.scores.masked_fill(~part.visible, 0.0) * math.sqrt(part.normalizer.layer.head_size)
-            along = directions(part.visible, torch.Size((self.asked.directions, *logits.shape)), generator)
+            logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
+            along = directions(part.visible, torch.Size((self.asked.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.asked.temperatures).view(-1, 1, 1, 1).to(logits)
-            stacked = logits.expand(len(temperatures), *logits.shape)
+            stacked = logits.expand(len(temperatures), -1, -1, -1)
             norms = spectral_norm(
                 lambda given: part.normalizer.normalize(given / temperatures, part.layout), stacked, part.visible, generator
             )
