@@ -57,7 +57,8 @@ def first_runs(experiment: Path) -> dict[str, Path]:
     """
     rates, configs = judged_rates(experiment), {folder: read_config(folder) for folder in run_folders(experiment)}
     places = {folder: config.experiment for folder, config in configs.items()}
-    judged = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm))]
+    of_no_arm = math.nan if rates else None  # equals no rate
+    judged = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)]
     if not judged:
         raise RunError(f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare")
     found: dict[str, Path] = {}

@@ -125,6 +125,7 @@ def test_it_is_one_at_the_learning_rate_that_its_arm_was_judged_at(script, tiny,
         write_config(tiny(f"seed={seed}", f"optim.lr={rate}", place), tmp_path / f"{rate}-{seed}")
     with pytest.raises(RunError, match="finish the experiment with lm compare"):
         theory.first_runs(tmp_path)
+    write_config(tiny("model.normalizer=ssmax"), tmp_path / "of no arm")
     (tmp_path / "verdicts.json").write_text('{"arms": [{"size": "", "arm": "plain", "rate": 0.004}]}')
     assert theory.first_runs(tmp_path) == {"softmax": tmp_path / "0.004-1"}
 
