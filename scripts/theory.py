@@ -98,7 +98,7 @@ def statements_picture(models: list[Described]) -> bytes:
         for axes in grid.flat:
             axes.spines[["top", "right"]].set_visible(False)
             if axes.lines:
-                axes.legend(frameon=False, fontsize=7)
+                axes.legend(frameon=False, fontsize=7, loc="lower left" if axes is grid[1, 2] else "best")
         return svg(figure)
 
 

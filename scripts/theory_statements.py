@@ -231,7 +231,13 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "exponent of the largest weight in n, first token left out (untrained); below -.1 counts",
         _largest(scaled=False),
     ),
-    ("SSMax (2501.19399)", "that of SSMax need not", READ, "likewise; above -.1 counts", _largest(scaled=True)),
+    (
+        "SSMax (2501.19399)",
+        "that of SSMax need not",
+        READ,
+        "exponent of the largest weight in n, first token left out (untrained); above -.1 counts",
+        _largest(scaled=True),
+    ),
     (
         "SSMax (2501.19399), section 2.1",
         "a learned scale p_n comes out as a1 ln n + a2",
@@ -316,7 +322,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "Su, 9889",
         "S of relu^2 of Gaussian scores, and of products of independent non-negative features",
         READ,
-        "likewise, at the measured mean and spread",
+        "first token left out: S beside the form at the measured mean and spread; within .05",
         _closed_form(exp=False),
     ),
     (

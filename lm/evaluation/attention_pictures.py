@@ -44,17 +44,17 @@ def draw(models: list[Panels]) -> tuple[bytes, bytes]:
     colours, kind = _colours(models)
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(side * sum(columns) + 0.9, (side + 0.3) * rows + 1.2), layout="constrained")
-        parts = np.atleast_1d(figure.subfigures(1, len(models), width_ratios=[*columns[:-1], columns[-1] + 0.9 / side]))
+        *parts, beside = figure.subfigures(1, len(models) + 1, width_ratios=[*columns, 0.9 / side])
         for part, one, wide in zip(parts, models, columns, strict=True):
             part.suptitle(f"{one.name}\n{one.said}", fontsize=9, parse_math=False)
             grid = part.subplots(math.ceil(len(one.heads) / wide), wide, squeeze=False)
             for axes in grid.flat[len(one.heads) :]:
                 axes.set_visible(False)
-            for axes, (layer, head) in zip(grid.flat, one.heads, strict=False):
+            for place, (axes, (layer, head)) in enumerate(zip(grid.flat, one.heads, strict=False)):
                 image = axes.imshow(_clipped(one.maps.weights[layer, head], colours), norm=colours, cmap=kind, interpolation="nearest")
                 axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-                _label(axes, one)
-        parts[-1].colorbar(image, ax=list(grid.flat), label="weight", shrink=0.6, aspect=40)
+                _label(axes, one, left=place % wide == 0, bottom=place + wide >= len(one.heads))
+        figure.colorbar(image, cax=beside.add_axes((0.1, 0.2, 0.2, 0.6)), label="weight")
         png, svg = io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", dpi=130, metadata={"Software": None})
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -79,20 +79,22 @@ def _clipped(weights: np.ndarray, colours: "Normalize") -> np.ndarray:
     return np.clip(weights, colours.vmin, colours.vmax)
 
 
-def _label(axes: "Axes", one: Panels) -> None:
-    """Each token's text if they are few, else some positions: of the token, and in brackets of its first character in the text."""
+def _label(axes: "Axes", one: Panels, left: bool, bottom: bool) -> None:
+    """Each token's text if they are few, else some positions: of the token, and in brackets of its first character in the text; written
+    once for a row or column of panels, at the `left` one and the `bottom` one."""
     count, size = len(one.tokens), one.maps.size
     if count <= LABELLED:
         ticks, labels = range(count), [printable(token) for token in one.tokens]
     else:
         marks = np.unique(np.linspace(0, count - 1, 5).round().astype(int) // size * size)
         ticks, labels = marks / size, [f"{number(mark)} ({number(one.characters[mark])})" for mark in marks]
-    text = {"fontsize": 6, "parse_math": False}
-    axes.set_xticks(ticks, labels, rotation=90, **text)
-    axes.set_yticks(ticks, labels, **text)
-    words = "" if count <= LABELLED else ", token (character)"
-    axes.set_xlabel(f"key{words}", fontsize=7)
-    axes.set_ylabel(f"query{words}", fontsize=7)
+    text, words = {"fontsize": 6, "parse_math": False}, "" if count <= LABELLED else ", token (character)"
+    axes.set_xticks(ticks, labels if bottom else [""] * len(labels), rotation=90, **text)
+    axes.set_yticks(ticks, labels if left else [""] * len(labels), **text)
+    if bottom:
+        axes.set_xlabel(f"key{words}", fontsize=7)
+    if left:
+        axes.set_ylabel(f"query{words}", fontsize=7)
     axes.tick_params(length=2)
 
 
