@@ -128,7 +128,7 @@ def section(bench: Workbench, results: Results) -> str:
         fitted=results.parts["swap_fit"],
         scale_rows=results.scale_rows(),
         scales=results.scales,
-        arms=results.arms(context),
+        arms=results.arms(context, int(sizes.train * context)),
         trained={name: results.parts[name] for name in sizes.steps},
         times=times(results),
         remarks=remarks(results, context),

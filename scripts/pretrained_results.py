@@ -246,12 +246,14 @@ class Results:
         rows = [{"scale": scale} | {name: self.change(f"scale_{name}_{scale:g}", "scale_softmax_1") for name in names} for scale in SCALES]
         return [row for row in rows if row["softmax"] or row["ssmax"]]
 
-    def arms(self, context: int) -> list[dict[str, object]]:
-        """Loss within and beyond the context and needles of all arms."""
+    def arms(self, context: int, trained: int) -> list[dict[str, object]]:
+        """Loss within and beyond the context, and before and after the `trained` length of sequences, and needles of all arms."""
         rows = []
         for arm in ("softmax", "ssmax", "log_n", *TRAINED):
             row = {
                 "words": WORDS[arm],
+                "early": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1", 0, trained),
+                "late": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1", trained, math.inf),
                 "near": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1"),
                 "far": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", 0, context),
                 "beyond": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf),
@@ -269,7 +271,8 @@ class Results:
 
 def remarks(results: Results, context: int) -> list[str]:
     """What came out, in sentences, as far as it was measured."""
-    return [said for said in (_reach(results, context), _softened(results, context), _shape(results), _learned(results)) if said]
+    sentences = (_reach(results, context), _softened(results, context), _shape(results), _alone(results), _learned(results))
+    return [said for said in sentences if said]
 
 
 def _reach(results: Results, context: int) -> str | None:
@@ -311,12 +314,19 @@ def _shape(results: Results) -> str | None:
     )
 
 
-def _learned(results: Results) -> str | None:
-    alone = results.change("within_s_trained", "scale_softmax_1")
-    both = results.change("within_ssmax_trained", "within_softmax_trained")
-    if alone is None or both is None:
+def _alone(results: Results) -> str | None:
+    found, before = results.change("within_s_trained", "scale_softmax_1"), results.change("within_ssmax", "scale_softmax_1")
+    if found is None or before is None or results.parts["train_s"] is None:
         return None
+    s = np.array(results.parts["train_s"].facts["s"])
     return (
-        f"With s alone trained, the loss of the swapped model is {shown(alone)} nats from softmax's. All weights trained under SSMax are "
-        f"{shown(both)} nats from all weights trained under softmax for as long."
+        f"Training s alone takes the swapped model from {shown(before)} to {shown(found)} nats from softmax; s is then {s.mean():.3f} on "
+        f"average, from {s.min():.3f} to {s.max():.3f}."
+    )
+
+
+def _learned(results: Results) -> str | None:
+    found = results.change("within_ssmax_trained", "within_softmax_trained")
+    return (
+        None if found is None else f"All weights trained under SSMax are {shown(found)} nats from those trained under softmax for as long."
     )
