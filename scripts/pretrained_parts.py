@@ -22,7 +22,7 @@ from lm.evaluation.results import measured
 from lm.evaluation.swap import swap_run
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
 from lm.runs.loading import load
 from lm.runs.weights_shape import with_shape_of
@@ -178,6 +178,8 @@ class Workbench:
     def swap(self, name: str) -> Made:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""
         to, *options = SWAPS[name]
+        if (self.out / name).is_dir():  # stopped before the part's result was written
+            return {name: Evaluation.of(read_json(evaluation_path(self.out / name, Swap.kind, 0)))}
         evaluation = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
         return {name: evaluation}
 
@@ -206,6 +208,7 @@ class Workbench:
             *self.overrides,
             f"name={name}",
             f"runs={self.out}",
+            "resume=auto",
             f"data.seq_len={length}",
             f"optim={{lr: {self.sizes.rates[name]}, batch_tokens: {length}, warmup_steps: {steps // 10}}}",
             f"trainer={{max_steps: {steps}, checkpoint_every: {steps}, compile: false}}",
@@ -213,7 +216,7 @@ class Workbench:
         ]
         status = train(load_config([*source, *options, *own], with_shape_of))
         if status:
-            raise RunError(f"{self.out / name}: training was stopped; remove the folder, and start again")
+            raise RunError(f"{self.out / name}: training was stopped; the same command goes on from its last checkpoint")
         trained = load(self.out / name).decoder
         return {}, {"s": scales(trained)}
 

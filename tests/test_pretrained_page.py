@@ -98,6 +98,14 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     assert {path.name for path in tmp_path.glob("pretrained*")} == {
         "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained.csv",
     }  # fmt: skip
+    stopped = [tmp_path / "out" / "results" / f"{part}.json" for part in ("swap_ssmax", "train_s")]
+    before = [parts.Result.read(path) for path in stopped]
+    for path in stopped:
+        path.unlink()
+    script("pretrained").main([*arguments, "--only", "swap_ssmax", "train_s"], sizes)
+    assert [parts.Result.read(path).facts for path in stopped] == [one.facts for one in before]
+    script("pretrained").main([*arguments, "--only"], sizes)
+    written = page.read_text()
     capsys.readouterr()
     script("pretrained").main(arguments, sizes)
     assert capsys.readouterr().out.count("is there") == len(list((tmp_path / "out" / "results").iterdir()))
