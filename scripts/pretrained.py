@@ -21,6 +21,7 @@ from pretrained_pictures import attention_picture, loss_picture, scale_picture
 from pretrained_results import FIRST, Results, remarks, shown
 from theory_statements import Described, Statement, compared
 
+from lm.attention.options import Softmax
 from lm.diagnostics.concentration import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.evaluation.numbers import rows_of
@@ -57,7 +58,7 @@ def statements(results: Results, context: int) -> list[Statement]:
     found = results.evaluation("diagnostics")
     if found is None:
         return []
-    return compared([Described("pretrained", "softmax", Path(), 0, context, found.series)])
+    return compared([Described("pretrained", "softmax", Softmax(), Path(), 0, context, found.series)])
 
 
 def numbers(results: Results) -> list[tuple[str, str, str, str]]:

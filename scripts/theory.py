@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +45,15 @@ def run_folders(root: Path) -> list[Path]:
 
 def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | None]:
     """The learning rate that each arm of an experiment was judged at, by size and arm as runs name them; {} of runs that are of none, or
-    that has no verdicts yet."""
-    verdicts = experiment / f"{VERDICTS}.json"
-    return {(line["size"] or None, line["arm"]): line["rate"] for line in read_json(verdicts)["arms"]} if verdicts.is_file() else {}
+    that has no verdicts yet. `experiment`: its folder, or that of one of its sizes, whose verdicts lie in the folder above."""
+    files = (folder / f"{VERDICTS}.json" for folder in (experiment, experiment.resolve().parent))
+    verdicts = next((file for file in files if file.is_file()), None)
+    return {(line["size"] or None, line["arm"]): line["rate"] for line in read_json(verdicts)["arms"]} if verdicts else {}
 
 
 def first_runs(experiment: Path) -> dict[str, Path]:
-    """The run of the lowest seed of each normalizer in a folder, at the learning rate that its arm was judged at, the softmax one first.
+    """The run of the lowest seed of each arm (and size) in a folder, at the learning rate that the arm was judged at, softmax first; by the
+    label of the normalizer, with size and arm where several share it.
 
     Raises:
         RunError: there are no such runs.
@@ -61,16 +64,20 @@ def first_runs(experiment: Path) -> dict[str, Path]:
     judged = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)]
     if not judged:
         raise RunError(f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare")
-    found: dict[str, Path] = {}
+    found: dict[tuple[str, ...], Path] = {}
     for folder in sorted(judged, key=lambda one: configs[one].seed):
-        found.setdefault(configs[folder].model.normalizer.label(), folder)
-    return {arm: found[arm] for arm in sorted(found, key=lambda arm: arm != "softmax")}
+        label, place = configs[folder].model.normalizer.label(), places[folder]
+        found.setdefault((label, *(name for name in (place.size, place.arm) if name)), folder)
+    shared = Counter(label for label, *_ in found)
+    ordered = sorted(found, key=lambda arm: arm[0] != "softmax")
+    return {", ".join(arm) if shared[arm[0]] > 1 else arm[0]: found[arm] for arm in ordered}
 
 
 def described(arm: str, folder: Path) -> Described:
     """The diagnostics of a run on text."""
     (one,), config = diagnose([folder], overrides=[FAMILIES]), read_config(folder)
-    return Described(config.experiment.name or "", arm, folder, one.evaluation.step, config.data.seq_len, one.evaluation.series)
+    name, normalizer = config.experiment.name or "", config.model.normalizer
+    return Described(name, arm, normalizer, folder, one.evaluation.step, config.data.seq_len, one.evaluation.series)
 
 
 def statements_picture(models: list[Described]) -> bytes:

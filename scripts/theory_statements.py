@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lm.attention.options import Linear, Options
 from lm.diagnostics.concentration import NO_FIRST
 from lm.runs.series import Series
 
@@ -18,10 +19,11 @@ OF_5 = "d~ of 5 keys"
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """The diagnostics of one run on text: the experiment that it is of, its normalizer, its training length."""
+    """The diagnostics of one run on text: the experiment that it is of, its arm and normalizer, its training length."""
 
     experiment: str
     arm: str
+    normalizer: Options
     folder: Path
     step: int
     length: int
@@ -203,13 +205,16 @@ def _closed_form(exp: bool) -> Compared:
     return of
 
 
-def _explained(place: str, about: Callable[[Described], bool]) -> Compared:
-    """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function of both does."""
+def _explained(place: str, about: Callable[[Options], bool]) -> Compared:
+    """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function of both does; the
+    statement is about the normalizers that `about` says."""
 
     def of(model: Described) -> Result | None:
         alone, before = (model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED))
         both = model.number("variance explained by both, last query")
-        return None if math.isnan(alone) else (f"{alone:.2f} ({before:.2f}), by both {both:.2f}", alone > 0.5 if about(model) else None)
+        if math.isnan(alone):
+            return None
+        return f"{alone:.2f} ({before:.2f}), by both {both:.2f}", alone > 0.5 if about(model.normalizer) else None
 
     return of
 
@@ -330,14 +335,14 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "linear attention mostly expresses absolute position",
         QUOTED,
         "fraction of the weights' variance that key position explains (untrained); above .5 of linear attention without a decay counts",
-        _explained("key position", lambda model: model.arm.startswith("linear") and "decay" not in model.arm),
+        _explained("key position", lambda one: isinstance(one, Linear) and not one.decay),
     ),
     (
         "Su, 9889",
         "a decay can't adapt",
         QUOTED,
         "fraction of the weights' variance that distance explains (untrained); above .5 of linear attention with a decay counts",
-        _explained("distance", lambda model: model.arm.startswith("linear") and "decay" in model.arm),
+        _explained("distance", lambda one: isinstance(one, Linear) and one.decay),
     ),
     ("Su, 8823", "softmax's entropy grows with ln n", READ, "slope of H on ln n; above .5 counts", _entropy),
     (

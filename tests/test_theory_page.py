@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_half_length import LENGTH, made
 
+from lm.attention.options import Linear, Softmax
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.diagnostics.half_length import median_weights
@@ -80,14 +81,18 @@ def test_the_page_says_of_each_statement_what_came_out(script):
             axis=keys,
         ),
     )
-    models = [statements.Described("words", "softmax", Path("run"), 8, 64, series)]
+    models = [statements.Described("words", "softmax", Softmax(), Path("run"), 8, 64, series)]
     found = {one.source: one for one in statements.compared(models)}
     assert (found["Su, 9019"].values["softmax"], found["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
     assert (found["Mudarisov, Alg. 1"].values["softmax"], found["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
-    linear = statements.Described(
-        "more", "linear", Path("other"), 8, 64, (replace(series[0], metric="variance explained by key position"),)
-    )
-    text = theory.page_of([models, [linear]], runs_of(prediction), 1, ARGUMENTS)
+    explained = tuple(replace(series[0], metric=f"variance explained by {place}") for place in ("key position", "distance"))
+    arms = {"linear features": Linear(), "linear, decay": Linear(decay=True), "linear-like": Softmax()}
+    linear = [statements.Described("more", arm, normalizer, Path("other"), 8, 64, explained) for arm, normalizer in arms.items()]
+    holds = {one.says: one.holds for one in statements.compared(linear) if one.source == "Su, 9889"}
+    assert holds == {
+        "linear attention mostly expresses absolute position": {"linear features": True}, "a decay can't adapt": {"linear, decay": True},
+    }  # fmt: skip
+    text = theory.page_of([models, linear[:1]], runs_of(prediction), 1, ARGUMENTS)
     assert "| Su, 9019 | the sum that normalizes grows more slowly than n |" in text
     assert "| 0.70 (nan), by both nan | yes |" in text
     assert "- Mudarisov, Alg. 4: N_s / N stays" in text
@@ -102,7 +107,7 @@ def test_the_page_says_of_each_statement_what_came_out(script):
 def test_predictions_are_scored_at_the_lengths_that_all_runs_have_and_again_with_the_longer_ones(script):
     prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
     runs = [run.up_to(run.lengths[-1] // 4) if run.arm == "c" else run for run in runs_of(prediction)]
-    text = theory.page_of([[statements.Described("words", "softmax", Path("run"), 8, 64, ())]], runs, 0, ARGUMENTS)
+    text = theory.page_of([[statements.Described("words", "softmax", Softmax(), Path("run"), 8, 64, ())]], runs, 0, ARGUMENTS)
     first, second = (
         [line for line in text.splitlines() if line.startswith(f"| up to {longest:,} |")] for longest in (LENGTH * 8, LENGTH * 32)
     )
@@ -130,12 +135,29 @@ def test_it_is_one_at_the_learning_rate_that_its_arm_was_judged_at(script, tiny,
     assert theory.first_runs(tmp_path) == {"softmax": tmp_path / "0.004-1"}
 
 
+def test_arms_of_one_normalizer_are_described_each(script, tiny, tmp_path):
+    for arm, normalizer in (("narrow", "ssmax"), ("wide", "ssmax"), ("plain", "softmax")):
+        write_config(tiny(f"model.normalizer={normalizer}", f"experiment={{name: words, arm: {arm}}}"), tmp_path / arm)
+    expected = {"softmax": tmp_path / "plain", "ssmax, narrow": tmp_path / "narrow", "ssmax, wide": tmp_path / "wide"}
+    assert script("theory").first_runs(tmp_path) == expected
+
+
+def test_the_folder_of_a_size_has_its_verdicts_in_that_of_the_experiment(script, tiny, tmp_path):
+    (tmp_path / "full").mkdir()
+    for rate in (2e-3, 4e-3):
+        place = f"experiment={{name: words, size: full, arm: plain, rate: {rate}}}"
+        write_config(tiny(f"optim.lr={rate}", place), tmp_path / "full" / str(rate))
+    rates = '{"size": "full", "arm": "plain", "rate": 0.004}, {"size": "mixed", "arm": "plain", "rate": 0.002}'
+    (tmp_path / "verdicts.json").write_text(f'{{"arms": [{rates}]}}')
+    assert script("theory").first_runs(tmp_path / "full") == {"softmax": tmp_path / "full" / "0.004"}
+
+
 def test_the_command_writes_the_page_and_its_pictures(script, tmp_path, monkeypatch):
     prediction, statements, theory = (script(name) for name in ("theory_prediction", "theory_statements", "theory"))
     runs = {run.folder / str(number): run for number, run in enumerate(runs_of(prediction))}
     monkeypatch.setattr(theory, "first_runs", lambda experiment: {"softmax": experiment / "run"})
     monkeypatch.setattr(theory, "run_folders", lambda root: [*runs])
-    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described("words", arm, folder, 8, 64, ()))
+    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described("words", arm, Softmax(), folder, 8, 64, ()))
     monkeypatch.setattr(theory, "measured", lambda folder: runs[folder].up_to(0))
     monkeypatch.setattr(theory, "observed", lambda run, longer, sequences: next(one for one in runs.values() if one.found is run.found))
     theory.main(["--text", "runs/words", "runs/more", "--recall", "runs/pairs", "--out", str(tmp_path / "theory.md")])
