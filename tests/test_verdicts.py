@@ -94,6 +94,21 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
     assert every.listed() == pytest.approx([-0.01, -0.04 - own, 0.03 + own])
 
 
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float, every: bool):
+    by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
+    one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0), every=every)
+    assert kind(one) == "better"
+    by_rates[0, 1, 2] = lost
+    one = replace(one)
+    found = verdicts({"a": one}, MATTERS, "lower")["a"]
+    assert (found.kind, found.p, found.p_equivalent) == ("not resolved", 1.0, 1.0)
+    assert "at another of the learning rates" in found.reason
+    assert found.interval.mean == pytest.approx(-0.03)
+    assert np.isnan([found.interval.low, found.interval.high, p_difference(one), p_equivalence(one, MATTERS)]).all()
+
+
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
     found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]

@@ -60,6 +60,11 @@ class Comparison:
         """Whether all planned seeds are there."""
         return self.planned is None or len(self.differences) >= self.planned
 
+    @property
+    def finite(self) -> bool:
+        """Whether all differences are finite, at every pair of rates."""
+        return all(np.isfinite(some).all() for some in (self.differences, self.by_rates) if some is not None)
+
     @cached_property
     def estimates(self) -> Estimate:
         """Over seeds, (the arm's rates, the baseline's)."""
@@ -133,7 +138,7 @@ def verdicts(
 def _testable(one: Comparison) -> bool:
     if not one.tuned or not one.whole or one.diverged or one.unreached:
         return False
-    return len(one.differences) >= FEWEST_SEEDS and bool(np.isfinite(one.differences).all())
+    return len(one.differences) >= FEWEST_SEEDS and one.finite
 
 
 def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
@@ -158,6 +163,8 @@ def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, be
         return verdict("not resolved", f"{seeds} of {one.planned} seeds have ended")
     if seeds < FEWEST_SEEDS:
         return verdict("not resolved", f"{seeds} seeds in common: a verdict needs at least {FEWEST_SEEDS}")
+    if not one.finite:
+        return verdict("not resolved", "a difference at another of the learning rates, all of which a verdict is on, is not finite")
     mean = interval.mean
     if p <= ALPHA:
         if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
@@ -205,33 +212,33 @@ def hardest(values: np.ndarray, every: bool) -> float:
 
 def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool) -> Interval:
     """The interval of the difference between two arms at their best rates: from that of one pair of rates and those of all, (the one's,
-    the other's); `every`: as of `hardest`."""
+    the other's); NaN where one of these is. `every`: as of `hardest`."""
     one, (own, others) = by_rates[place].interval(), (1, 1) if every else by_rates.mean.shape
     high, low = hardest(by_rates.mean + by_rates.half(own), every), -hardest((by_rates.half(others) - by_rates.mean).T, every)
-    return replace(one, low=min(one.low, low), high=max(one.high, high))
+    return replace(one, low=float(np.minimum(one.low, low)), high=float(np.maximum(one.high, high)))
 
 
 def p_difference(one: Comparison) -> float:
     """Two-sided p of the paired t test of mean 0, of the arms at their best rates. Differences that are all the same have p 0, or 1 where
-    they are 0."""
-    return min(1.0, 2 * min(_p_below(one, 0.0), _p_above(one, 0.0)))
+    they are 0; NaN where one is not finite."""
+    return float(np.minimum(1.0, 2 * np.minimum(_p_below(one, 0.0), _p_above(one, 0.0))))
 
 
 def p_equivalence(one: Comparison, matters: float) -> float:
-    """The greater p of the two one-sided t tests of a mean at or beyond -matters, and at or beyond +matters."""
-    return max(_p_below(one, matters), _p_above(one, -matters))
+    """The greater p of the two one-sided t tests of a mean at or beyond -matters, and at or beyond +matters; NaN as in `p_difference`."""
+    return float(np.maximum(_p_below(one, matters), _p_above(one, -matters)))
 
 
 def _p_below(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or above a value."""
     p = _p(one.estimates, at, 1)
-    return max(float(p[one.place]), hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every))
+    return float(np.maximum(p[one.place], hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every)))
 
 
 def _p_above(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or below a value."""
     p = _p(one.estimates, at, -1).T
-    return max(float(p[one.place[::-1]]), hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every))
+    return float(np.maximum(p[one.place[::-1]], hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every)))
 
 
 def _p(estimate: Estimate, at: float, sign: int) -> np.ndarray:
