@@ -36,12 +36,14 @@ def experiment(folder: Path, name: str = "trial", **changes: object) -> Procedur
 
 
 def took(procedure: Procedure, seconds: float, now: float, step: int = 0) -> None:
-    """Let the finished runs of an experiment have taken so long since their start at a step."""
+    """Let the finished runs of an experiment have taken so long since their start at a step, and each step 5 s."""
     for run in procedure.known():
         if run.outcome.ended:
             begun = [(0, now - 1e6)] * bool(step) + [(step, now)]
             starts = [{"step": at, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))} for at, when in begun]
             write_json(run.config.run_folder / "environment.json", {"starts": starts})
+            logged = [json.dumps({"step": at, "elapsed_s": 5.0 * at}) for at in range(1, run.outcome.last_step + 1)]
+            (run.config.run_folder / "metrics.jsonl").write_text("\n".join(logged) + "\n")
             for path in (run.config.run_folder / "evaluations").glob("*.json"):
                 os.utime(path, (now + seconds, now + seconds))
 
@@ -59,8 +61,10 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
     assert total_seconds(procedure, times, 3, 2) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
-    took(procedure, 45, 1e9, step=2)
-    assert run_times(procedure, costs(procedure), 2)[0]["small", "softmax"] == pytest.approx(60), "two of eight steps were made before"
+    for step in (2, 7, 8):
+        took(procedure, 60 - 5 * step, 1e9, step)
+        found = run_times(procedure, costs(procedure), 2)[0]["small", "softmax"]
+        assert found == pytest.approx(60), f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
 
 
 def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp_path):

@@ -17,8 +17,9 @@ from lm.errors import RunError, one_line
 from lm.experiments.procedure import Procedure, Run
 from lm.files import write_text
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import ENVIRONMENT, read_json, write_json
+from lm.runs.folder import ENVIRONMENT, METRICS, read_json, write_json
 from lm.runs.identity import starts
+from lm.runs.metric_log import training_seconds
 
 if TYPE_CHECKING:
     from lm.experiments.costs import Cost
@@ -72,11 +73,13 @@ def _seconds(run: Run) -> float:
 
 
 def whole(run: Run, seconds: float) -> float:
-    """What a run would take without interruption, if that after its last start took so many seconds: in proportion to the steps. 0 if
-    there were none left, and nothing is known."""
-    begun = _last_start(run)
-    left = run.outcome.last_step - begun[0] if begun else run.outcome.last_step
-    return seconds * run.outcome.last_step / left if left > 0 else 0.0
+    """What a run would take without interruption, if that after its last start took so many seconds: the training before it, which the
+    log says, is added. 0 if the log does not say."""
+    begun, log = _last_start(run), run.config.run_folder / METRICS
+    if not begun or not begun[0]:
+        return seconds
+    trained = training_seconds(log)
+    return seconds + trained - training_seconds(log, begun[0]) if trained else 0.0
 
 
 def _last_start(run: Run) -> tuple[int, float] | None:
