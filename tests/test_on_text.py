@@ -76,12 +76,12 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     moved = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
     assert lm("train", *few, "trainer.max_steps=3", "resume=auto").returncode == 0
-    (out / "config.yaml").write_text("model: {n_layer: 2}\n")
-    cut = lm("train", *options, "name=other")
-    assert (cut.returncode, cut.stderr) == (
-        1,
-        f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n",
-    )
+    data = "data: {seq_len: 32, tokenizer: {end_of_text: x}}\n"
+    for lost in ("model: {n_layer: 2}\n", data + "model: {n_layer: 2}\n", data + "model: {normalizer: {name: softmax}}\n"):
+        (out / "config.yaml").write_text(lost)
+        cut = lm("train", *options, "name=other")
+        expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
+        assert (cut.returncode, cut.stderr) == (1, expected), lost
 
 
 @pytest.mark.parametrize(
