@@ -83,6 +83,7 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
         ("eval.needle.length_factors=[65537]", "eval.needle.length_factors"),
         ("eval.needle={length_factors: [1, 60000], trials: 1000}", "eval.needle.length_factors"),
         ("eval.swap_lengths=[1e308]", "eval.swap_lengths"),
+        ("eval.swap_lengths=[1, 0.001]", "eval.swap_lengths"),
         ("eval.sequences=1000000000", "eval.sequences"),
         ("eval.long_context.inference=[{normalizer: {clip: true}}]", "eval.long_context.inference[0].normalizer.clip"),
         ("eval.long_context.inference=[{rope: {name: yarn, fast: 1}}]", "eval.long_context.inference[0].rope.fast"),

@@ -120,13 +120,15 @@ def test_positions_sequences_and_buckets_agree(tiny):
 
 
 def test_sequences_may_be_shorter_than_those_of_training(tiny):
-    config = tiny("eval.long_context={length_factor: 0.5, sequences: 3}", "eval.swap_lengths=[0.001, 0.25, 1]")
+    config = tiny("eval.long_context={length_factor: 0.5, sequences: 3}", "eval.swap_lengths=[0.04, 0.25, 1]")
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
     assert measurement.held_out.sequences.shape == (3, config.data.seq_len // 2 + 1)
     assert [one.axis.values[-1] for one in measurement.measure(decoder, CPU, lambda done: None) if one.bins] == [16, 16]
     assert [one.length for one in swap_sequences(store, config)] == [1, 8, 32]
+    learned = tiny("model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]")
+    assert [one.length for one in swap_sequences(store, learned)] == [8, 32], "learned positions end at the training length"
 
 
 def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):

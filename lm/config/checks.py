@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from lm.config.eval_config import no_tokens
 from lm.config.training_config import WSD, AdamW
 from lm.config.tree import Config
 from lm.errors import Problem
@@ -63,6 +64,7 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     if trainer.max_steps:
         problems += check_steps(config)
+    problems += no_tokens("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         found = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])

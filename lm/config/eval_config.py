@@ -83,6 +83,11 @@ def too_large(path: str, value: Plain, factor: float, sequences: int, data: Data
     return [Problem(path, value, reason, "measure fewer or shorter sequences")] if tokens > MOST_TOKENS else []
 
 
+def no_tokens(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
+    """A problem at `path` for each of `factors`, in training lengths, that is less than a token."""
+    return [Problem(path, one, "makes sequences of no tokens", "set it higher") for one in factors if one * data.seq_len < 1]
+
+
 def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
     """Training lengths as predicted tokens in a sequence, ascending."""
     return sorted({round(factor * data.seq_len) for factor in factors})
@@ -117,8 +122,7 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
-        if not self.length(data.seq_len):
-            problems.append(Problem("length_factor", self.length_factor, "makes sequences of no tokens", "set it higher, or to 0 for off"))
+        problems += no_tokens("length_factor", [self.length_factor], data)
         problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
         return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
 

@@ -25,13 +25,13 @@ _NATS = "nats per token"
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     """Held-out sequences of each of `eval.swap_lengths`, ascending: the validation sequences, and others within documents.
 
-    Lengths that no held-out document has are left out, and all beyond the first where positions are learned.
+    Lengths that no held-out document has are left out, and those beyond the training length where positions are learned.
     """
     found = []
-    for length in sorted({max(1, int(factor * config.data.seq_len)) for factor in config.eval.swap_lengths}):
+    for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
         if length == config.data.seq_len:
             found.append(validation_sequences(store, config))
-        elif not config.model.position.ends:
+        elif length < config.data.seq_len or not config.model.position.ends:
             starts = long_starts(store.val, length, config.eval.long_context.sequences)
             found += [HeldOut.take(store, starts, length)] if len(starts) else []
     return found
