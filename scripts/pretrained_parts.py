@@ -1,8 +1,10 @@
 """What scripts/pretrained.py measures of a pretrained model, part by part, each kept in a file."""
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.continuity import Swap
 from lm.evaluation.evaluate import open_device
-from lm.evaluation.measurement import Measurement, measurements
+from lm.evaluation.measurement import Measurement, measurements, weights_sha256
 from lm.evaluation.on_text import text_config
 from lm.evaluation.results import measured
 from lm.evaluation.swap import swap_run
@@ -39,6 +41,7 @@ TRAINED = {  # arm -> its normalizer, and the training that its weights are from
     "ssmax trained, under softmax": ("softmax", "train_ssmax"),
     "softmax trained, under ssmax": ("ssmax", "train_softmax"),
 }
+REMEDY = "choose another --out, or remove that one"
 OWN = tuple(arm for arm in TRAINED if "under" not in arm)  # trained weights under the normalizer that they were trained with
 
 
@@ -97,19 +100,21 @@ class Result:
         seconds, cpu_seconds: what it took, on the clock and of the processor.
         evaluations: by arm.
         facts: other numbers.
+        fingerprint: what it was measured of and with (`Workbench.fingerprint`).
     """
 
     seconds: float
     cpu_seconds: float
     evaluations: dict[str, Evaluation]
     facts: dict[str, Plain]
+    fingerprint: dict[str, Plain]
 
     @classmethod
     def read(cls, path: Path) -> "Result":
         """As `write` has written it. Raises RunError: it can't be read."""
         content = read_json(path)
         evaluations = {arm: Evaluation.of(one) for arm, one in content["evaluations"].items()}
-        return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"])
+        return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {}))
 
     def write(self, path: Path) -> None:
         """A JSON file."""
@@ -117,6 +122,21 @@ class Result:
 
 
 Made = dict[str, Evaluation] | tuple[dict[str, Evaluation], dict[str, Plain]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that is measured, or a training.
+
+    Attributes:
+        measure: gives its numbers.
+        asked: what of `Sizes` it is measured with.
+        needs: the parts that make the weights that it starts from.
+    """
+
+    measure: Callable[[], Made]
+    asked: object
+    needs: tuple[str, ...] = ()
 
 
 class Workbench:
@@ -134,6 +154,7 @@ class Workbench:
         self.loaded = load(model)
         self.config = self._config()
         self.store = prepare(self.config.data, progress=True)
+        self.weights = weights_sha256(self.loaded.decoder)
 
     def _config(self, *overrides: str) -> Config:
         changes = overrides_in("eval", [*self.overrides, *overrides])
@@ -179,9 +200,15 @@ class Workbench:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""
         to, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
-            return {name: Evaluation.of(read_json(evaluation_path(self.out / name, Swap.kind, 0)))}
+            found = Evaluation.of(read_json(evaluation_path(self.out / name, Swap.kind, 0)))
+            if (found.options, found.data_fingerprint) != (self._swap().options, self.store.fingerprint):
+                raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
+            return {name: found}
         evaluation = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
         return {name: evaluation}
+
+    def _swap(self) -> Swap:
+        return Swap(self._config(*self._swap_options()), self.store, self.loaded.decoder)
 
     def _swap_options(self) -> list[str]:
         lengths, count = list(self.sizes.swaps), self.sizes.swap_sequences
@@ -194,8 +221,7 @@ class Workbench:
         open_device(self.config, {})  # sets the number of threads
         chosen = torch.arange(count).numpy() * ((self.store.train.n_tokens - length - 1) // count)
         before, after = fit(old, new, [Batch.of(one[None]) for one in windows(self.store.train, chosen, length)])
-        swap = Swap(self._config(*self._swap_options()), self.store, old)
-        return {"fit": self._measured(swap, new)}, {"before": before, "after": after, "s": scales(new)}
+        return {"fit": self._measured(self._swap(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:
         """A run folder, trained from the model or from its swap to SSMax."""
@@ -220,43 +246,78 @@ class Workbench:
         trained = load(self.out / name).decoder
         return {}, {"s": scales(trained)}
 
-    def parts(self) -> dict[str, Callable[[], Made]]:
+    @cached_property
+    def parts(self) -> dict[str, Part]:
         """All parts by name, those that others need first."""
         sizes, made = self.sizes, {}
         length, sequences, queries = sizes.diagnostics
         asked = f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, sequences: {sequences}"
         asked += f", queries: {queries}}}"
-        made["positions"] = lambda: self.loss("softmax", sizes.positions)
-        made["diagnostics"] = lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), asked)}
-        made["needles"] = lambda: self.needle("softmax", sizes.needles["needles"])
-        made["swap_ssmax"] = lambda: self.swap("ssmax")
+        swaps = {"lengths": sizes.swaps, "sequences": sizes.swap_sequences}
+        made["positions"] = Part(lambda: self.loss("softmax", sizes.positions), sizes.positions)
+        made["diagnostics"] = Part(lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), asked)}, sizes.diagnostics)
+        made["needles"] = self._needles("softmax", sizes.needles["needles"])
+        made["swap_ssmax"] = Part(lambda: self.swap("ssmax"), swaps)
         for name in ("softmax", "ssmax"):
             for scale in SCALES:
-                made[f"scale_{name}_{scale:g}"] = lambda name=name, scale=scale: self.scaled(name, scale)
-        made |= {name: lambda name=name: self.train(name) for name in sizes.steps}
-        made |= {f"within_{slug(arm)}": lambda arm=arm: self.loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
-        made |= {f"asked_{slug(arm)}": lambda arm=arm: self.needle(arm, sizes.asked) for arm in ("ssmax", *OWN)}
-        made |= {f"swap_{name}": lambda name=name: self.swap(name) for name in ("log_n", "bias")}
-        made["swap_fit"] = self.fitted
-        made |= {f"beyond_{slug(arm)}": lambda arm=arm: self.loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n")}
-        made |= {name: lambda size=size: self.needle("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
+                made[f"scale_{name}_{scale:g}"] = Part(lambda name=name, scale=scale: self.scaled(name, scale), sizes.within)
+        for name, steps in sizes.steps.items():
+            training = {"length": sizes.train, "steps": steps, "rate": sizes.rates[name]}
+            made[name] = Part(lambda name=name: self.train(name), training, () if name == "train_softmax" else ("swap_ssmax",))
+        made |= {f"within_{slug(arm)}": self._loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
+        made |= {f"asked_{slug(arm)}": self._needles(arm, sizes.asked) for arm in ("ssmax", *OWN)}
+        made |= {f"swap_{name}": Part(lambda name=name: self.swap(name), swaps) for name in ("log_n", "bias")}
+        made["swap_fit"] = Part(self.fitted, {"fit": sizes.fit, **swaps})
+        made |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n")}
+        made |= {name: self._needles("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
         return made
+
+    def _loss(self, arm: str, size: tuple[float, int]) -> Part:
+        return Part(lambda: self.loss(arm, size), size, _trainings(arm))
+
+    def _needles(self, arm: str, size: Needles) -> Part:
+        return Part(lambda: self.needle(arm, size), asdict(size), _trainings(arm))
+
+    def fingerprint(self, part: str) -> dict[str, Plain]:
+        """All that decides a part's numbers beside the code: the model, the text, options, and the sizes of the part and those it needs."""
+        needed = [part]
+        for one in needed:
+            needed += self.parts[one].needs
+        asked = json.loads(json.dumps({one: self.parts[one].asked for one in needed}))  # as it is read back: without tuples
+        return {"weights": self.weights, "data": self.store.fingerprint, "overrides": self.overrides, "sizes": asked}
+
+    def result(self, part: str) -> Result | None:
+        """The result of a part; None: it is not there. Raises RunError: it can't be read, or has another fingerprint."""
+        path = self.path(part)
+        if not path.is_file():
+            return None
+        found = Result.read(path)
+        if other := [name for name, value in self.fingerprint(part).items() if found.fingerprint.get(name) != value]:
+            raise RunError(f"{path}: was measured with other {', '.join(other)}: {REMEDY}")
+        return found
 
     def path(self, part: str) -> Path:
         """The file of a part's result."""
         return self.out / "results" / f"{part}.json"
 
     def run(self, part: str) -> None:
-        """Measure a part, unless its result is there."""
-        if self.path(part).is_file():
+        """Measure a part, unless its result is there. Raises RunError: a part that it needs is not."""
+        if self.result(part):
             print(f"{part}: is there", flush=True)
             return
+        if missing := [one for one in self.parts[part].needs if not self.result(one)]:
+            raise RunError(f"{part}: needs {', '.join(missing)}, which is not measured: name it before in --only, or leave --only out")
         print(f"{part} ...", flush=True)
         seconds, cpu_seconds = time.perf_counter(), time.process_time()
-        made = self.parts()[part]()
+        made = self.parts[part].measure()
         evaluations, facts = made if isinstance(made, tuple) else (made, {})
-        Result(time.perf_counter() - seconds, time.process_time() - cpu_seconds, evaluations, facts).write(self.path(part))
-        print(f"{part}: {time.perf_counter() - seconds:.0f} s, {time.process_time() - cpu_seconds:.0f} s of the processor", flush=True)
+        seconds, cpu_seconds = time.perf_counter() - seconds, time.process_time() - cpu_seconds
+        Result(seconds, cpu_seconds, evaluations, facts, self.fingerprint(part)).write(self.path(part))
+        print(f"{part}: {seconds:.0f} s, {cpu_seconds:.0f} s of the processor", flush=True)
+
+
+def _trainings(arm: str) -> tuple[str, ...]:
+    return (TRAINED[arm][1],) if arm in TRAINED else ()
 
 
 def slug(arm: str) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from pretrained_parts import SCALES, TRAINED, Result, slug
@@ -120,12 +119,11 @@ class Results:
     """What the parts have given.
 
     Args:
-        folder: of the results.
-        parts: names of all parts, in their order.
+        parts: the result of each, in their order; None: it is not there.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str]):
-        self.parts = {name: Result.read(folder / f"{name}.json") if (folder / f"{name}.json").is_file() else None for name in parts}
+    def __init__(self, parts: dict[str, Result | None]):
+        self.parts = parts
 
     @property
     def missing(self) -> list[str]:
@@ -145,6 +143,11 @@ class Results:
     def loss(self, part: str) -> Series | None:
         """Loss by position of a part."""
         return self.series(part, "loss")
+
+    def sequences(self, part: str, asked: tuple[int, int]) -> tuple[int, int]:
+        """Length and number of the sequences that a part's loss by position is of; `asked` if it is not there."""
+        one = self.loss(part)
+        return (int(one.axis.values[-1]), len(one.samples[0].values)) if one else asked
 
     def change(self, part: str, base: str, low: float = 0, high: float = math.inf) -> Interval | None:
         """Difference in loss between two parts on the same sequences, over positions; None: not both are there."""
@@ -204,6 +207,12 @@ class Results:
         """What uniform attention would give to the number."""
         return self.series("needles", "attention to the number", "layer 0").references["uniform attention"]
 
+    @property
+    def heads_of(self) -> tuple[int, int] | None:
+        """Length and number of the sequences that the heads' attention is of; None: it is not there."""
+        one = self.series("needles", "attention to the number", "layer 0")
+        return one and (one.options["length"], len(one.samples[0].values))
+
     def best_heads(self, count: int) -> list[tuple[int, int, float]]:
         """Layer, head and attention to the number of those with the most of it."""
         places = np.unravel_index(np.argsort(self.heads, axis=None)[::-1][:count], self.heads.shape)
@@ -232,6 +241,12 @@ class Results:
         """Lengths at which swaps were measured."""
         one = self.series("swap_ssmax", "change of loss")
         return [int(length) for length in one.axis.values] if one else []
+
+    @property
+    def swap_documents(self) -> list[int]:
+        """The numbers of sequences that swaps were measured on, each once."""
+        one = self.series("swap_ssmax", "change of loss")
+        return sorted({len(sample.values) for sample in one.samples}) if one else []
 
     @cached_property
     def scales(self) -> Scales | None:

@@ -1,6 +1,7 @@
 """docs/pretrained.md as scripts/pretrained.py makes it, from a small random model."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from scipy.special import stdtrit
 from lm.config.data_config import TrainedTokenizer
 from lm.config.model_config import ModelConfig
 from lm.data.tokenizer import train_tokenizer
+from lm.errors import RunError
 from lm.model.decoder import Decoder
+from lm.runs.evaluations import Evaluation
 from lm.runs.loading import save_model
 from lm.runs.series import Axis, Sample, Series
 
@@ -77,6 +80,47 @@ def test_the_jackknife_of_a_mean_is_its_t_interval(script):
     assert (found.mean, found.low, found.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
 
 
+def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(script, model, text, tmp_path, capsys):
+    parts = script("pretrained_parts")
+    sizes, overrides = parts.Sizes(positions=(2, 1)), ["trainer.threads=1"]
+
+    def bench(**other):
+        return parts.Workbench(**({"model": model, "text": text, "out": tmp_path / "out", "overrides": overrides, "sizes": sizes} | other))
+
+    first = bench()
+    first.run("positions")
+    assert first.result("positions").fingerprint["sizes"] == {"positions": [2, 1]}
+    capsys.readouterr()
+    bench().run("positions")
+    assert capsys.readouterr().out.endswith("\npositions: is there\n")
+    with pytest.raises(RunError, match=r"positions\.json: was measured with other sizes: choose another --out"):
+        bench(sizes=parts.Sizes(positions=(2, 2))).run("positions")
+    with pytest.raises(RunError, match="other overrides:"):
+        bench(overrides=["trainer.threads=2"]).result("positions")
+    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH, seed=7)
+    with pytest.raises(RunError, match="other weights:"):
+        bench(model=save_model(decoder, tmp_path / "other", model / "tokenizer.json")).run("positions")
+    more = tmp_path / "more.yaml"
+    more.write_text(f"{text.read_text()}eval: {{sequences: 3}}\n")
+    assert bench(text=more).result("positions")  # the same tokens
+    more.write_text(text.read_text().replace("source:", "val_fraction: 0.5, source:"))
+    with pytest.raises(RunError, match="other data:"):
+        bench(text=more).result("positions")
+    changed = {part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part) for part in first.parts}
+    assert {part for part, differs in changed.items() if differs} == {part for part in first.parts if "train" in part}
+    with pytest.raises(RunError, match="within_s_trained: needs train_s, which is not measured"):
+        first.run("within_s_trained")
+
+
+def test_the_page_counts_the_sequences_that_were_measured(script):
+    results = script("pretrained_results")
+    one = by_factor(results, 1.05, 0.0)[0]
+    evaluation = Evaluation("long_context", 0, 0, "", {}, "32", "", (one,))
+    found = results.Results({"positions": results.Result(1, 1, {"softmax": evaluation}, {}, {}), "beyond_softmax": None})
+    assert found.sequences("positions", (2048, 9)) == (1024, 3)
+    assert found.sequences("beyond_softmax", (2048, 9)) == (2048, 9)
+
+
 def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(PAINTING, unpainted)
     parts, page = script("pretrained_parts"), tmp_path / "page.md"
@@ -102,6 +146,8 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     before = [parts.Result.read(path) for path in stopped]
     for path in stopped:
         path.unlink()
+    with pytest.raises(RunError, match="ssmax: a swap of another model, or measured on other sequences"):
+        script("pretrained").main([*arguments, "--only", "swap_ssmax"], replace(sizes, swaps=(0.25,)))
     script("pretrained").main([*arguments, "--only", "swap_ssmax", "train_s"], sizes)
     assert [parts.Result.read(path).facts for path in stopped] == [one.facts for one in before]
     script("pretrained").main([*arguments, "--only"], sizes)
