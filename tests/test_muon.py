@@ -10,6 +10,8 @@ from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_checkpoint
+from lm.training.memory import TensorMemory
+from lm.training.muon import BATCH_ELEMENTS
 from lm.training.optimizers import after_swap, group_of, load_named_state, make_optimizer, named_state
 from lm.training.train import train
 
@@ -61,9 +63,11 @@ def test_the_update_of_each_projection_is_near_orthogonal_and_of_adamw_s_size(ti
 OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original")}
 
 
+@pytest.mark.parametrize("elements", [BATCH_ELEMENTS, 1])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, model: str, kind: str):
+def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int):
+    monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements)
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
     alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
@@ -85,6 +89,21 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, model: str,
         optimizer.step()
         reference.step()
     assert all(torch.equal(part, alone[name]) for name, part in parts(decoder).items())
+
+
+def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements := 20_000)
+    taken = []
+    for depth in (4, 16):
+        decoder, optimizer = made(tiny(f"model.n_layer={depth}"), OptimConfig(optimizer=Muon()))
+        give_gradients(decoder, 0)
+        with TensorMemory() as memory:
+            optimizer.step()  # this makes the state, and counts all that stays
+            kept = memory.peak = memory.now
+            optimizer.step()
+        taken.append(memory.peak - kept)
+    assert taken[0] == pytest.approx(taken[1], rel=0.5)
+    assert taken[1] < 20 * elements
 
 
 def test_all_other_parameters_get_exactly_adamw_s_update(tiny):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lm.config.eval_config import no_tokens
-from lm.config.training_config import WSD, AdamW
+from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.errors import Problem
 from lm.schema import own_problems
@@ -37,7 +37,7 @@ def check(config: Config) -> list[Problem]:
 
     problems += check_tasks(config)
     problem(
-        model.transfer is not None and not isinstance(optim.optimizer, AdamW),
+        model.transfer is not None and optim.optimizer.width_exponent is None,
         "optim.optimizer", optim.optimizer.name, "has no rule for rates that transfer (model.transfer)", "drop model.transfer",
     )  # fmt: skip
 

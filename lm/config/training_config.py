@@ -1,6 +1,7 @@
 """The keys of `optim`, `phases`, `trainer` and `log`: how a model is trained."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -48,8 +49,20 @@ class WSD:
         return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
 
 
+class Optimizer:
+    """How gradients become updates."""
+
+    name: ClassVar[str]
+
+    @property
+    def width_exponent(self) -> float | None:
+        """The learning rate of the group `matrices` falls as 1 / width to this power where it is transferred (`model.transfer`); None: no
+        rule is known."""
+        return None
+
+
 @dataclass
-class AdamW:
+class AdamW(Optimizer):
     """AdamW, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
@@ -60,8 +73,23 @@ class AdamW:
 
     @property
     def width_exponent(self) -> float:
-        """The learning rate of the group `matrices` falls as 1 / width to this power where it is transferred (`model.transfer`)."""
+        """A matrix whose entries change by a given amount changes its outputs by width times that."""
         return 1.0
+
+
+@dataclass(frozen=True)
+class MuonRate:
+    """A projection's learning rate under Muon, by its outputs and inputs, over its group's; and the power of the width by which the group's
+    rate falls where it is transferred, so that an update's largest singular value stays as it is."""
+
+    relative: Callable[[int, int], float]
+    width_exponent: float
+
+
+MUON_RATES = {
+    "match_rms_adamw": MuonRate(lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)), width_exponent=0.5),
+    "original": MuonRate(lambda outputs, inputs: math.sqrt(max(1, outputs / inputs)), width_exponent=0.0),
+}
 
 
 @dataclass
@@ -80,8 +108,8 @@ class Muon(AdamW):
 
     @property
     def width_exponent(self) -> float:
-        """An update's largest singular value is to stay as it is: it grows as sqrt(width) with `match_rms_adamw`, not with `original`."""
-        return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
+        """As `MUON_RATES` says for `adjust_lr`."""
+        return MUON_RATES[self.adjust_lr].width_exponent
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each has a builder in lm.training.optimizers
@@ -110,7 +138,7 @@ class Groups:
 @dataclass
 class OptimConfig:
     lr: float = key(1e-3, "peak learning rate", gt=0)
-    optimizer: AdamW = variant(OPTIMIZERS, "adamw", "how gradients become updates")
+    optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
     z_loss: float | None = key(
         None,

@@ -65,7 +65,8 @@ class _Case:
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
     """Bytes of all tensors of a process at the peak of a training step: weights, gradients, optimizer state, activations, logits.
 
-    Not considered are `torch.compile`, which keeps less, isolated documents, and evaluations.
+    Not considered are `torch.compile`, which keeps less, isolated documents, evaluations, and what Muon takes during its step, when the
+    activations are gone: about 10 bytes x `lm.training.muon.BATCH_ELEMENTS`, or x the entries of the largest matrix.
     """
     model, trainer = config.model_in(phase), config.trainer
     kind = (model, config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, trainer.activation_checkpointing)

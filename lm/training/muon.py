@@ -1,28 +1,29 @@
 """Muon for hidden matrices and AdamW for all other parameters, as one optimizer."""
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from lm.config.training_config import Muon
+from lm.config.training_config import MUON_RATES, Muon
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration, by Keller Jordan's post
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's for the Newton-Schulz iteration
 EPS = 1e-7  # least norm that a matrix is divided by
+BATCH_ELEMENTS = 2**24  # entries of matrices that are orthogonalised at a time, the last matrix's beyond it included: a bound on memory
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the group `matrices`, each projection of a fused matrix apart, `torch.optim.AdamW` for the other groups.
 
-    Updates are those of `torch.optim.Muon` on each projection, equal bit by bit on a CPU. That one makes a small product at a time, and
-    threads wait for each other at each; here the projections of one shape are orthogonalised together. The state of a matrix is one
-    `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
+    Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU. That one makes a product at
+    a time, and threads wait for each other at each; here projections of one shape are orthogonalised together, in batches that bound the
+    memory which a step takes for itself (about 10 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix). The state of a matrix
+    is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
 
     Args:
         groups: torch's groups of named parameters, each with its `name`.
-        options: of both.
+        options: those of Muon, with AdamW's among them.
         projections: rows of each fused matrix that are one projection, as `lm.model.decoder.projections`.
         fused: whether AdamW runs as one kernel over all parameters.
     """
@@ -51,8 +52,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def _update_matrices(self, group: dict[str, object]) -> None:
         """A step of Muon on the projections of the group's matrices. Their rows are looked up anew each time: weights may have moved."""
-        momentum = self.options.momentum
-        of_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}  # projections and what their updates are made of
+        momentum, batch, elements = self.options.momentum, [], 0
         for name, matrix in zip(group["param_names"], group["params"], strict=True):
             if matrix.grad is None:
                 continue
@@ -63,12 +63,22 @@ class MuonAndAdamW(torch.optim.Optimizer):
             mean = (matrix.grad.lerp(mean, momentum) if self.options.nesterov else mean).bfloat16()
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             for rows in self.projections.get(name, {"all": slice(None)}).values():
-                projections, means = of_shape.setdefault(mean[rows].shape, ([], []))
-                projections.append(matrix[rows])
-                means.append(mean[rows])
-        for shape, (projections, means) in of_shape.items():
-            rate = group["lr"] * _relative_rate(shape, self.options.adjust_lr)
-            for projection, update in zip(projections, orthogonalised(torch.stack(means), self.options.ns_steps), strict=True):
+                batch.append((matrix[rows], mean[rows]))
+            elements += mean.numel()
+            if elements >= BATCH_ELEMENTS:
+                self._update_batch(batch, group["lr"])
+                batch, elements = [], 0
+        self._update_batch(batch, group["lr"])
+
+    def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
+        """Update projections by the means of their gradients, those of one shape together."""
+        of_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for projection, mean in batch:
+            of_shape.setdefault(mean.shape, []).append((projection, mean))
+        for shape, some in of_shape.items():
+            rate = lr * MUON_RATES[self.options.adjust_lr].relative(*shape)
+            updates = orthogonalised(torch.stack([mean for _, mean in some]), self.options.ns_steps)
+            for (projection, _), update in zip(some, updates, strict=True):
                 projection.sub_(update, alpha=rate)
 
 
@@ -77,7 +87,7 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
 
     Args:
         matrices: (N, rows, columns), bfloat16.
-        steps: of the Newton-Schulz iteration of degree 5, https://kellerjordan.github.io/posts/muon.
+        steps: how often the Newton-Schulz iteration of degree 5 is applied, https://kellerjordan.github.io/posts/muon.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)
@@ -87,9 +97,3 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _relative_rate(shape: torch.Size, adjust_lr: str) -> float:
-    """A projection's learning rate over its group's: for updates of AdamW's size (arXiv 2502.16982), or as in Keller Jordan's post."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
