@@ -419,3 +419,14 @@ def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
     model.loss(Batch.of(tokens)).backward()
     assert abs(first.p.grad[0]) < 1e-8  # one key: nothing to weigh
     assert (first.p.grad[1:].abs() > 1e-8).all()
+
+
+def test_normalizers_drawn_anew_leave_all_other_parameters(tiny):
+    made = Decoder(tiny("model.bias=true", "model.norm=layer", "model.normalizer={name: qassmax}").model, 400, 32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(2)
+    made.initialise(3, normalizers_only=True)
+    changed = {name for name, parameter in made.named_parameters() if not (parameter == 2).all()}
+    assert changed
+    assert all(name.endswith(".hidden.weight") for name in changed)

@@ -82,6 +82,8 @@ class Decoder(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        if normalizers_only:
+            return
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
