@@ -9,25 +9,29 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import lm
-from folders import same
+from folders import differences, same
 from reported import build_run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lm.attention import options as opt
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
 from lm.config import training_config
 from lm.config.model_config import Learned, ModelConfig, Transfer
-from lm.config.training_config import AdamW, Muon, OptimConfig
+from lm.config.training_config import AdamW, Muon, OptimConfig, Optimizer
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
+from lm.model.transfer import gradients_to_norm, scalings
 from lm.report.comparison import compare
 from lm.report.methods import training_methods
 from lm.runs.loading import load, save_model
 from lm.runs.record import read_run
+from lm.training.module import TrainModule
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, parameter_groups
 from lm.training.preflight import check_before_data
 from lm.training.train import train
@@ -60,6 +64,7 @@ def step(decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: f
 
 FULL = {"n_kv_head": None, "bias": True, "norm": "layer", "position": Learned(), "embedding_norm": "rms", "normalizer": opt.SSMax()}
 SHAPES = {"all kinds of parameters": FULL, "tied": {"tied": True, "qk_norm": True}, "values": {"value_residual": "embedding"}}
+SHAPES["the first layer's values"] = {"value_residual": "first_layer"}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,6 +92,11 @@ def test_adamw_trains_the_model_with_explicit_multipliers(shape: str):
         hidden = functional_call(decoder, {**weights, **tied}, (batch.tokens,))
         logits = hidden @ {**weights, **tied}["head.weight"].t()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+        norms = [
+            torch.nn.utils.get_total_norm(some)
+            for some in (gradients_to_norm(decoder, decoder.config), [p.grad for p in reference.values()])
+        ]
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         theirs.step()
     for name, parameter in decoder.named_parameters():
         torch.testing.assert_close(parameter, factor[name] * reference[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -138,7 +148,11 @@ CASES: dict[str, tuple[dict[str, object], AdamW, float]] = {
     "muon": ({}, Muon(), 1e-2),
     "muon, original": ({}, Muon(adjust_lr="original"), 2e-2),
     "tied": ({"tied": True}, AdamW(), 1e-2),
-    "modern": ({"out_init": "zero", "qk_norm": True, "mlp": "relu2", "normalizer": opt.SSMax()}, AdamW(), 1e-2),
+    "modern": (
+        {"out_init": "zero", "qk_norm": True, "mlp": "relu2", "value_residual": "first_layer", "normalizer": opt.SSMax()},
+        AdamW(),
+        1e-2,
+    ),
 }
 
 
@@ -179,16 +193,42 @@ def test_a_normalizer_s_matrices_of_the_layer_s_input_are_hidden_matrices(normal
     assert set(factors.values()) <= {1.0, 0.5}
 
 
+def test_epsilon_is_scaled_but_in_matrices_of_muon_which_has_none():
+    groups = {kind.name: parameter_groups(model(64, 4), OptimConfig(optimizer=kind)) for kind in (AdamW(), Muon())}
+    matrices = {kind: {group.get("eps") for group in some if group["name"] == "matrices"} for kind, some in groups.items()}
+    assert matrices == {"adamw": {1e-8 / 4, 1e-8 / 2}, "muon": {None}}
+    assert {group["eps"] for group in groups["muon"] if group["name"] in ("embedding", "head")} == {1e-8 / 2}
+
+
+def test_a_matrix_of_heads_is_no_matrix_of_the_layer_s_input(monkeypatch: pytest.MonkeyPatch):
+    class Mixing(Normalizer):
+        def initialise(self) -> None:
+            self.heads = nn.Parameter(torch.eye(self.layer.n_head))
+            self.input = nn.Parameter(torch.zeros(self.layer.n_head, self.layer.width))
+
+        def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+            raise NotImplementedError
+
+        def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+            raise NotImplementedError
+
+    monkeypatch.setattr("lm.model.transfer.make_normalizer", Mixing)
+    decoder = model(64, 2)
+    decoder.blocks[0].attention.normalizer = Mixing(opt.Softmax(), LayerSpec(4, 16, 64, T))
+    found = scalings(decoder, decoder.config, 1.0)
+    assert [found[f"blocks.0.attention.normalizer.{name}"].lr for name in ("heads", "input")] == [1, 1 / 2]
+
+
 def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsys: pytest.CaptureFixture):
     options = ["model.transfer={base_width: 16, base_depth: 1}", "optim.groups.matrices.lr_factor=3", "trainer.max_steps=2"]
     assert train(tiny("name=a", *options)) == 0
     out = capsys.readouterr().out
     assert "transfer    lr is that of a base model of 1/2 of the width and 1/2 of the depth" in out
     for line in (
-        r"matrices (attention.qkv, mlp.up) 22,528 parameters, lr x 1.5, weight decay 0.2;",
-        r"matrices (attention.out, mlp.out) 10,240 parameters, lr x 0.75, weight decay 0.4;",
-        r"vectors (attention_norm, mlp_norm) 128 parameters, lr x 1, weight decay 0;",
-        r"vectors (norm) 32 parameters, lr x 0.5, weight decay 0",
+        r"matrices (attention.qkv, mlp.up) 22,528 parameters, lr x 1.5, weight decay 0.2, eps 2.5e-09;",
+        r"matrices (attention.out, mlp.out) 10,240 parameters, lr x 0.75, weight decay 0.4, eps 5e-09;",
+        r"vectors (attention_norm, mlp_norm) 128 parameters, lr x 1, weight decay 0, eps 2.5e-09;",
+        "vectors (norm) 32 parameters, lr x 0.5, weight decay 0\n",
     ):
         assert line in out
 
@@ -198,6 +238,27 @@ def test_a_report_says_what_model_the_learning_rate_is_of(tmp_path: Path):
     said = [training_methods(compare([read_run(build_run(tmp_path, name, model=model))])) for name, model in (("a", {}), ("b", base))]
     assert ", base width 64, base depth 3, " in said[1]
     assert said[0] == said[1].replace("base width 64, base depth 3, ", "")
+
+
+def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tiny, monkeypatch: pytest.MonkeyPatch):
+    clip, norms = TrainModule.configure_gradient_clipping, []
+
+    def clipped(module: TrainModule, *arguments: object, **named: object) -> None:
+        gradients = {name: p.grad.clone() for name, p in module.decoder.named_parameters()}
+        factors = {name: 1 / 2 if name == "norm.weight" else 1 / 4 if name.endswith(".out.weight") else 1 for name in gradients}
+        squares = {name: float((factors[name] * gradient).double().square().sum()) for name, gradient in gradients.items()}
+        of_block = sum(square for name, square in squares.items() if name.startswith("blocks.1."))
+        clip(module, *arguments, **named)
+        logged = module.last.grad_norm, module.last.layers["train/grad_norm/layer1"]
+        assert logged == pytest.approx((sum(squares.values()) ** 0.5, of_block**0.5), rel=1e-5)
+        scale = 0.01 / module.last.grad_norm
+        assert all(torch.allclose(p.grad, scale * gradients[name], rtol=1e-3) for name, p in module.decoder.named_parameters())
+        norms.append(logged)
+
+    monkeypatch.setattr(TrainModule, "configure_gradient_clipping", clipped)
+    shape = ["model.n_layer=4", "model.transfer={base_width: 16, base_depth: 1}"]
+    assert train(tiny("trainer.max_steps=2", "optim.grad_clip=0.01", "log.every=1", "eval.long_context.length_factor=0", *shape)) == 0
+    assert len(norms) == 2
 
 
 # ---------------------------------------------------------------- runs, weights of others, exports, swaps
@@ -228,6 +289,23 @@ def test_exports_and_swaps_know_nothing_of_it(tmp_path: Path):
     assert load(tmp_path / "back").decoder.config.transfer is None
 
 
+def test_a_run_is_resumed_with_its_base_model_and_no_other(tiny):
+    base, short = "model.transfer={base_width: 16, base_depth: 1}", ["trainer.max_steps=4", "trainer.checkpoint_every=2"]
+    for name, optimizer in (("adamw", "adamw"), ("muon", "muon")):
+        options = [base, f"optim.optimizer={optimizer}", *short]
+        for run in ("straight", "resumed"):
+            assert train(tiny(f"name={name}-{run}", *options)) == 0
+        whole, folder = (tiny(f"name={name}-{run}").run_folder for run in ("straight", "resumed"))
+        assert train(tiny(f"name={name}-resumed", *options, f"resume={folder}/checkpoints/step-000002.ckpt")) == 0
+        assert not differences(whole, folder)
+    for other in ([], [base.replace("16", "32")]):
+        with pytest.raises(ConfigError, match=r"model\.transfer"):
+            train(tiny("name=adamw-resumed", *short, *other, "resume=auto"))
+    assert train(tiny("name=plain", *short)) == 0
+    with pytest.raises(ConfigError, match=r"model\.transfer"):
+        train(tiny("name=plain", base, *short, "resume=auto"))
+
+
 def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
     folders = [
         save_model(Decoder(tiny(*given).model, 400, 32), tmp_path / given[0]) for given in (["model.transfer.base_width=16"], ["seed=1"])
@@ -255,6 +333,10 @@ REFUSED = {
         ["model.n_kv_head=1", "model.transfer.base_width=16"],
         r"model\.transfer\.base_width = 16: gives a base model of n_kv_head = 0\.5: [^\n]*; choose a multiple of 32",
     ),
+    "half of the MLP's width": (
+        ["model.n_mlp=99", "model.transfer.base_width=16"],
+        r"model\.transfer\.base_width = 16: gives a base model of n_mlp = 49\.5: n_mlp is in proportion to the width; [^\n]* of 32$",
+    ),
     "no width": (["model.transfer.base_width=0"], r"model\.transfer\.base_width = 0: must be >= 1"),
     "another key": (["model.transfer.width=32"], r"model\.transfer\.width = 32: unknown key; did you mean 'base_width'\?"),
 }
@@ -269,7 +351,7 @@ def test_a_base_model_that_there_can_not_be_is_refused(tiny, what: str):
 
 def test_an_optimizer_without_a_rule_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
     @dataclass
-    class Momentum:
+    class Momentum(Optimizer):
         name: ClassVar[str] = "momentum"
 
     monkeypatch.setitem(training_config.OPTIMIZERS, "momentum", Momentum)
@@ -280,5 +362,5 @@ def test_an_optimizer_without_a_rule_is_refused(tiny, monkeypatch: pytest.Monkey
 def test_the_width_of_heads_given_apart_is_kept():
     config = replace(model(64, 2).config, n_head=2, head_size=24)
     assert not config.problems()
-    assert config.growth == (2, 1)
-    assert math.prod(ModelConfig().growth) == 1
+    assert config.size_multipliers == (2, 1)
+    assert math.prod(ModelConfig().size_multipliers) == 1

@@ -163,9 +163,10 @@ class GAUBlock:
 
 @dataclass
 class Transfer:
-    """The base model, a smaller one whose learning rate, weight decay and epsilon a model is trained with (`lm.model.transfer`).
+    """The base model, whose learning rate, weight decay and epsilon a model is trained with (`lm.model.transfer`).
 
-    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width.
+    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width; where n_mlp is null, as nearly as its rule
+    says (for swiglu it is rounded up to 64).
     """
 
     base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
@@ -284,8 +285,8 @@ class ModelConfig:
         return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
 
     @property
-    def growth(self) -> tuple[float, float]:
-        """Width and depth in those of the base model."""
+    def size_multipliers(self) -> tuple[float, float]:
+        """m and l: width and depth, each divided by the base model's."""
         width, depth = self.base_shape.values()
         return self.n_embd / width, self.n_layer / depth
 
@@ -297,9 +298,11 @@ class ModelConfig:
             reason = "is of blocks of attention and MLP, not of gated attention units"
             return [Problem("transfer", self.base_shape, reason, "drop it")]
         width = self.base_shape["base_width"]
-        for name, count in (("n_head", self.n_head), ("n_kv_head", self.kv_heads)):
+        counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
+        for name, count in counts.items():
             if count * width % self.n_embd:
-                reason = f"gives a base model of {name} = {count * width / self.n_embd:.3g}: width is added in heads of one size"
+                added = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
+                reason = f"gives a base model of {name} = {count * width / self.n_embd:.4g}: {added}"
                 remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
                 return [Problem("transfer.base_width", width, reason, remedy)]
         return []

@@ -4,19 +4,32 @@ of a base model which has 1/m of the width and 1/l of the depth, so that its lea
 Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
 depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in
 the weights instead: in the gain of the last norm, and in the projections into the residual stream, whose initial values, learning rate and
-gradients change with it. AdamW's steps are the same either way, and nothing but training has to know of it: evaluations, swaps and exports
-see weights like any other. docs/baselines.md has the table and where each entry comes from.
+gradients change with it. AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors
+were in the forward pass (`gradients_to_norm`). Nothing but training has to know of it: evaluations, swaps and exports see weights like any
+other. docs/baselines.md has the table and where each entry comes from.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lm.attention.normalizer import Normalizer, make_normalizer
 from lm.config.model_config import ModelConfig
 
 INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the projections that a block adds to the residual stream
+
+
+def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
+    """What the norm of the gradients of a decoder, or of a block of one, is computed of: each gradient, or its norm, as it is with the
+    papers' factors in the forward pass. Without `model.transfer`, the gradients; none of a parameter without one."""
+    width, depth = config.size_multipliers
+
+    def seen(name: str, gradient: Tensor) -> Tensor:
+        factor = 1 / width if name.startswith("norm.") else 1 / depth if name.endswith(INTO_RESIDUAL) and ".normalizer." not in name else 1
+        return gradient if factor == 1 else gradient.norm() * factor
+
+    return [seen(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ def initial_scale(config: ModelConfig, name: str) -> float:
 
     A hidden matrix has the base model's times m^-1/2; one into the residual stream, which already has 1 / sqrt(n_layer), times 1/l in all.
     """
-    width, depth = config.growth
+    width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
         return (width * depth) ** -0.5
     return width**-0.5 if name.startswith(("blocks.", "value_embedding.")) else 1.0
@@ -40,7 +53,7 @@ def initial_scale(config: ModelConfig, name: str) -> float:
 
 def initial_gain(config: ModelConfig) -> float:
     """The initial gain of the last norm: the logits' factor 1/m."""
-    return 1 / config.growth[0]
+    return 1 / config.size_multipliers[0]
 
 
 def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
@@ -49,7 +62,7 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
     Args:
         width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
     """
-    width, depth = config.growth
+    width, depth = config.size_multipliers
     normalizers = {path: module for path, module in decoder.named_modules() if isinstance(module, Normalizer)}
     of_normalizers = {f"{path}.{name}" for path, module in normalizers.items() for name, _ in module.named_parameters()}
     reading = {f"{path}.{name}" for path, module in normalizers.items() for name in _reading_width(module)}
@@ -69,7 +82,7 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
 
 def _reading_width(normalizer: Normalizer) -> list[str]:
     """Names of a normalizer's matrices that have an input for each dimension of the layer's input: those that more width makes longer."""
-    layer = replace(normalizer.layer, n_head=2 * normalizer.layer.n_head, width=2 * normalizer.layer.width)
+    layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
         wider = dict(make_normalizer(normalizer.options, layer).named_parameters())
     return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider[name].size(-1) > p.size(-1)]

@@ -128,7 +128,7 @@ def _options(options: object) -> str:
 
 def _transfer(model: ModelConfig) -> str:
     """How much larger the model is than the one that the learning rate is of."""
-    width, depth = model.growth
+    width, depth = model.size_multipliers
     return f"lr is that of a base model of 1/{width:.4g} of the width and 1/{depth:.4g} of the depth"
 
 
@@ -138,7 +138,7 @@ def _groups(config: Config, decoder: Decoder) -> str:
     counts = Counter(group["name"] for group in groups)
     for group in groups:
         part = f" ({_layers(group['params'])})" if counts[group["name"]] > 1 else ""
-        eps = f", eps {group['eps']:.4g}" if getattr(config.optim.groups, group["name"]).eps else ""
+        eps = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
         texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")

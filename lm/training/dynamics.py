@@ -15,6 +15,7 @@ from lm.data.batches import Batch
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
+from lm.model.transfer import gradients_to_norm
 
 Named = tuple[list[str], Tensor]  # names of metrics and their values, (names,)
 
@@ -80,9 +81,10 @@ def largest_scores(decoder: Decoder, batch: Batch, where: Device) -> Iterator[Na
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[Named]:
-    """`train/grad_norm/layerL`: the norm of the gradient of a block's parameters as it is now; nothing of a block without gradients."""
+    """`train/grad_norm/layerL`: the norm of the gradient of a block's parameters as it is now (`lm.model.transfer.gradients_to_norm`);
+    nothing of a block without gradients."""
     for layer, block in enumerate(decoder.blocks):
-        if grads := [p.grad for p in block.parameters() if p.grad is not None]:
+        if grads := gradients_to_norm(block, decoder.config):
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
 
 

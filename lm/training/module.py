@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
+from lm.model.transfer import gradients_to_norm
 from lm.training.dynamics import gradient_norms, transferred
 from lm.training.nonfinite import skip_or_stop
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
@@ -91,7 +92,7 @@ class TrainModule(L.LightningModule):
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
         (loss, z_loss), self.sequence_length = self.loss_sums(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         targets = (batch.targets != IGNORED).sum() if self.has_ignored else z_loss.new_full((), batch.targets.numel())
-        sums = torch.stack(((loss.detach() - z_loss).double(), z_loss.double(), targets.double()))
+        sums = torch.stack((loss.detach().double() - z_loss, z_loss.double(), targets.double()))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
@@ -110,7 +111,7 @@ class TrainModule(L.LightningModule):
         optim, state, log = self.config.optim, self.start.state, self.config.log
         logged = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
         trained = [p for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])  # norm of the gradient of the mean over tokens, not targets
+        norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
         step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._all_reduced(), norm.double().unsqueeze(0)))
         layers = transferred([step, *(gradient_norms(self.decoder) if logged else [])])
         nll, z_loss, targets, stop, grad_norm = (layers.pop(name) for name in step[0])

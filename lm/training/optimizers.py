@@ -52,7 +52,8 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
         own = getattr(optim.groups, group)
         decay = rule if own.weight_decay is None else own.weight_decay
         made = {"weight_decay": decay / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
-        if own.eps is not None or scaling.eps != 1:
+        has_eps = not (isinstance(optim.optimizer, Muon) and group == "matrices")
+        if has_eps and (own.eps is not None or scaling.eps != 1):
             made["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
         return made
 

@@ -73,7 +73,7 @@ def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[P
     ]
     problems += _normalizer_problems(config, decoder, loaded)
     ours, theirs = decoder.config, loaded.decoder.config
-    if ours.growth != theirs.growth:
+    if ours.size_multipliers != theirs.size_multipliers:
         reason = f"the weights of {loaded.path} have other proportions to a base model than these learning rates are for"
         base = ", ".join(f"{name}: {value}" for name, value in theirs.base_shape.items())
         remedy = f"set model.transfer={{{base}}}" if theirs.transfer else "drop it"
