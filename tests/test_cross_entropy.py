@@ -58,10 +58,10 @@ def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(softcap: f
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
     expected = nll + 0.05 * logits.logsumexp(-1)[targets != IGNORED].square().sum()
-    total, added = training_loss(hidden, head, targets, z_loss=0.05)
-    assert added > 10
-    torch.testing.assert_close((total.double(), added.double()), (expected, expected - nll), rtol=1e-5, atol=0)
-    assert not added.requires_grad
+    total, terms = training_loss(hidden, head, targets, z_loss=0.05)
+    assert terms[1] > 10
+    torch.testing.assert_close((total.double(), *terms.double()), (expected, nll, expected - nll), rtol=1e-5, atol=0)
+    assert not terms.requires_grad
     grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (total, expected))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

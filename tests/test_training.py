@@ -4,7 +4,6 @@ import json
 import shlex
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from conftest import lm
 from folders import curve, losses, metrics, poison, same, series, weights
 
 from lm.config.load import parse
-from lm.data.batches import Batch
 from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
@@ -215,13 +213,3 @@ def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     assert set(lengths) == {8, 32}
     assert {line["tokens"] for line in metrics(config.run_folder) if "sequence_length" in line} == {256 * step for step in range(1, 13)}
     assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config
-
-
-def test_the_loss_without_the_z_loss_is_not_rounded_to_single_precision():
-    sums = torch.tensor(3.0), torch.tensor(1e-9)
-    config = SimpleNamespace(optim=SimpleNamespace(z_loss=1e-4, batch_tokens=2))
-    module = SimpleNamespace(loss_sums=lambda *_: sums, config=config, has_ignored=False, sums=None, accumulation=1)
-    module.trainer = SimpleNamespace(world_size=1)
-    batch = Batch.of(torch.zeros(1, 3, dtype=torch.long))
-    TrainModule.training_step(module, batch, 0)
-    assert module.sums.tolist() == [3 - sums[1].double().item(), sums[1].double().item(), 2]

@@ -22,11 +22,11 @@ def chunk_tokens(weight: Tensor) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the negative log-likelihoods and of the z-loss, with both gradients formed chunk by chunk in the forward pass; and the latter.
+    """Sum of the negative log-likelihoods and of the z-loss, its gradients formed chunk by chunk in the forward pass; and the two (2,).
 
     The chunk's logits are at hand there, so nothing is kept or computed twice; the backward pass only
-    multiplies by the incoming scalar. The second result is the z-loss, not the negative log-likelihoods: without a z-loss they
-    equal the first, and torch.compile would make one tensor of both, which then has no gradient (pytorch/pytorch#195357).
+    multiplies by the incoming scalar. The terms are one tensor: of a second scalar that equals the sum, as the negative log-likelihoods
+    do without a z-loss, and of the sum torch.compile would make one tensor, which then has no gradient (pytorch/pytorch#195357).
     """
 
     @staticmethod
@@ -58,8 +58,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight += grad_logits.t() @ h_low
         if train:
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
-        ctx.mark_non_differentiable(z)
-        return nll + z, z
+        terms = torch.stack((nll, z))
+        ctx.mark_non_differentiable(terms)
+        return nll + z, terms
 
     @staticmethod
     @once_differentiable
@@ -76,8 +77,8 @@ def linear_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 
 def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Sums over tokens, fp32 scalars (nats): of -log p(target) + z_loss (log Z)^2, to be minimised, and of its second term alone,
-    without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
+    """Sum over tokens of -log p(target) + z_loss (log Z)^2, to be minimised, fp32 scalar (nats), and of its two terms apart,
+    (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
 
     hidden: (N, C); head: C to V; targets: (N,) int64. The product runs in the autocast
     dtype if autocast is on, softmax and sum in fp32. Targets that are `IGNORED` count nothing. Holds `CHUNK_LOGITS` logits, not N x V.

@@ -90,9 +90,9 @@ class TrainModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
-        (loss, z_loss), self.sequence_length = self.loss_sums(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
-        targets = (batch.targets != IGNORED).sum() if self.has_ignored else z_loss.new_full((), batch.targets.numel())
-        sums = torch.stack((loss.detach().double() - z_loss, z_loss.double(), targets.double()))
+        (loss, terms), self.sequence_length = self.loss_sums(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
+        targets = (batch.targets != IGNORED).sum() if self.has_ignored else terms.new_full((), batch.targets.numel())
+        sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
