@@ -264,7 +264,7 @@ def type_name(hint: type) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in args)
     if origin is typing.Literal:
-        return " | ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
+        return " | ".join(_written(arg) for arg in args)
     if origin is list:
         return f"a list ({type_name(args[0])} each)"
     if origin is dict:
@@ -273,11 +273,17 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain) -> str:
-    words = [arg for arg in _literals(hint) if isinstance(arg, str)]
-    unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one not in words]
-    if unknown and words:
-        return suggest(unknown[0], words)
+    literals = _literals(hint)
+    unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one not in literals]
+    if unknown and literals:
+        words = [_written(arg) for arg in literals]
+        return f"write {unknown[0]} without quotes" if unknown[0] in words else suggest(unknown[0], words)
     return "quote it in the YAML" if hint is str else ""
+
+
+def _written(value: str | int | bool) -> str:
+    """A value as YAML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _literals(hint: type) -> tuple:

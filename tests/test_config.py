@@ -59,6 +59,13 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
     assert "8100 or 8400" in found["optim.batch_tokens"]
 
 
+def test_choices_that_are_no_words_are_suggested_too():
+    found = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
+    assert found["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")
+    assert found["trainer.compile"].endswith("choose from: auto, true, false")
+    assert problems("trainer.precision='32'")["trainer.precision"].endswith("write 32 without quotes")
+
+
 @pytest.mark.parametrize(
     ("override", "path"),
     [
