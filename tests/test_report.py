@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from reported import build_run, compared, edit, first_sample, two_runs
 
 from lm.attention.catalogue import label as normalizer_label
@@ -63,6 +64,16 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert diff["log.every"] == ("10", "5")
     assert [check.what for check in comparison.checks if not check.ok] == ["learning rate and schedule"]
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
+
+
+def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
+    path = pair[1] / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    assert config["eval"].pop("diagnostics") is None
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    diff = dict(compare([read_run(folder) for folder in pair]).config_diff)
+    assert "eval.diagnostics" not in diff
+    assert diff["model.normalizer.scale"] == ("-", "learned")
 
 
 def test_an_unfinished_run_is_shouted(pair):

@@ -1,12 +1,12 @@
 """The tables of an experiment's page."""
 
-import re
 from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
+from lm.config.effects import effect_of
 from lm.experiments.experiment import Experiment
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure
@@ -196,9 +196,8 @@ def _beside(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | Non
 
 
 def configuration_table(comparison: Comparison) -> Table:
-    """Every configuration key in which the arms differ."""
-    own = re.compile(r"name|runs|init_from|experiment(\..*)?")
-    lines = [(key, values) for key, values in comparison.config_diff if not own.fullmatch(key)]
+    """Every configuration key in which the arms differ, but for names, folders and logging."""
+    lines = [(key, values) for key, values in comparison.config_diff if key != "init_from" and effect_of(key).affects != "label"]
     made: list[_Made] = [(Column("key", kind="label"), [key for key, _ in lines])]
     made += [(Column(arm.label, kind="words"), [values[number] for _, values in lines]) for number, arm in enumerate(comparison.arms)]
     return Table("Configuration keys in which the arms differ", "", tuple(made))

@@ -16,6 +16,7 @@ from lm.runs.identity import differing
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 
+_ABSENT = "-"  # the value of a key that a run does not have
 _NORMALIZER = ("model.normalizer.", "phases", "swap.")  # what a comparison of normalizers is about
 
 
@@ -175,17 +176,18 @@ def arm_label(run: RunRecord) -> str:
 
 
 def _config_diff(arms: tuple[Arm, ...] | list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """A key that is null (off) is as one that a run lacks: keys added since a run was made are no difference."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
     lines = []
     for key in keys:
         values = tuple(", ".join(dict.fromkeys(_value(run, key) for run in arm.runs)) for arm in arms)
-        if len(set(values)) > 1:
+        if len({_ABSENT if value == "null" else value for value in values}) > 1:
             lines.append((key, values))
     return tuple(lines)
 
 
 def _value(run: RunRecord, key: str) -> str:
-    value = run.flat.get(key, "-")
+    value = run.flat.get(key, _ABSENT)
     if value is None:
         return "null"
     return printable(str(value).lower() if isinstance(value, bool) else str(value))
