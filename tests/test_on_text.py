@@ -9,7 +9,7 @@ from conftest import ROOT, lm
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load as load_config
-from lm.config.model_config import ModelConfig
+from lm.config.model_config import Learned, ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
@@ -62,6 +62,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     out = tmp_path / "swapped"
     result = lm("swap", str(saved), str(config), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
     assert result.returncode == 0, result.stderr
+    assert f"and all intervals: {out}/evaluations/swap.step-000000.json\n" in result.stdout
     swapped = load(out)
     assert (swapped.spec.model.normalizer.name, swapped.spec.vocab_size, swapped.spec.seq_len) == ("ssmax", 300, 48)
     measured = read_json(out / "evaluations" / "swap.step-000000.json")
@@ -82,6 +83,21 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
         cut = lm("train", *options, "name=other")
         expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
         assert (cut.returncode, cut.stderr) == (1, expected), lost
+
+
+def test_overrides_take_back_what_a_model_can_not_do(config: Path, saved: Path, tmp_path: Path):
+    learned = ModelConfig(n_layer=1, n_head=1, n_embd=8, position=Learned())
+    model = save_model(Decoder(learned, 300, 48), tmp_path / "learned", saved.parent / "model" / "tokenizer.json")
+    asked = lm("eval", str(model), str(config))  # sequences of 4 training lengths, with RoPE's theta
+    assert (asked.returncode, "eval.long_context.length_factor = 4.0" in asked.stderr) == (2, True), asked.stderr
+    off = ["eval.long_context.length_factor=0", "eval.sequences=4"]
+    assert (result := lm("eval", str(model), str(config), *off)).returncode == 0, result.stderr
+    assert result.stdout.count("tokens of a vocabulary") == 1  # the text, once
+    diagnosed = lm("diagnose", str(model), str(config), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
+    assert diagnosed.returncode == 0, diagnosed.stderr
+    out = tmp_path / "swapped"
+    swapped = lm("swap", str(model), str(config), "--to", "ssmax", "-o", str(out), *off, "eval.swap_lengths=[1]")
+    assert (swapped.returncode, swapped.stdout.count("tokens of a vocabulary")) == (0, 1), swapped.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences
@@ -44,7 +45,9 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         folder = source if source.is_dir() else source.resolve().parent.parent
         if (folder / DESCRIPTION).is_file() and files:
             loaded = load(source)
-            found += evaluate_model(parse(merge(to_plain(text_config(loaded, files)), changes)), loaded, [KIND])
+            text = text_config(loaded, files)
+            text.eval = _alone(text.eval.diagnostics)
+            found += evaluate_model(parse(merge(to_plain(text), changes)), loaded, [KIND])
         elif files:
             raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
         elif (folder / CONFIG).is_file():
@@ -98,6 +101,11 @@ def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:
 
 def _untrained(loaded: Loaded) -> Config:
     """A configuration of the model, whose keys of training mean nothing."""
-    config = Config(name=loaded.folder.name, model=loaded.spec.model)
-    config.data.seq_len, config.optim.batch_tokens, config.eval.long_context.length_factor = loaded.spec.seq_len, loaded.spec.seq_len, 0
+    config = Config(name=loaded.folder.name, model=loaded.spec.model, eval=_alone())
+    config.data.seq_len, config.optim.batch_tokens = loaded.spec.seq_len, loaded.spec.seq_len
     return config
+
+
+def _alone(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
+    """Asks for nothing else, which the model may not be capable of."""
+    return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

@@ -94,18 +94,17 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     if problems:
         found = "; ".join(f"{one.path} = {one.value!r}: {one.reason}" for one in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
-    return _measured(config, folder, loaded, open_device(config, environment), kinds)
+    return _measured(config, folder, loaded, open_store(config, loaded), open_device(config, environment), kinds)
 
 
 def evaluate_model(config: Config, loaded: Loaded, kinds: list[str] | None = None) -> list[Evaluated]:
     """Evaluate a model folder on the text of a `text_config`, or these `kinds` alone; else as `evaluate_runs`."""
-    return _measured(config, loaded.folder, on_text(loaded, config), open_device(config, {}), kinds)
+    return _measured(config, loaded.folder, *on_text(loaded, config), open_device(config, {}), kinds)
 
 
-def _measured(config: Config, folder: Path, loaded: Loaded, where: Device, kinds: list[str] | None) -> list[Evaluated]:
-    """Measured on the text that `loaded` is of, or taken from what `folder` keeps."""
+def _measured(config: Config, folder: Path, loaded: Loaded, store: Store, where: Device, kinds: list[str] | None) -> list[Evaluated]:
+    """Measured on `store`, the text that `loaded` is of, or taken from what `folder` keeps."""
     decoder, facts = loaded.decoder, loaded.metadata
-    store = open_store(config, loaded)
     check_sequences(store, config)
     asked = measurements(config, store, kinds)
     weights = weights_sha256(decoder)

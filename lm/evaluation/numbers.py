@@ -80,7 +80,7 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
 def print_results(found: list[Evaluated], out: Path | None = None) -> None:
     """Tables by kind of evaluation: of few numbers all, of many those of all places together and the ends of curves.
 
-    Runs measured on other data are not comparable, which their fingerprints say. `out`: the file that all numbers are written to.
+    Runs measured on other data are not comparable, which their fingerprints say. `out`: the file or folder that all numbers are in.
     """
     console = Console()
     if not console.is_terminal:

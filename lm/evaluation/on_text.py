@@ -4,14 +4,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.config.load import load, parse
+from lm.config.load import load
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.data.prepare import prepare
+from lm.data.store import Store
 from lm.errors import ConfigError, Problem
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded
-from lm.schema import effect, to_plain
+from lm.schema import effect
 
 CONFIGURATIONS = (".yaml", ".yml")
 
@@ -25,8 +26,11 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 def text_config(loaded: Loaded, files: list[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
 
+    It is not checked for what the model can't do, such as sequences beyond learned positions: overrides may take that back, and `parse`
+    checks the two together.
+
     Raises:
-        ConfigError: a configuration that is wrong or contradicts the model, or has no text.
+        ConfigError: a configuration that is wrong, or has no text.
         RunError: the model has no tokenizer.
     """
     loaded.tokenizer_and_start()
@@ -38,15 +42,14 @@ def text_config(loaded: Loaded, files: list[Path]) -> Config:
     data = replace(given.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
     kept = [one.name for one in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{one.name}").acts_in]
     folder = loaded.folder.resolve()
-    config = Config(
+    return Config(
         name=folder.name, runs=str(folder.parent), seed=given.seed, data=data, model=spec.model, eval=given.eval,
         optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(given.trainer, name) for name in kept}),
     )  # fmt: skip
-    return parse(to_plain(config))
 
 
-def on_text(loaded: Loaded, config: Config) -> Loaded:
-    """The model as if it had been trained, for no step, on the text of a `text_config`, which is prepared if it was not before."""
+def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
+    """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before."""
     store = prepare(config.data, progress=True)
     metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": loaded.spec.vocab_size, "plugins": loaded.spec.plugins}
-    return replace(loaded, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={})
+    return replace(loaded, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store

@@ -50,8 +50,9 @@ def swap_run(
     """
     with new_folder(out) as made:
         loaded = load(source, checkpoint)
+        store = None
         if files:
-            loaded = _on_text(loaded, files, overrides)
+            loaded, store = _on_text(loaded, files, overrides)
         elif loaded.config is None:
             remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {to} -o {out}"
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
@@ -62,7 +63,7 @@ def swap_run(
             label = new.config.normalizer.label()
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
-        store = open_store(config, loaded)
+        store = store or open_store(config, loaded)
         swap, where = Swap(config, store, old), open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
@@ -71,20 +72,20 @@ def swap_run(
         if init == "fit":
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, [batch.to(where.device) for batch in _fit_batches(store, config)])
         evaluation = measured(swap, new, where, loaded.stamp["step"], loaded.stamp["tokens_seen"])
-        write_evaluation(made, swap, evaluation)
+        numbers = out / write_evaluation(made, swap, evaluation).relative_to(made)
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
     print(f"{facts['normalizer']} -> {new.config.normalizer.label()}, step {evaluation.step}")
     if not evaluation.series:
         print("nothing measured: eval.swap_lengths names no length that a held-out document has")
-    print_results([Evaluated(out, evaluation, cached=False)])
+    print_results([Evaluated(out, evaluation, cached=False)], numbers)
     if init == "fit":
         print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
     return evaluation
 
 
-def _on_text(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> Loaded:
-    """A model folder on the text of configurations, with the overrides of their keys."""
+def _on_text(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> tuple[Loaded, Store]:
+    """A model folder on the text of configurations, with the overrides of their keys, and that text."""
     if (loaded.folder / CONFIG).is_file():
         raise RunError(f"{loaded.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}

@@ -24,7 +24,7 @@ from lm.progress import StepProgress
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TOKENIZER, step_path, write_json
+from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, EVALUATIONS, LAST, METRICS, TOKENIZER, step_path, write_json
 from lm.runs.loading import Loaded
 from lm.runs.metric_log import DIVERGED
 from lm.runs.model_folder import TOKENIZER_SHA256
@@ -182,7 +182,7 @@ def _complete(config: Config, planned: list[Measurement], checkpoint: Path, step
         due = [one.kind for one in planned if one.asked.is_due(step, step)]
         missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
         if missing:
-            print_results(evaluate(config, folder, checkpoint, missing))
+            print_results(evaluate(config, folder, checkpoint, missing), folder / EVALUATIONS)
         print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
     return 0
 
