@@ -97,6 +97,15 @@ def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> No
             file.flush()  # a full disk shows here, while every file is still as it was
 
 
+def check_new(path: Path) -> None:
+    """Raises RunError if there is something at `path` other than an empty folder."""
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path}: exists already; choose another")
+    except OSError as error:
+        raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end; if anything fails, nothing is left behind. What a killed process left of
@@ -105,9 +114,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         RunError: `path` exists and holds something, or can't be made.
     """
+    check_new(path)
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"{path}: exists already; choose another")
         path.parent.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(path)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-{UNFINISHED}-"))

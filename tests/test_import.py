@@ -21,7 +21,9 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 from lm.config.data_config import TrainedTokenizer
 from lm.config.effects import function_of
 from lm.data.tokenizer import train_tokenizer
+from lm.errors import RunError
 from lm.evaluation.generation import generate
+from lm.huggingface import tokenizer_files
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
 from lm.runs.loading import Loaded, load
@@ -165,6 +167,32 @@ def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path
     assert (result.returncode, result.stderr) == (2, f"error: --length = 300: {tmp_path / 'hf'} has learned positions for 600; drop it\n")
 
 
+def test_a_length_that_no_data_has_is_refused(tmp_path: Path):
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    _config(max_position_embeddings=10**8)(tmp_path / "hf")
+    for options, name in (((), "max_position_embeddings"), (("--length", str(10**9)), "--length")):
+        result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), *options)
+        reason = "no data has sequences of more than 10,000,000 tokens; give a shorter --length\n"
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {name} = 1")
+        assert result.stderr.endswith(reason), result.stderr
+    assert imported(tmp_path / "hf", tmp_path / "out", "--length", "700").spec.seq_len == 700
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
+def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | None, tmp_path: Path):
+    """A `sliding_window` of null is no window; absent, it is 4096."""
+    fields = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2, "layer_types": kinds}
+    assert ARCHITECTURES["qwen2"].read(Fields(fields, tmp_path)).model.normalizer.of_layer(1).size == 4096
+    if kinds is None:
+        theirs = Qwen2Config(**fields, sliding_window=None)
+        assert theirs.layer_types == ["full_attention"] * 2
+        assert ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name == "softmax"
+    else:
+        with pytest.raises(RunError, match="sliding_window = None: layer_types lists sliding_attention"):
+            ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path))
+
+
 def test_half_precision_is_widened_and_the_length_can_be_chosen(tmp_path: Path):
     theirs = save(tmp_path / "hf", *OTHERS["smollm2"])
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
@@ -187,6 +215,42 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json"))
     expected = f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of another model?\n"
     assert (result.returncode, result.stderr) == (1, expected)
+
+
+def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer: Tokenizer, tmp_path: Path):
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    model = json.loads(tokenizer.to_str())["model"]
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "hf" / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in model["merges"]))
+    tokens = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
+    settings = tmp_path / "hf" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens}))  # makes a tokenizer of 3 tokens of them
+    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
+    reason = (
+        r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in tokenizer_config\.json the right one\?\n"
+    )
+    assert result.returncode == 1
+    assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), result.stderr
+    settings.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}))
+    ours = imported(tmp_path / "hf", tmp_path / "out")
+    assert ours.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
+
+
+def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"has no tokenizer\.json; transformers converts its tokenizer .*: pip install sentencepiece"):
+        tokenizer_files.read_tokenizer(tmp_path)
+
+
+def test_what_contradicts_the_command_is_said_before_anything_is_fetched(tmp_path: Path):
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    (tmp_path / "empty").mkdir()
+    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "empty"))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith(f"error: {tmp_path / 'empty'}: no tokenizer there: neither tokenizer.json nor vocab.json, ")
+    result = lm("import", "no/model", "-o", str(tmp_path / "hf"))
+    assert (result.returncode, result.stderr) == (1, f"error: {tmp_path / 'hf'}: exists already; choose another\n")
 
 
 def _config(**changes: object):
@@ -251,6 +315,15 @@ def _pickled(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
 
 
+def _tokenizer_json(added: list):
+    def change(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": added})
+        )
+
+    return change
+
+
 EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 MALFORMED = {
     "missing shard": (_missing_shard, r"1\.safetensors: no such file, which model\.safetensors\.index\.json lists"),
@@ -271,6 +344,7 @@ MALFORMED = {
     "dynamic rope": (_rope(rope_type="dynamic", factor=2.0), r"rope_type = 'dynamic': its frequencies depend on the"),
     "unknown rope": (_rope(rope_type="spiral"), r"rope_type = 'spiral': only default, linear, llama3, yarn are read"),
     "unknown rope field": (_rope(rope_type="linear", factor=2.0, power=3), r"power = 3: a field that is not known"),
+    "two thetas": (_config(rope_theta=2e5), r"rope_theta = 200000\.0: rope_parameters has rope_theta = 100000: one of them says what"),
     "part of a head": (_config(partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5: all dimensions of a head rotate"),
     "text for a number": (_config(num_hidden_layers="3"), r"num_hidden_layers must be an integer, not '3'"),
     "no layers": (_config(num_hidden_layers=0), r"num_hidden_layers = 0: must be 1 or more"),
@@ -285,6 +359,7 @@ MALFORMED = {
     "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})), "lm_head.weight differs from"),
     "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999), r"config\.json: not readable as JSON: maximum rec"),
     "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json: its tokenizer is not a tok"),
+    "no special token": (_tokenizer_json([]), r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
     "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999), r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip
 

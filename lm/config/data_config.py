@@ -10,6 +10,8 @@ from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.schema import key, sections, variant
 
+LONGEST = 10**7  # tokens in a sequence
+
 
 @dataclass
 class Package:
@@ -218,7 +220,7 @@ class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks)")
-    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=10**7)
+    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)
     lengths: SequenceLengths = variant(
         LENGTHS,
         "full",

@@ -60,7 +60,7 @@ class Architecture(ABC):
         allowed = (*([name] for name in self.classes), [])
         fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in FIXED.items():
-            fields.fixed(name, (value, *(() if value is not False else (0,))), reason)
+            fields.fixed(name, (value,), reason)
         shape = self.shape(fields)
         fields.finish(IRRELEVANT)
         return shape
@@ -256,14 +256,16 @@ class Qwen3(Qwen2):
 def _windows(fields: Fields) -> Options:
     """Softmax, or softmax over a window in the layers that have one."""
     used, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
-    size = fields.size("sliding_window", 4096)
+    size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first = fields.take("max_window_layers", int, 28)  # the first layer with a window
-    default = [SLIDING if used and n >= first else FULL for n in range(layers)]
+    default = [SLIDING if used and size and n >= first else FULL for n in range(layers)]
     kinds = fields.take("layer_types", list[str], default)
     if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
         raise fields.refused("layer_types", f"must list {FULL} or {SLIDING} for each of the {layers} layers")
     if SLIDING in kinds and not used:
         raise fields.refused("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
+    if SLIDING in kinds and size is None:
+        raise fields.refused("sliding_window", f"layer_types lists {SLIDING}")
     if SLIDING not in kinds:
         return Softmax()
     normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in kinds]

@@ -69,6 +69,10 @@ class Fields:
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return found
 
+    def is_null(self, name: str) -> bool:
+        """Whether a field is there and null, which says something else than its default."""
+        return name in self._plain and self._plain[name] is None
+
     def size(self, name: str, default: Plain = MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
         found = self.take(name, int, default)

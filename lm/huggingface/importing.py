@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.config.data_config import LONGEST
 from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.files import check_new
 from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
 from lm.huggingface.shards import Shards, Tensors
-from lm.huggingface.tokenizer_files import checked, read_tokenizer, start_token, tokenizer_settings
+from lm.huggingface.tokenizer_files import checked, named_tokenizer, read_tokenizer, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
 from lm.runs.folder import TOKENIZER, read_json
 from lm.runs.model_folder import write_model
@@ -66,8 +68,9 @@ def import_model(
 
     Raises:
         RunError: not a model, or one that can't be used, by the name of what is wrong; nothing is written.
-        ConfigError: a length that learned positions don't have.
+        ConfigError: a length that learned positions don't have, or that no data has.
     """
+    check_new(out)
     opened = open_source(source, revision, tokenizer)
     fields = Fields(opened.config, opened.path)
     kind = fields.take("model_type", str)
@@ -77,6 +80,9 @@ def import_model(
     shape = architecture.read(fields)
     if length is not None and length != shape.positions and shape.model.position.ends:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {shape.positions}", "drop it")])
+    if (asked := length or shape.positions) > LONGEST:
+        name = "--length" if length else "max_position_embeddings"
+        raise ConfigError([Problem(name, asked, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
     start, known = "", 0
     if opened.tokenizer is not None:
         start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, opened.tokenizer_path)
@@ -100,7 +106,7 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         from lm.huggingface.gguf_file import GGUF
 
         file = GGUF(path)
-        content = read_tokenizer(tokenizer) if tokenizer else file.tokenizer()
+        content = named_tokenizer(tokenizer) if tokenizer else file.tokenizer()
         return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {**origin, "tensor_types": file.types})
     if not path.is_dir():
         path = _download(source, revision)
@@ -109,7 +115,7 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
     where = tokenizer or path
-    content, settings = read_tokenizer(where), tokenizer_settings(where)
+    content, settings = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path), tokenizer_settings(where)
     return Source(path / CONFIG, config, Shards(path), content, where / TOKENIZER if where.is_dir() else where, settings, origin)
 
 

@@ -35,11 +35,14 @@ def read_rope(config: Fields, positions: int) -> Rope:
     block, older = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older:
         raise config.refused("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
-    theta = config.number("rope_theta", THETA)
+    outside = config.number("rope_theta", None)
     config.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
+    name = "rope_parameters" if block else "rope_scaling"
     if (block := block or older) is None:
-        return Rope(theta=theta)
-    theta = block.number("rope_theta", theta)
+        return Rope(theta=outside or THETA)
+    theta = block.number("rope_theta", outside or THETA)
+    if outside not in (None, theta):
+        raise config.refused("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
     block.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     for name in ("mscale", "mscale_all_dim"):
         block.fixed(name, (), "only attention_factor is read")

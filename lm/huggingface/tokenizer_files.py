@@ -1,6 +1,7 @@
 """The tokenizer of a pretrained model as a tokenizer.json, and the token that starts its documents."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from lm.config.data_config import END_OF_TEXT
@@ -11,14 +12,15 @@ from lm.schema import Plain
 
 CONFIG = "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
-OLDER = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
+VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
+OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
 
 
 def read_tokenizer(path: Path) -> str | None:
     """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
 
     Raises:
-        RunError: files that can't be read, or transformers is not installed.
+        RunError: files that can't be read, or transformers or what it needs for them is not installed.
     """
     file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
@@ -34,10 +36,25 @@ def read_tokenizer(path: Path) -> str | None:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
+    if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
+        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer with another package: pip install sentencepiece")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer.to_str(pretty=True)
+        made = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
         raise RunError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
+    listed = read_json(path / VOCABULARY) if (path / VOCABULARY).is_file() else {}
+    if missing := listed.keys() - made.get_vocab().keys():
+        reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
+        raise RunError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {CONFIG} the right one?")
+    return made.to_str(pretty=True)
+
+
+def named_tokenizer(path: Path) -> str:
+    """`read_tokenizer` of a path that was asked for. Raises RunError: no tokenizer there, too."""
+    content = read_tokenizer(path)
+    if content is None:
+        raise RunError(f"{path}: no tokenizer there: neither {TOKENIZER} nor {', '.join(OLDER)}")
+    return content
 
 
 def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], given: str | None, path: Path) -> str:
@@ -62,9 +79,8 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
         for token in (named, special.get(ids[0] if isinstance(ids, list) and ids else ids if isinstance(ids, int) else None)):
             if isinstance(token, str) and token in special.values():
                 return token
-    raise RunError(
-        f"{path}: no token that starts a document is known; name one: --end-of-text TOKEN ({', '.join(list(special.values())[:8])})"
-    )
+    known = f"its special tokens: {', '.join(list(special.values())[:8])}" if special else "it has no special tokens"
+    raise RunError(f"{path}: no token that starts a document is known ({known}); name one: --end-of-text TOKEN")
 
 
 def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
