@@ -1,5 +1,6 @@
 """Model folders without a training run: evaluated, diagnosed and swapped on the text of a configuration, with their own tokenizer."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,30 @@ def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, no
     description["spec"]["model"]["normalizer"] = normalizer
     write_sealed(tmp_path / "lm.json", description)
     assert "normalizer" not in with_shape_of(str(tmp_path), {}, {})["model"]
+
+
+@pytest.mark.parametrize(("command", "options"), [("eval", []), ("diagnose", []), ("swap", ["--to", "ssmax", "-o"])])
+def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options: list[str], saved: Path, config: Path, tmp_path: Path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "abc":
+        (texts / f"{name}.txt").write_text(f"{name} short text")
+    little = tmp_path / "little.yaml"
+    little.write_text(f"base: {config}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n")
+    result = lm(command, str(saved), str(little), *options, *([str(tmp_path / "out")] if options else []))
+    assert (result.returncode, result.stderr.splitlines()[-1].startswith("error: ")) == (2, True), result.stderr
+    reason = rf"data\.source = \S+: too little text for {saved}: a sequence needs 49 tokens, the .* name more text\n"
+    assert re.search(reason, result.stderr), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, config: Path, tmp_path: Path):
+    arguments = ["swap", str(saved), str(config), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
+    for options, reason in {("--to", "softmix"): "unknown normalizer", ("--to", "log_n", "--init", "fit"): "log_n has no param"}.items():
+        result = lm(*arguments, *options)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert reason in result.stderr
+        assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])

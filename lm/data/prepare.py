@@ -114,8 +114,10 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: Config) -> None:
+def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
     """Check that the store's text is long enough for the sequences that `config` asks for.
+
+    fixed: the model whose training length that is, if it can't be another.
 
     Raises:
         ConfigError: a training or validation sequence does not fit.
@@ -124,6 +126,8 @@ def check_sequences(store: Store, config: Config) -> None:
     name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
     if shortest <= seq_len:
         reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
+        if fixed:
+            raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixed}: {reason}", "name more text")])
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {shortest - 1} or less, or add text")])
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if len(config.data.sources) > 1 and weighted.weight and source.n_tokens <= seq_len:

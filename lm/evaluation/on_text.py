@@ -7,7 +7,7 @@ from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.load import load
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
-from lm.data.prepare import prepare
+from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem
 from lm.runs.folder import TOKENIZER
@@ -49,7 +49,12 @@ def text_config(loaded: Loaded, files: list[Path]) -> Config:
 
 
 def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
-    """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before."""
+    """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before.
+
+    Raises:
+        LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
+    """
     store = prepare(config.data, progress=True)
+    check_sequences(store, config, fixed=str(loaded.path))
     metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": loaded.spec.vocab_size, "plugins": loaded.spec.plugins}
     return replace(loaded, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store

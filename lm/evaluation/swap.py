@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
@@ -50,9 +51,8 @@ def swap_run(
     """
     with new_folder(out) as made:
         loaded = load(source, checkpoint)
-        store = None
         if files:
-            loaded, store = _on_text(loaded, files, overrides)
+            loaded = replace(loaded, config=_text_config(loaded, files, overrides))
         elif loaded.config is None:
             remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {to} -o {out}"
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
@@ -62,8 +62,8 @@ def swap_run(
         if init == "fit" and not count_parameters(new)["normalizer"]:
             label = new.config.normalizer.label()
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
+        loaded, store = on_text(loaded, loaded.config) if files else (loaded, open_store(config, loaded))
         trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
-        store = store or open_store(config, loaded)
         swap, where = Swap(config, store, old), open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
@@ -84,12 +84,12 @@ def swap_run(
     return evaluation
 
 
-def _on_text(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> tuple[Loaded, Store]:
-    """A model folder on the text of configurations, with the overrides of their keys, and that text."""
+def _text_config(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
+    """Configurations of text for a model folder, with the overrides of their keys."""
     if (loaded.folder / CONFIG).is_file():
         raise RunError(f"{loaded.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
-    return on_text(loaded, parse(merge(to_plain(text_config(loaded, list(files))), changes)))
+    return parse(merge(to_plain(text_config(loaded, list(files))), changes))
 
 
 def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
