@@ -172,6 +172,11 @@ class Workbench:
         """The model with another normalizer, or with trained weights."""
         if arm in NORMALIZERS:
             return swapped(self.loaded.decoder, NORMALIZERS[arm])
+        if arm == "fit":
+            made = swapped(self.loaded.decoder, NORMALIZERS["ssmax"])
+            for one, s in zip(made.normalizers(), self.result("swap_fit").facts["s"], strict=True):
+                one.s.data = torch.tensor(s)
+            return made
         normalizer, training = TRAINED[arm]
         made = swapped(self.loaded.decoder, NORMALIZERS[normalizer])
         weights = load(self.out / training).decoder.state_dict()
@@ -268,15 +273,15 @@ class Workbench:
         made |= {f"asked_{slug(arm)}": self._needles(arm, sizes.asked) for arm in ("ssmax", *OWN)}
         made |= {f"swap_{name}": Part(lambda name=name: self.swap(name), swaps) for name in ("log_n", "bias")}
         made["swap_fit"] = Part(self.fitted, {"fit": sizes.fit, **swaps})
-        made |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n")}
+        made |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n", "fit")}
         made |= {name: self._needles("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
         return made
 
     def _loss(self, arm: str, size: tuple[float, int]) -> Part:
-        return Part(lambda: self.loss(arm, size), size, _trainings(arm))
+        return Part(lambda: self.loss(arm, size), size, _needed(arm))
 
     def _needles(self, arm: str, size: Needles) -> Part:
-        return Part(lambda: self.needle(arm, size), asdict(size), _trainings(arm))
+        return Part(lambda: self.needle(arm, size), asdict(size), _needed(arm))
 
     def fingerprint(self, part: str) -> dict[str, Plain]:
         """All that decides a part's numbers beside the code: the model, the text, options, and the sizes of the part and those it needs."""
@@ -316,8 +321,9 @@ class Workbench:
         print(f"{part}: {seconds:.0f} s, {cpu_seconds:.0f} s of the processor", flush=True)
 
 
-def _trainings(arm: str) -> tuple[str, ...]:
-    return (TRAINED[arm][1],) if arm in TRAINED else ()
+def _needed(arm: str) -> tuple[str, ...]:
+    """The parts that make the weights of an arm."""
+    return (TRAINED[arm][1],) if arm in TRAINED else ("swap_fit",) if arm == "fit" else ()
 
 
 def slug(arm: str) -> str:

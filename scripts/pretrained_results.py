@@ -286,7 +286,15 @@ class Results:
 
 def remarks(results: Results, context: int) -> list[str]:
     """What came out, in sentences, as far as it was measured."""
-    sentences = (_reach(results, context), _softened(results, context), _shape(results), _alone(results), _learned(results))
+    sentences = (
+        _reach(results, context),
+        _found(results),
+        _softened(results, context),
+        _shape(results),
+        _alone(results),
+        _learned(results),
+        _beyond(results, context),
+    )
     return [said for said in sentences if said]
 
 
@@ -303,6 +311,15 @@ def _reach(results: Results, context: int) -> str | None:
         f"Loss stays within {RISE} nats of that in the last octave of the context up to {first:,} tokens, {first / context:.1f} contexts, "
         f"and is {last['loss'] - within:.1f} nats above it from {last['low']:,} to {last['high']:,}."
     )
+
+
+def _found(results: Results) -> str | None:
+    rows = results.needles(part for part in results.parts if part.startswith("needles"))
+    said = []
+    for row in rows:
+        exact, asked = np.sum([cell for what, cell in row["cells"].items() if what != "no needle"], axis=0)
+        said.append(f"{exact} of {asked} at {row['length']:,} tokens")
+    return f"Needles are found, over the depths, {', '.join(said)}." if said else None
 
 
 def _softened(results: Results, context: int) -> str | None:
@@ -345,3 +362,14 @@ def _learned(results: Results) -> str | None:
     return (
         None if found is None else f"All weights trained under SSMax are {shown(found)} nats from those trained under softmax for as long."
     )
+
+
+def _beyond(results: Results, context: int) -> str | None:
+    said = []
+    for arm in ("ssmax", "log_n", "s trained", "ssmax trained", "softmax trained"):
+        if change := results.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf):
+            said.append(f"{WORDS[arm]} {shown(change)}")
+    if not said:
+        return None
+    last = int(results.loss("beyond_softmax").axis.values[-1])
+    return f"Beyond the context, from {context:,} to {last:,} tokens, minus softmax in nats: {'; '.join(said)}."
