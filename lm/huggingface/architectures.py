@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lm.attention.catalogue import Layers
@@ -14,6 +14,7 @@ from lm.huggingface.rope_fields import read_rope, write_rope
 from lm.schema import Plain
 
 MOST_LAYERS = 10**4
+HEAD = "lm_head.weight"  # of a model with a head; without `base`
 FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` lists
 
 
@@ -79,7 +80,14 @@ class Architecture(ABC):
 
     @abstractmethod
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
-        """Where each of our parameters lies."""
+        """Where each of our parameters lies, by names after `base`; but for the head."""
+
+    def placed(self, shape: Shape, fields: Fields, base: str) -> Iterator[Part]:
+        """Where each of our parameters lies, by full names, in a model whose tensors have `base` before their names."""
+        for part in self.parts(shape, fields):
+            yield replace(part, theirs=tuple((base + name, size) for name, size in part.theirs))
+        if not shape.model.tied:
+            yield Part("head.weight", ((HEAD, (shape.vocab_size, shape.model.n_embd)),))
 
 
 class GPT2(Architecture):

@@ -13,10 +13,10 @@ from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
-from lm.huggingface.importing import CONFIG, HEAD
+from lm.huggingface.importing import CONFIG
 from lm.huggingface.model_card import model_card
 from lm.huggingface.shards import SINGLE
-from lm.huggingface.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from lm.huggingface.tokenizer_files import TOKENIZER_CONFIG
 from lm.model.spec import ModelSpec
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
@@ -78,18 +78,14 @@ def _tensors(
 ) -> tuple[dict[str, Described], Iterator[tuple[str, Tensor]]]:
     """Types and shapes of the tensors by their names in transformers, and the tensors, made one by one."""
     state = loaded.decoder.state_dict()
-    parts = list(architecture.parts(shape, Fields(config, loaded.path)))
-    names = {architecture.base + name: size for part in parts for name, size in part.theirs}
-    head = {} if shape.model.tied else {HEAD: (shape.vocab_size, shape.model.n_embd)}
+    parts = list(architecture.placed(shape, Fields(config, loaded.path), architecture.base))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for part in parts:
             for (name, _), value in zip(part.theirs, _split(part, state[part.ours].float()), strict=True):
-                yield architecture.base + name, value
-        for name in head:
-            yield name, state["head.weight"].float()
+                yield name, value
 
-    return {name: (torch.float32, size) for name, size in {**names, **head}.items()}, tensors()
+    return {name: (torch.float32, size) for part in parts for name, size in part.theirs}, tensors()
 
 
 def _split(part: Part, value: Tensor) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lm.config.data_config import LONGEST
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new
-from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
+from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
 from lm.huggingface.shards import Shards, Tensors
 from lm.huggingface.tokenizer_files import checked, named_tokenizer, read_tokenizer, start_token, tokenizer_settings
@@ -22,7 +22,6 @@ from lm.runs.weights_file import Described
 from lm.schema import Plain, to_plain
 
 CONFIG = "config.json"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -143,14 +142,11 @@ def _spec(shape: Shape, length: int, end_of_text: str, path: Path) -> ModelSpec:
 def _parts(architecture: Architecture, shape: Shape, fields: Fields, tensors: Tensors) -> list[Part]:
     """Where each parameter lies, by the full names of tensors that are there with these shapes. Raises RunError: they are not."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
-    parts = [replace(part, theirs=tuple((base + name, size) for name, size in part.theirs)) for part in architecture.parts(shape, fields)]
-    head = (shape.vocab_size, shape.model.n_embd)
-    if not shape.model.tied:
-        parts.append(Part("head.weight", ((HEAD, head),)))
+    parts = list(architecture.placed(shape, fields, base))
     expected = {name: size for part in parts for name, size in part.theirs}
     if shape.model.tied and HEAD in tensors.shapes:
-        expected[HEAD] = head
-        if tensors.shapes[HEAD] == head and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
+        expected[HEAD] = (shape.vocab_size, shape.model.n_embd)
+        if tensors.shapes[HEAD] == expected[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected.items():
         if name not in tensors.shapes:

@@ -10,7 +10,7 @@ from lm.errors import DataError, LMError, RunError, one_line
 from lm.runs.folder import TOKENIZER, read_json
 from lm.schema import Plain
 
-CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
@@ -45,7 +45,7 @@ def read_tokenizer(path: Path) -> str | None:
     listed = read_json(path / VOCABULARY) if (path / VOCABULARY).is_file() else {}
     if missing := listed.keys() - made.get_vocab().keys():
         reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
-        raise RunError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {CONFIG} the right one?")
+        raise RunError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
     return made.to_str(pretty=True)
 
 
@@ -105,4 +105,4 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
 
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:
     """The content of tokenizer_config.json; {} if there is none."""
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    return read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
