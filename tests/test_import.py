@@ -243,12 +243,19 @@ def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: 
         tokenizer_files.read_tokenizer(tmp_path)
 
 
-def test_what_contradicts_the_command_is_said_before_anything_is_fetched(tmp_path: Path):
+def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["smollm2"])
     (tmp_path / "empty").mkdir()
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "empty"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith(f"error: {tmp_path / 'empty'}: no tokenizer there: neither tokenizer.json nor vocab.json, ")
+    for options, reason in (
+        (("--end-of-text", "x"), f"--end-of-text = 'x': {tmp_path / 'hf'} has no tokenizer; name one with --tokenizer"),
+        (("--revision", "main"), f"--revision = 'main': {tmp_path / 'hf'} is on this machine, not on the hub; drop it"),
+    ):
+        result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), *options)
+        assert (result.returncode, result.stderr) == (2, f"error: {reason}\n")
+    assert not (tmp_path / "out").exists()
     result = lm("import", "no/model", "-o", str(tmp_path / "hf"))
     assert (result.returncode, result.stderr) == (1, f"error: {tmp_path / 'hf'}: exists already; choose another\n")
 

@@ -67,7 +67,7 @@ def import_model(
 
     Raises:
         RunError: not a model, or one that can't be used, by the name of what is wrong; nothing is written.
-        ConfigError: a length that learned positions don't have, or that no data has.
+        ConfigError: a length that learned positions don't have, or that no data has; an argument that means nothing for `source`.
     """
     check_new(out)
     opened = open_source(source, revision, tokenizer)
@@ -82,6 +82,8 @@ def import_model(
     if (asked := length or shape.positions) > LONGEST:
         name = "--length" if length else "max_position_embeddings"
         raise ConfigError([Problem(name, asked, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
+    if end_of_text and opened.tokenizer is None:
+        raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
     start, known = "", 0
     if opened.tokenizer is not None:
         start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, opened.tokenizer_path)
@@ -97,8 +99,10 @@ def import_model(
 
 
 def open_source(source: str, revision: str | None, tokenizer: Path | None) -> Source:
-    """What `source` names, opened. Raises RunError as `import_model`."""
+    """What `source` names, opened. Raises RunError and ConfigError as `import_model`."""
     path, origin = Path(source), {"source": source}
+    if revision and path.exists():
+        raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
         if path.suffix != ".gguf":
             raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file")
