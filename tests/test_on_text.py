@@ -146,6 +146,14 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Pat
     assert "convert it: lm swap" in swapped.stderr
 
 
+def test_tasks_over_symbols_do_not_start_from_a_model_of_text(saved: Path, tmp_path: Path):
+    symbols = str(ROOT / "configs" / "recall_one_symbol.yaml")
+    result = lm("train", symbols, f"init_from={saved}", f"runs={tmp_path}", f"data.root={tmp_path / 'data'}", "log.wandb=disabled")
+    reason = f"data.tasks = 'mqar': makes sequences of symbols, and {saved} knows the tokens of a text; name text, or drop init_from"
+    assert (result.returncode, result.stderr) == (2, f"error: {reason}\n")
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, config: Path):
     source, run = load(saved), load_config([str(config), f"init_from={saved}"], with_shape_of)
     start, _, _ = start_new_run(run, prepare(run.data, progress=False), source)

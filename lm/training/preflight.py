@@ -72,6 +72,9 @@ def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[P
         if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
     ]
     problems += _normalizer_problems(config, decoder, loaded)
+    if config.data.symbolic and loaded.tokenizer is not None:
+        reason = f"makes sequences of symbols, and {loaded.path} knows the tokens of a text"
+        problems.append(Problem("data.tasks", config.data.tasks[0].task.name, reason, "name text, or drop init_from"))
     ours, theirs = decoder.config, loaded.decoder.config
     if ours.size_multipliers != theirs.size_multipliers:
         reason = f"the weights of {loaded.path} have other proportions to a base model than these learning rates are for"
