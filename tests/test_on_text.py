@@ -73,6 +73,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     few = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
     result = lm("train", *few)
     assert result.returncode == 0, result.stderr
+    assert "note: what those weights were trained on is not known" in result.stdout
     run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
     assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (32, "ssmax", "file")
     moved = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}

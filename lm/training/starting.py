@@ -77,12 +77,14 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Load
         "tokens": loaded.stamp["tokens_seen"],
         "normalizer": loaded.decoder.config.normalizer.label(),
     }
+    unknown = "note: what those weights were trained on is not known: what is held out here they may have seen"
     if loaded.config is None:
-        note = "note: what those weights were trained on is not known: what is held out here they may have seen"
-        return {**start, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", note]
+        return {**start, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", unknown]
     source = to_plain(loaded.config), loaded.environment
     notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
-    if store.fingerprint != loaded.stamp["data_fingerprint"]:
+    if start["tokens"] == 0:  # a swap of a model without a training run
+        notes.append(unknown)
+    elif store.fingerprint != loaded.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
     return {**start, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
