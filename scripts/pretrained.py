@@ -20,7 +20,7 @@ from pages import rendered
 from pretrained_parts import Sizes, Workbench
 from pretrained_pictures import attention_picture, loss_picture, scale_picture
 from pretrained_results import FIRST, Results, remarks, shown
-from theory_statements import Described, Statement, compared
+from theory_statements import TRAINED, UNTRAINED, Described, Statement, compared
 
 from lm.attention.options import Softmax
 from lm.diagnostics.concentration import NO_FIRST
@@ -66,8 +66,8 @@ def numbers(results: Results) -> list[tuple[str, str, str, str]]:
     """Diagnostics as one number each: of the model, untrained, shuffled."""
     found = results.evaluation("diagnostics")
     series = {(one.metric, one.setting): float(one.means[0]) for one in found.series if not one.axis} if found else {}
-    names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, "as trained") in series]
-    settings = ("as trained", "untrained weights", "shuffled scores")
+    names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, TRAINED) in series]
+    settings = (TRAINED, UNTRAINED, "shuffled scores")
     return [(name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings)) for name in names]
 
 
@@ -85,7 +85,7 @@ def sinks(results: Results) -> tuple[int, int, int] | None:
     found = results.evaluation("diagnostics")
     if found is None:
         return None
-    metric = ("weight on the first token", "as trained", "head")
+    metric = ("weight on the first token", TRAINED, "head")
     heads = np.stack([one.means for one in found.series if one.axis and (one.metric, one.setting, one.axis.name) == metric])
     return int((heads.mean(1) > 0.5).sum()), int((heads > 0.5).sum()), heads.size
 

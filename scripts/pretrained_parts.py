@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lm.attention.options import LogN, Options, Softmax, SSMax
@@ -206,13 +207,13 @@ class Workbench:
         to, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
             found = Evaluation.of(read_json(evaluation_path(self.out / name, Swap.kind, 0)))
-            if (found.options, found.data_fingerprint) != (self._swap().options, self.store.fingerprint):
+            if (found.options, found.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
             return {name: found}
         evaluation = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
         return {name: evaluation}
 
-    def _swap(self) -> Swap:
+    def _continuity(self) -> Swap:
         return Swap(self._config(*self._swap_options()), self.store, self.loaded.decoder)
 
     def _swap_options(self) -> list[str]:
@@ -224,9 +225,9 @@ class Workbench:
         length, count = int(self.sizes.fit[0] * self.loaded.spec.seq_len), self.sizes.fit[1]
         old, new = self.loaded.decoder, self.decoder("ssmax")
         open_device(self.config, {})  # sets the number of threads
-        chosen = torch.arange(count).numpy() * ((self.store.train.n_tokens - length - 1) // count)
+        chosen = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
         before, after = fit(old, new, [Batch.of(one[None]) for one in windows(self.store.train, chosen, length)])
-        return {"fit": self._measured(self._swap(), new)}, {"before": before, "after": after, "s": scales(new)}
+        return {"fit": self._measured(self._continuity(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:
         """A run folder, trained from the model or from its swap to SSMax."""

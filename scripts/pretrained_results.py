@@ -265,15 +265,17 @@ class Results:
         """Loss within and beyond the context, and before and after the `trained` length of sequences, and needles of all arms."""
         rows = []
         for arm in ("softmax", "ssmax", "log_n", *TRAINED):
-            row = {
-                "words": WORDS[arm],
-                "early": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1", 0, trained),
-                "late": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1", trained, math.inf),
-                "near": None if arm == "softmax" else self.change(f"within_{slug(arm)}", "scale_softmax_1"),
-                "far": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", 0, context),
-                "beyond": None if arm == "softmax" else self.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf),
-                "needle": self.asked("needles" if arm == "softmax" else f"asked_{slug(arm)}"),
+            places = {
+                "early": ("within", "scale_softmax_1", 0, trained),
+                "late": ("within", "scale_softmax_1", trained, math.inf),
+                "near": ("within", "scale_softmax_1", 0, math.inf),
+                "far": ("beyond", "beyond_softmax", 0, context),
+                "beyond": ("beyond", "beyond_softmax", context, math.inf),
             }
+            changes = {
+                name: None if arm == "softmax" else self.change(f"{part}_{slug(arm)}", *place) for name, (part, *place) in places.items()
+            }
+            row = changes | {"words": WORDS[arm], "needle": self.asked("needles" if arm == "softmax" else f"asked_{slug(arm)}")}
             if any(row[name] is not None for name in ("near", "far", "beyond", "needle")):
                 rows.append(row)
         return rows
@@ -287,18 +289,18 @@ class Results:
 def remarks(results: Results, context: int) -> list[str]:
     """What came out, in sentences, as far as it was measured."""
     sentences = (
-        _reach(results, context),
-        _found(results),
-        _softened(results, context),
-        _shape(results),
-        _alone(results),
-        _learned(results),
-        _beyond(results, context),
+        _loss_beyond_context(results, context),
+        _needles_found(results),
+        _match_by_length(results, context),
+        _shape_or_scale(results),
+        _s_trained(results),
+        _all_trained(results),
+        _arms_beyond_context(results, context),
     )
     return [said for said in sentences if said]
 
 
-def _reach(results: Results, context: int) -> str | None:
+def _loss_beyond_context(results: Results, context: int) -> str | None:
     rows = results.positions(context // 8)
     if not rows:
         return None
@@ -313,7 +315,7 @@ def _reach(results: Results, context: int) -> str | None:
     )
 
 
-def _found(results: Results) -> str | None:
+def _needles_found(results: Results) -> str | None:
     rows = results.needles(part for part in results.parts if part.startswith("needles"))
     said = []
     for row in rows:
@@ -322,7 +324,7 @@ def _found(results: Results) -> str | None:
     return f"Needles are found, over the depths, {', '.join(said)}." if said else None
 
 
-def _softened(results: Results, context: int) -> str | None:
+def _match_by_length(results: Results, context: int) -> str | None:
     row = next((row for row in results.swaps(context) if row["words"] == SWAPPED["ssmax"]), None)
     if row is None:
         return None
@@ -334,7 +336,7 @@ def _softened(results: Results, context: int) -> str | None:
     return f"SSMax by `match` has a factor of 1 on the logits as a mean over {context:,} tokens. In shorter sequences: {'; '.join(each)}."
 
 
-def _shape(results: Results) -> str | None:
+def _shape_or_scale(results: Results) -> str | None:
     if results.scales is None:
         return None
     every, later, slope = results.scales.by_shape(), results.scales.by_shape(FIRST), results.scales.slope(FIRST)
@@ -346,7 +348,7 @@ def _shape(results: Results) -> str | None:
     )
 
 
-def _alone(results: Results) -> str | None:
+def _s_trained(results: Results) -> str | None:
     found, before = results.change("within_s_trained", "scale_softmax_1"), results.change("within_ssmax", "scale_softmax_1")
     if found is None or before is None or results.parts["train_s"] is None:
         return None
@@ -357,14 +359,14 @@ def _alone(results: Results) -> str | None:
     )
 
 
-def _learned(results: Results) -> str | None:
+def _all_trained(results: Results) -> str | None:
     found = results.change("within_ssmax_trained", "within_softmax_trained")
     return (
         None if found is None else f"All weights trained under SSMax are {shown(found)} nats from those trained under softmax for as long."
     )
 
 
-def _beyond(results: Results, context: int) -> str | None:
+def _arms_beyond_context(results: Results, context: int) -> str | None:
     said = []
     for arm in ("ssmax", "log_n", "s trained", "ssmax trained", "softmax trained"):
         if change := results.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf):
