@@ -72,7 +72,7 @@ class EvaluationConfig(Timing, ABC):
 
 def beyond_positions(model: ModelConfig, path: str, value: Plain, longest: float) -> list[Problem]:
     """A problem at `path` if learned positions end before `longest`, in training lengths."""
-    reason, remedy = "learned positions end at the training length", "leave longer sequences out, or set model.position=rope"
+    reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
     return [Problem(path, value, reason, remedy)] if model.position.ends and longest > 1 else []
 
 
