@@ -37,7 +37,7 @@ def read_tokenizer(path: Path) -> str | None:
     except ModuleNotFoundError:
         raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
     if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
-        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer with another package: pip install sentencepiece")
+        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
     try:
         made = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
