@@ -1,6 +1,7 @@
 """Experiments: from one file to verdicts, on run folders alone."""
 
 import json
+import re
 import shutil
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -128,11 +129,12 @@ def interrupt() -> int:
     raise KeyboardInterrupt
 
 
-def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides):
+def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides, capsys):
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1}})
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, 1, here).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
+    assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary(procedure)
     assert wild["verdict"] == "unstable"

@@ -140,7 +140,8 @@ class Jobs:
             if outcome.ended:
                 self.procedure.check_direction(outcome)
                 self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
-                loss = "diverged" if outcome.state == "diverged" else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
+                diverged = outcome.state == "diverged"
+                loss = f"diverged ({outcome.divergence})" if diverged else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
                 known = self.procedure.known()
                 left = sum(not one.outcome.ended for one in known)
                 took = [*chain(*self.seconds.values())]
