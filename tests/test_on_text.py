@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, lm
+from folders import kill_after
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load as load_config
@@ -85,6 +86,20 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
         cut = lm("train", *options, "name=other")
         expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
         assert (cut.returncode, cut.stderr) == (1, expected), lost
+
+
+def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(saved: Path, config: Path, tmp_path: Path):
+    """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones (`trainer.tokens_per_parameter`)."""
+    arguments = [str(config), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4", "eval.every=99"]
+    arguments += ["optim.batch_tokens=32", "trainer.tokens_per_parameter=0.021", "trainer.checkpoint_every=9", "resume=auto"]
+    assert lm("train", *arguments).returncode == 0
+    steps = load(tmp_path / "run").metadata["step"]
+    parameters = sum(p.numel() for p in load(saved).decoder.parameters())
+    assert steps == -(-0.021 * parameters // 32) > -(-0.021 * (parameters - 2 * 10 * 32) // 32)
+    kill_after(tmp_path / "run", 9)
+    resumed = lm("train", *arguments)
+    assert (resumed.returncode, "the learning rate jumps" in resumed.stdout) == (0, False), resumed.stderr
+    assert load(tmp_path / "run").metadata["step"] == steps
 
 
 def test_overrides_take_back_what_a_model_can_not_do(config: Path, saved: Path, tmp_path: Path):

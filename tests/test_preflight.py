@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lm.errors import ConfigError
+from lm.model.decoder import Decoder
 from lm.training.train import train
 
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax", "trainer.max_steps=2"]
@@ -37,6 +38,17 @@ def test_a_new_run_is_refused_before_its_data_are_prepared(tiny, no_data, what: 
     with pytest.raises(ConfigError, match=rf"^{said}[^\n]*$"):
         train(config)
     assert not config.run_folder.exists()
+
+
+def test_the_memory_that_a_model_needs_is_that_of_its_optimizer(tiny, no_data, monkeypatch: pytest.MonkeyPatch):
+    """Muon has one number for each entry of a matrix, where AdamW has two."""
+    adamw, muon = (tiny(*SIZES, f"optim.optimizer={name}", "trainer.accelerator=cpu") for name in ("adamw", "muon"))
+    size = sum(p.numel() for p in Decoder(adamw.model, 1, adamw.data.seq_len).parameters())
+    monkeypatch.setattr("lm.training.preflight.os.sysconf", lambda name: 14 * size if name == "SC_PHYS_PAGES" else 1)
+    with pytest.raises(ConfigError, match="for weights, gradients and optimizer state"):
+        train(adamw)
+    with pytest.raises(AssertionError, match="data were prepared"):
+        train(muon)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

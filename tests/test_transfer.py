@@ -317,7 +317,7 @@ def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
             check_before_data(tiny(start, *options), None)
     with pytest.raises(ConfigError, match=r"^model\.transfer = [^\n]*; drop it$"):
         check_before_data(tiny(plain, "model.transfer.base_width=16"), None)
-    assert check_before_data(tiny(start, "model.transfer={base_width: 16, base_depth: 2}"), None)  # the same, written otherwise
+    assert check_before_data(tiny(start, "model.transfer={base_width: 16, base_depth: 2}"), None)[1]  # the same, written otherwise
 
 
 REFUSED = {

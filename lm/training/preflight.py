@@ -18,13 +18,16 @@ from lm.runs.checkpoints import load_metadata
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.loading import Loaded, load
 from lm.schema import to_plain
-from lm.training.optimizers import GROUPS, freeze, group_of
+from lm.training.optimizers import GROUPS, freeze, group_of, implied_state
 
 
-def check_before_data(config: Config, checkpoint: Path | None) -> Loaded | None:
-    """Check what needs no data, before their preparation takes minutes; the weights that `init_from` names, for a new run.
+def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
+    """Check what needs no data, before their preparation takes minutes.
 
     checkpoint: where the run goes on from; None: a new run.
+
+    Returns the configuration, with its steps where it starts from weights, whose vocabulary is known; and the weights that `init_from`
+    names, for a new run.
 
     Raises:
         ConfigError: a device that is not there, nothing to train, a model too large for the machine, or not that of the weights.
@@ -33,32 +36,32 @@ def check_before_data(config: Config, checkpoint: Path | None) -> Loaded | None:
     accelerator, _ = resolve_device(config)
     if checkpoint:
         metadata = load_metadata(checkpoint)
-        known = with_steps(config, metadata["vocab_size"])
-        if problems := config_problems(known, trained_config(metadata, checkpoint), metadata, checkpoint):
+        config = with_steps(config, metadata["vocab_size"])
+        if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint):
             raise ConfigError(problems)
     with torch.device("meta"):  # shapes without numbers; the vocabulary is not known yet
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
     freeze(decoder, config.train_only)
     check_trainable(config, decoder)
-    _check_memory(decoder, accelerator)
+    _check_memory(config, decoder, accelerator)
     if checkpoint or not config.init_from:
-        return None
+        return config, None
     loaded = load(config.init_from)
     if problems := _source_problems(config, decoder, loaded):
         raise ConfigError(problems)
-    return loaded
+    return with_steps(config, loaded.spec.vocab_size), loaded
 
 
-def _check_memory(decoder: Decoder, accelerator: str) -> None:
-    """Raises ConfigError if weights, gradients and Adam's two moments, in fp32 and without embedding and head, exceed all memory."""
-    parameters = [(p.numel(), p.requires_grad) for p in decoder.parameters()]
-    needed = sum(4 * (4 if trained else 1) * size for size, trained in parameters)
+def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
+    """Raises ConfigError if weights, gradients and the optimizer's state, without those of embedding and head, exceed all memory."""
+    state = [value for known in implied_state(decoder, config).values() for value in known.values() if isinstance(value, torch.Tensor)]
+    needed = sum(tensor.nbytes for tensor in (*decoder.parameters(), *(p.grad for p in decoder.parameters() if p.requires_grad), *state))
     if accelerator == "gpu":
         where, there = "the GPU", torch.cuda.get_device_properties(0).total_memory
     else:
         where, there = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
-        size = f"{sum(size for size, _ in parameters):,} parameters"
+        size = f"{sum(p.numel() for p in decoder.parameters()):,} parameters"
         reason = f"need {needed / 2**30:,.0f} GiB for weights, gradients and optimizer state, {where} has {there / 2**30:,.0f} GiB"
         raise ConfigError([Problem("model", size, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
 

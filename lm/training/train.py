@@ -31,10 +31,10 @@ def train(config: Config) -> int:
             from lm.model.horizon import with_steps  # torch takes seconds to import; errors above don't need it
             from lm.training.preflight import check_before_data
 
-            source = check_before_data(config, checkpoint)
+            config, source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
-            config = with_steps(config, source.spec.vocab_size if source else store.vocab_size)
+            config = with_steps(config, store.vocab_size)
             from lm.training.fit import fit  # so does Lightning
 
             return fit(config, store, checkpoint, source, process)
