@@ -66,6 +66,13 @@ def test_choices_that_are_no_words_are_suggested_too():
     assert problems("trainer.precision='32'")["trainer.precision"].endswith("write 32 without quotes")
 
 
+def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
+    found = problems("data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large")
+    assert found.keys() == {"data", "optim.groups.head"}
+    assert found["data"].startswith("data = 'my/corpus': must be a block of keys; keys: source, tokenizer, ")
+    assert found["optim.groups.head"] == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
+
+
 @pytest.mark.parametrize(
     ("override", "path"),
     [
@@ -141,7 +148,8 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     under = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
     assert merge(under, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}
     assert merge(under, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
-    assert merge({"n": {"bias": True}}, {"n": "ssmax"}) == {"n": {"bias": True, "name": "ssmax"}}
+    unnamed = {"optim": {"schedule": {"final_fraction": 0.2}}}
+    assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {"optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}}
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
     with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"):
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})

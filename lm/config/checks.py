@@ -73,14 +73,19 @@ def check(config: Config) -> list[Problem]:
 
 
 def check_steps(config: Config) -> list[Problem]:
-    """What the number of steps, which is given or known by now, leaves no room for: lengths, warm-up, decay, phases, sources and tasks."""
+    """What the number of steps, which is given or known by now, leaves no room for: lengths, warm-up, decay, phases, a profile, sources
+    and tasks."""
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
+    profile = config.trainer.profile
     problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
     if optim.warmup_steps > steps:
         problems.append(Problem("optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {steps}"))
     if isinstance(optim.schedule, WSD) and optim.warmup_steps + round(optim.schedule.decay_fraction * steps) > steps:
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
         problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason))
+    if profile and profile.first > steps:
+        reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
+        problems.append(Problem("trainer.profile.first", profile.first, reason, "lower it"))
     for index, phase in enumerate(phases):
         where, start = f"phases[{index}]", ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:

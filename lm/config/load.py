@@ -191,7 +191,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict
             merged.pop(other, None)
         if value is None and is_block(old):
             continue  # an empty block in YAML is null
-        if isinstance(value, str) and is_block(old):
+        if isinstance(value, str) and is_block(old) and effect(Config, f"{at}{name}.name"):
             value = {"name": value}
         if isinstance(old, int | float) and isinstance(value, dict):
             raise ConfigError([Problem(f"{at}{name}", old, "must be a block of keys", f"there is also {at}{name}.{next(iter(value), '')}")])

@@ -187,7 +187,7 @@ class Profile:
 
     def problems(self) -> list[Problem]:
         """No step in between."""
-        return [Problem("last", self.last, f"is before first = {self.first}")] if self.last < self.first else []
+        return [Problem("last", self.last, f"is before first = {self.first}", "raise it")] if self.last < self.first else []
 
 
 EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands that run a model

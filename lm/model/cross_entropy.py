@@ -33,34 +33,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None, z_loss: float
     ) -> tuple[Tensor, Tensor]:
-        nll, z = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
+        terms = hidden.new_zeros(2, dtype=torch.float32)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         matrix, size = weight.to(dtype), chunk_tokens(weight)
         grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
             h_low = h.to(dtype)
-            counts = (y != IGNORED).float()
-            y = y.clamp(min=0)
-            logits = capped((h_low @ matrix.t()).float(), softcap)  # (chunk, V)
-            log_p = logits.log_softmax(-1)
-            nll -= (log_p.gather(1, y) * counts).sum()
-            if z_loss:
-                log_z = logits.logsumexp(-1, keepdim=True)
-                z += z_loss * (log_z.square() * counts).sum()
+            some, grad_logits = _of_logits(h_low, matrix, y, softcap, z_loss, train)
+            terms += some
             if train:
-                p = log_p.exp_().mul_(1 + 2 * z_loss * log_z) if z_loss else log_p.exp_()
-                grad_logits = p.scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).mul_(counts)
-                if softcap is not None:  # the derivative of c tanh(x / c)
-                    grad_logits *= 1 - (logits / softcap).square()
-                grad_logits = grad_logits.to(dtype)
                 grad_hidden.append((grad_logits @ matrix).to(hidden.dtype))
                 if grad_weight is not None:
                     grad_weight += grad_logits.t() @ h_low
+                del grad_logits  # before the next chunk's
         if train:
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
-        terms = torch.stack((nll, z))
         ctx.mark_non_differentiable(terms)
-        return nll + z, terms
+        return terms[0] + terms[1], terms
 
     @staticmethod
     @once_differentiable
@@ -69,6 +58,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight * grad.to(grad_weight.dtype)
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
+
+
+def _of_logits(h: Tensor, matrix: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> tuple[Tensor, Tensor | None]:
+    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32; and if `train` the gradient of their sum.
+
+    A function of its own: what it makes beside these is gone before the next chunk's logits are made.
+
+    Args:
+        h: hidden states (n, C), in the dtype of the product with `matrix` (V, C), which the gradient has, too.
+        y: targets (n, 1).
+    """
+    counts, y = (y != IGNORED).float(), y.clamp(min=0)
+    logits = capped((h @ matrix.t()).float(), softcap)  # (n, V)
+    log_p = logits.log_softmax(-1)
+    nll = -(log_p.gather(1, y) * counts).sum()
+    log_z = logits.logsumexp(-1, keepdim=True) if z_loss else None
+    terms = torch.stack((nll, z_loss * (log_z.square() * counts).sum() if z_loss else torch.zeros_like(nll)))
+    if not train:
+        return terms, None
+    p = log_p.exp_().mul_(1 + 2 * z_loss * log_z) if z_loss else log_p.exp_()
+    grad_logits = p.scatter_add_(1, y, log_p.new_full((len(y), 1), -1.0)).mul_(counts)
+    if softcap is not None:  # the derivative of c tanh(x / c)
+        grad_logits *= 1 - (logits / softcap).square()
+    return terms, grad_logits.to(h.dtype)
 
 
 def linear_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:

@@ -63,14 +63,15 @@ class _Case:
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
-    """Bytes of all tensors of a process at the peak of a training step: weights, gradients, optimizer state, activations, logits.
+    """Bytes of all tensors of a process at the peak of a training step of a phase or a later one: weights, gradients, optimizer state,
+    activations, logits.
 
     Not considered are `torch.compile`, which keeps less, isolated documents, evaluations, and what Muon takes during its step, when the
     activations are gone: about 10 bytes x `lm.training.muon.BATCH_ELEMENTS`, or x the entries of the largest matrix.
     """
-    model, trainer = config.model_in(phase), config.trainer
-    kind = (model, config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, trainer.activation_checkpointing)
-    return _estimated(_Case(repr((kind, config.optim, config.train_only)), config, model, vocab_size, bf16, accelerator))
+    recomputes, models = config.trainer.activation_checkpointing, [config.model_in(one) for one in range(phase, len(config.plan))]
+    kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
+    return max(_estimated(_Case(repr((model, kind)), config, model, vocab_size, bf16, accelerator)) for model in models)
 
 
 @lru_cache(maxsize=64)
@@ -91,16 +92,16 @@ def _estimated(case: _Case) -> int:
         tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
             hidden = decoder(tokens)
-        gradient, chunk = torch.empty_like(hidden), torch.empty(_logit_bytes(hidden, case), dtype=torch.uint8)
-        head = torch.empty_like(decoder.head.weight)  # its gradient, which the loss forms as it goes
-        del chunk
+        formed = _gradients_of_loss(hidden, decoder.head.weight, case)
         if config.rank_sequences > config.micro_batch:  # what each micro-batch adds does not stay
             for parameter in filter(lambda p: p.requires_grad, decoder.parameters()):
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         else:
             del gradients  # Lightning drops them after the forward pass
-        hidden.backward(gradient)
-        del head
+        scaled = [torch.empty_like(one) for one in formed]
+        del formed
+        hidden.backward(scaled[0])
+        del scaled
     sent = trained if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
     return memory.peak - weights + sum(one.nbytes for one in kept) + sent
 
@@ -109,8 +110,16 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _logit_bytes(hidden: Tensor, case: _Case) -> int:
-    """Bytes of a chunk's logits and of their gradient, in fp32, and of the derivative of a cap on them (`lm.model.cross_entropy`)."""
-    tokens = hidden.numel() // hidden.size(-1)
-    chunk = max(64, CHUNK_LOGITS["cuda" if case.accelerator == "gpu" else "cpu"] // case.vocab_size)
-    return (8 if case.model.logit_softcap is None else 16) * min(tokens, chunk) * case.vocab_size
+def _gradients_of_loss(hidden: Tensor, head: Tensor, case: _Case) -> list[Tensor]:
+    """The gradients of hidden states (B, T, C) and, if it is trained, of the head (V, C), as the loss forms them chunk by chunk
+    (`lm.model.cross_entropy`), and beside them for a moment what that takes."""
+    n_tokens, low = hidden.numel() // hidden.size(-1), 2 if case.bf16 else 4
+    chunk = min(n_tokens, max(64, CHUNK_LOGITS["cuda" if case.accelerator == "gpu" else "cpu"] // case.vocab_size)) * case.vocab_size
+    gradients = [torch.empty_like(hidden), *([torch.empty_like(head)] if head.requires_grad else [])]
+    copy = torch.empty(low * head.numel() if case.bf16 else 0, dtype=torch.uint8)
+    # Logits and their gradient in fp32, and either its low precision or the derivative of a cap; then the product for the head's gradient.
+    of_chunk = max((16 if case.model.logit_softcap else 8 + 2 * case.bf16) * chunk, low * (chunk + head.numel() * head.requires_grad))
+    torch.empty(of_chunk, dtype=torch.uint8)
+    parts = torch.empty_like(hidden)  # of the gradient, before they are joined
+    del copy, parts
+    return gradients

@@ -19,7 +19,8 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     if accelerator == "gpu":
-        return get_available_flops(torch.device("cuda"), dtype)
+        mistaken = "L40" in torch.cuda.get_device_name()  # Lightning takes an L40 for an L4, which has another peak
+        return None if mistaken else get_available_flops(torch.device("cuda"), dtype)
     return _matmul_flops(dtype, torch.get_num_threads())
 
 
