@@ -9,7 +9,7 @@ from lm.experiments.outcomes import SELECTION, selects
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.report.comparison import show
-from lm.report.methods import corpus, measuring_methods, models, training_methods
+from lm.report.methods import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
 from lm.schema import Plain
@@ -134,7 +134,7 @@ def methods(procedure: Procedure, found: SizeResults) -> str:
     run, record = found.finished[0]
     named = joined(found.arm_names)
     text = [f"We trained {models(comparison)}: {named} (the configuration keys in which they differ are listed above)."]
-    text.append(f"Positions: {_options(record.config['model'].get('position'))}." if record.config["model"].get("position") else "")
+    text.append(architecture(comparison))
     text.append(f"Data: {corpus(record)}; tokenizer: {_options(record.config['data'].get('tokenizer'))}{_vocabulary(run)}.")
     text.append(training_methods(comparison))
     text.append(_held_out(run))

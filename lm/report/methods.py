@@ -1,15 +1,16 @@
 """How runs were trained and measured, in words: lines for a table, and the methods paragraph of a paper."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from lm.attention import catalogue
+from lm.config.model_config import ModelConfig
 from lm.report.comparison import Comparison, across, show
 from lm.report.differences import seeds_shown
 from lm.report.sections import Section
 from lm.report.tables import covered
 from lm.runs.record import RunRecord
-from lm.schema import Plain, flatten
+from lm.schema import Plain, flatten, to_plain
 
 
 def how_measured(comparison: Comparison) -> list[tuple[str, str]]:
@@ -92,8 +93,8 @@ def methods(comparison: Comparison) -> str:
     several = len(comparison.arms) > 1
     named = ", ".join(arm.label for arm in comparison.arms)
     differ = f"that differ in the attention normalizer: {named}" if several else f"with the attention normalizer {named}"
-    text = [f"We trained {models(comparison)} {differ}.", training_methods(comparison), comparison.warning, measuring_methods(comparison)]
-    return " ".join(filter(None, text))
+    text = [f"We trained {models(comparison)} {differ}.", architecture(comparison), training_methods(comparison)]
+    return " ".join(filter(None, [*text, comparison.warning, measuring_methods(comparison)]))
 
 
 def models(comparison: Comparison) -> str:
@@ -104,6 +105,18 @@ def models(comparison: Comparison) -> str:
         f"{_key(comparison, 'model.n_head')} heads and width {_key(comparison, 'model.n_embd')} ({total} parameters, {without} without "
         "embeddings)"
     )
+
+
+def architecture(comparison: Comparison) -> str:
+    """A sentence on what the models consist of: MLP, norm, positions, and every other option that is not the default."""
+    usual = flatten({"model": to_plain(ModelConfig())})
+    said = ("model.n_layer", "model.n_head", "model.n_embd", "model.dropout", "model.normalizer.", "model.transfer.")  # elsewhere
+    always = ["model.mlp", "model.norm", "model.position.name", "model.position.theta"]
+    own = [path for run in comparison.runs for path, value in run.flat.items() if path.startswith("model.") and value != usual.get(path)]
+    paths = [path for path in dict.fromkeys(always + own) if not path.startswith(said)]
+    if all(run.flat.get("model.block.name") == "gau" for run in comparison.runs):
+        paths.remove("model.mlp")
+    return f"Architecture: {_options(comparison, paths, usual)}."
 
 
 def training_methods(comparison: Comparison) -> str:
@@ -117,13 +130,15 @@ def training_methods(comparison: Comparison) -> str:
         if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
         or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
         or (path.startswith("model.transfer.") and value is not None)
+        or path == "optim.z_loss"
     )
-    named = [f"{path.split('.', 2)[2].replace('.', ' ').replace('_', ' ')} {key(path)}" for path in options]
+    paths = dict.fromkeys(path for run in comparison.runs for path in run.flat if path.startswith("optim.schedule."))
+    schedule = _options(comparison, [path for path in paths if not path.endswith(".name")], {})
     return (
         f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
-        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {', '.join(named)}, gradients clipped at norm "
-        f"{key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
-        f"then the schedule {key('optim.schedule.name')}, dropout {key('model.dropout')}, precision "
+        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {_options(comparison, options, {})}, gradients clipped at "
+        f"norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
+        f"then the schedule {key('optim.schedule.name')}{f' ({schedule})' if schedule else ''}, dropout {key('model.dropout')}, precision "
         f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}."
     )
 
@@ -149,6 +164,18 @@ def _say(comparison: Comparison, value: Callable[[RunRecord], object]) -> str:
 def _key(comparison: Comparison, path: str) -> str:
     """The value of a configuration key, likewise."""
     return _say(comparison, lambda run: run.flat.get(path))
+
+
+def _options(comparison: Comparison, paths: Iterable[str], usual: Mapping[str, Plain]) -> str:
+    """Options and their values in words, by arm where they differ; `usual`: the values of those that a configuration leaves out."""
+
+    def said(path: str) -> str:
+        words = path.removeprefix("model.").removeprefix("transfer.").removeprefix("optim.").removesuffix(".name")
+        words = words.removeprefix("optimizer.").removeprefix("groups.").removeprefix("schedule.")
+        value = _say(comparison, lambda run: "none" if (found := run.flat.get(path, usual.get(path))) is None else found)
+        return f"{words.replace('.', ' ').replace('_', ' ')} {value}"
+
+    return ", ".join(map(said, paths))
 
 
 def _method(comparison: Comparison, section: Section) -> str:
