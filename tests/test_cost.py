@@ -218,10 +218,14 @@ def test_a_window_of_steps_is_profiled_and_the_run_is_the_same(tiny):
     assert sum(name.startswith("Optimizer.step") for name in names if name) >= 2
 
 
-def test_a_window_that_begins_before_a_resumed_run_or_ends_after_it_is_cut(tiny):
-    config = tiny("name=x", "resume=auto", "trainer.profile={first: 7, last: 90}")
+def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_passed_is_named(tiny, capsys: pytest.CaptureFixture):
+    assert train(tiny("name=x", "trainer.max_steps=4")) == 0
+    config = tiny("name=x", "resume=auto", "trainer.max_steps=6", "trainer.profile={first: 3, last: 4}", "log.progress=lines")
     assert train(config) == 0
-    assert (config.run_folder / "profile" / "steps-7-8.txt").exists()
+    assert "trainer.profile: steps 3 to 4 were made before: none is recorded\n" in capsys.readouterr().err
+    assert not (config.run_folder / "profile").exists()
+    assert train(tiny("name=x", "resume=auto", "trainer.profile={first: 3, last: 90}")) == 0
+    assert [path.name for path in sorted((config.run_folder / "profile").glob("*.txt"))] == ["steps-7-8.txt"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class AdamW(Optimizer):
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
-    weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; never on norms, biases or normalizers", ge=0)
+    weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; of all others: optim.groups", ge=0)
 
     @property
     def width_exponent(self) -> float:

@@ -27,6 +27,12 @@ class ProfileSteps(StepCallback):
         self.run, self.clock, self.window, self.profiler = run, clock, run.config.trainer.profile, None
         self.first = self.last = 0
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Say so if training goes on after a window of which nothing was recorded."""
+        over = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
+        if over and not (self.run.config.run_folder / PROFILE).exists():
+            self.run.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
+
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
         """Start with the first step of the window that is made here."""
         step = trainer.global_step + 1
