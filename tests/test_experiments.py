@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import lm
 from fabricated import finish, finish_all
 from trials import written
 
 from lm.config.load import load, to_yaml
+from lm.config.training_config import OPTIMIZERS
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import Work, compare
@@ -26,11 +28,13 @@ from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.machine import usable_cores
+from lm.model.decoder import Decoder
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 from lm.schema import to_plain
+from lm.training.optimizers import implied_state
 from lm.training.train import train
 
 
@@ -260,6 +264,19 @@ def test_the_disk_that_is_planned_is_what_a_run_takes(tmp_path, overrides):
     assert here(run) == 0
     taken = {path.stat().st_ino: path.stat().st_size for path in run.config.run_folder.rglob("*") if path.is_file()}
     assert costs(procedure)["", "softmax"].disk == pytest.approx(sum(taken.values()), rel=0.15)
+
+
+def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overrides):
+    disks, kept = [], []
+    for name in OPTIMIZERS:
+        procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, f"optim.optimizer={name}"]))
+        disks.append(costs(procedure)["", "softmax"].disk)
+        config = procedure.known()[0].config
+        with torch.device("meta"):
+            decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
+        state = (value for known in implied_state(decoder, config).values() for value in known.values())
+        kept.append(sum(value.nbytes for value in state if value.dim()))  # without the count of steps
+    assert disks[0] - disks[1] == kept[0] - kept[1] > 0  # one checkpoint
 
 
 def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
