@@ -143,6 +143,17 @@ def block_of(spec: dataclasses.Field) -> type | None:
     return schema if is_dataclass(schema) else None
 
 
+def is_optional(schema: type, path: str) -> bool:
+    """Whether the key at `path` (dotted) is a block that null turns off (`optional`)."""
+    *blocks, name = path.split(".")
+    inner: type | None = schema
+    for block in blocks:
+        spec = inner and _field(inner, block)
+        inner = spec and block_of(spec)
+    spec = inner and _field(inner, name)
+    return bool(spec) and "optional" in spec.metadata
+
+
 def _field(schema: type, name: str) -> dataclasses.Field | None:
     """The field called `name`; the index of a list's item is ignored (`phases[1]`)."""
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)

@@ -155,6 +155,16 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
 
 
+def test_null_turns_off_a_block_that_may_be_null_and_leaves_any_other_as_it_is(tmp_path: Path):
+    file = tmp_path / "all.yaml"
+    file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\noptim: {schedule: wsd}\n")
+    on = load([str(file)])
+    assert all((on.model.transfer, on.trainer.profile, on.eval.by_length))
+    keys = ("model.transfer", "trainer.profile", "eval.by_length", "optim", "model", "eval.long_context")
+    off = load([str(file), *(f"{name}=null" for name in keys)])
+    assert (off.model.transfer, off.trainer.profile, off.eval.by_length, off.optim.schedule.name) == (None, None, None, "wsd")
+
+
 def test_the_order_of_overrides_of_one_block_does_not_matter():
     there = load(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
     back = load(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])

@@ -16,7 +16,20 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, one_line
-from lm.schema import Effect, Plain, block_of, build, effect, effect_within, is_block, own_problems, reference, suggest, to_plain
+from lm.schema import (
+    Effect,
+    Plain,
+    block_of,
+    build,
+    effect,
+    effect_within,
+    is_block,
+    is_optional,
+    own_problems,
+    reference,
+    suggest,
+    to_plain,
+)
 
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 MAX_BASES = 50  # files that inherit from each other in a row
@@ -189,7 +202,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict
         old, other = merged.get(name), ALTERNATIVES.get(f"{at}{name}")
         if other and value is not None and other not in over:
             merged.pop(other, None)
-        if value is None and is_block(old):
+        if value is None and is_block(old) and not is_optional(Config, f"{at}{name}"):
             continue  # an empty block in YAML is null
         if isinstance(value, str) and is_block(old) and effect(Config, f"{at}{name}.name"):
             value = {"name": value}
