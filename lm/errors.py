@@ -42,6 +42,15 @@ def abbreviated(text: str, longest: int = 300) -> str:
     return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
+def shown(value: object) -> str:
+    """A value as a user writes it: null, true and false as in YAML, within lists and blocks, too; any other as Python does."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else repr(value)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """True if memory ran out, of the CPU or of a GPU: Python's MemoryError, or torch's, which for the CPU is a RuntimeError."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
@@ -57,7 +66,7 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{abbreviated(self.path)} = {abbreviated(repr(self.value))}: {self.reason}"
+        text = f"{abbreviated(self.path)} = {abbreviated(shown(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

@@ -278,7 +278,7 @@ def test_a_fixed_length_cuts_all_slots(store):
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
-        ("{name: fixed}", r"^data\.lengths\.length = None: no length given; give a divisor of data\.seq_len$"),
+        ("{name: fixed}", r"^data\.lengths\.length = null: no length given; give a divisor of data\.seq_len$"),
         ("{name: fixed, length: 7}", r"^data\.lengths\.length = 7: does not divide data\.seq_len = 32 into sequences of 2 tokens or more;"),
         ("{name: fixed, length: 64}", "does not divide data.seq_len = 32"),
         ("{name: fixed, length: 0}", r"^data\.lengths\.length = 0: must be >= 2$"),

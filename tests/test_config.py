@@ -12,7 +12,7 @@ from lm.attention import catalogue
 from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
-from lm.errors import ConfigError
+from lm.errors import ConfigError, Problem
 from lm.experiments.definition import read_experiment
 from lm.schema import reference, to_plain
 
@@ -124,8 +124,8 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str
         ("log_n", "clip: 1", r"normalizer\.clip = 1: must be true or false"),
         ("log_n", "base: 0.5", r"normalizer\.base = 0\.5: must be >= 2"),
         ("ssmax", "n: wide", r"normalizer\.n = 'wide': unknown row length"),
-        ("ssmax", "clip: true", r"normalizer\.clip = True: no normalizer of this model has this option"),
-        ("ssmax", "bias: true", r"normalizer\.bias = True: decides whether there is a b to learn"),
+        ("ssmax", "clip: true", r"normalizer\.clip = true: no normalizer of this model has this option"),
+        ("ssmax", "bias: true", r"normalizer\.bias = true: decides whether there is a b to learn"),
         ("[log_n, ssmax]", "init: 1.0", r"normalizer\.init = 1\.0: is an initial value"),
         ("ssmax", "name: softmax", r"normalizer\.name = 'softmax': no normalizer of this model has this option"),
     ],
@@ -199,7 +199,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
         (b"#" * (2**19 + 1), "larger than 524,288 bytes"),
         (b"base: file.yaml\n", "inherits from itself"),
         (b"base: nowhere.yaml\n", "nowhere.yaml: no such configuration file (a base of file.yaml)"),
-        (b"base: {a: b}\n", "base = {'a': 'b'}: must be a file or a list of files"),
+        (b"base: {a: b}\n", "base = {a: 'b'}: must be a file or a list of files"),
     ],
     ids=lambda value: value[:24] if isinstance(value, bytes) else None,
 )
@@ -229,7 +229,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     ("override", "reason"),
     [
         ("model.normalizer={name: [ssmax]}", "model.normalizer.name = ['ssmax']: unknown name"),
-        ("data.source={name: {files: 1}}", "data.source.name = {'files': 1}: unknown name"),
+        ("data.source={name: {files: 1}}", "data.source.name = {files: 1}: unknown name"),
         (".".join(["a"] * 3000) + "=1", "not an override; write key=value"),
         ("=1", "not an override; write key=value"),
         ("optim..lr=1", "not an override; write key=value"),
@@ -367,5 +367,20 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
 )
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
     where = f"eval.{kind}.inference"
-    with pytest.raises(ConfigError, match=rf"{where}\[0\]\.normalizer\.clpi = True: no normalizer of this model has this option"):
+    with pytest.raises(ConfigError, match=rf"{where}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"):
         load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{where}=[{{normalizer: {{clpi: true}}}}]"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        ("true", "'true'"),
+        (1e-5, "1e-05"),
+        ([False, "a", None], "[false, 'a', null]"),
+        ({"a": {"b": None}}, "{a: {b: null}}"),
+    ],
+)
+def test_errors_show_values_as_they_are_written_in_yaml(value, text):
+    assert str(Problem("key", value, "is wrong")) == f"key = {text}: is wrong"

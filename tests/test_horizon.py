@@ -110,7 +110,7 @@ def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
     both.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
     with pytest.raises(ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"):
         load([str(both)])
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps = None: is not given; set it, or trainer\.tokens_per_parameter"):
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps = null: is not given; set it, or trainer\.tokens_per_parameter"):
         load([str(both), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
 
 

@@ -189,7 +189,7 @@ def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | Non
         assert theirs.layer_types == ["full_attention"] * 2
         assert ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name == "softmax"
     else:
-        with pytest.raises(RunError, match="sliding_window = None: layer_types lists sliding_attention"):
+        with pytest.raises(RunError, match="sliding_window = null: layer_types lists sliding_attention"):
             ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path))
 
 

@@ -99,19 +99,19 @@ def test_a_rank_that_is_no_number_is_refused(environment, name: str, value: str)
         pytest.param(2, {"WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK = 2: no launcher gave this rank of 2", id="beyond two"),
         pytest.param(2, {"WORLD_SIZE": "2", "NODE_RANK": "1"}, "NODE_RANK = 1: no launcher gave this rank of 1", id="beyond one machine"),
         pytest.param(2, {"WORLD_SIZE": "2", "RANK": "1"}, "RANK = 1: no launcher gave this rank: .* make it 0", id="not torchrun's"),
-        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK = None: is missing", id="torchrun without LOCAL_RANK"),
-        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "RANK = None: is missing", id="torchrun without RANK"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK = null: is missing", id="torchrun without LOCAL_RANK"),
+        pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "RANK = null: is missing", id="torchrun without RANK"),
         pytest.param(2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK = 2: torchrun started", id="beyond"),
         pytest.param(
             2, {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}, "LOCAL_RANK = 0: RANK = 1 is process 1", id="contradictory"
         ),
         pytest.param(2, {**SRUN, "SLURM_PROCID": "2"}, "SLURM_PROCID = 2: srun started 2", id="beyond srun's"),
-        pytest.param(2, SRUN, "SLURM_PROCID = None: is missing", id="srun without SLURM_PROCID"),
+        pytest.param(2, SRUN, "SLURM_PROCID = null: is missing", id="srun without SLURM_PROCID"),
         pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, "SLURM_NNODES = 2: must be 1", id="srun over two machines"),
         pytest.param(2, {**SRUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, "SLURM_NTASKS = 4: must be 2", id="srun of two says four"),
         pytest.param(
             2, {name: value for name, value in SRUN.items() if "PER_NODE" not in name} | {"SLURM_PROCID": "1"},
-            "SLURM_NTASKS_PER_NODE = None: must be 2 .*--ntasks-per-node=2", id="srun, not by machine",
+            "SLURM_NTASKS_PER_NODE = null: must be 2 .*--ntasks-per-node=2", id="srun, not by machine",
         ),
         pytest.param(2, {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, f"SLURM_PROCID = 1: {STRAY}", id="SLURM without a step"),
         pytest.param(1, {"WORLD_SIZE": "2", "RANK": "1"}, "trainer.devices = 1: .* the launcher started 2", id="more than configured"),

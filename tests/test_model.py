@@ -195,7 +195,7 @@ def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
 
 
 def test_options_fixed_by_training_are_refused_in_an_inference_setting():
-    with pytest.raises(ConfigError, match=r"normalizer\.bias = True: decides whether there is a b"):
+    with pytest.raises(ConfigError, match=r"normalizer\.bias = true: decides whether there is a b"):
         for_inference(Decoder(small(normalizer=opt.SSMax()), 50, 16), InferenceSetting(normalizer={"bias": True}))
 
 

@@ -128,7 +128,7 @@ ALTERED = {
     ),
     "a wrong key": (lambda one: one["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
     "a contradiction": (lambda one: one["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
-    "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = None: is missing"),
+    "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = null: is missing"),
     "no spec": (lambda one: one.update(spec=[]), r"its `spec` must be a map, not '\[\]'"),
     "no digests": (lambda one: one.pop("tensor_sha256"), r"its `tensor_sha256` must be a map \(text: text\), not 'missing'"),
     "digests in a list": (lambda one: one.update(tensor_sha256=[]), r"its `tensor_sha256` must be a map \(text: text\), not '\[\]'"),

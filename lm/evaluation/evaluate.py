@@ -12,7 +12,7 @@ from lm.config.load import merge, overrides_in, parse, read_yaml
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare, store_of, summary
 from lm.data.store import Store
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, shown
 from lm.evaluation.measurement import measurements, weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
 from lm.evaluation.on_text import on_text, split_configurations, text_config
@@ -92,7 +92,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     problems = config_problems(config, loaded.config, facts, path)
     if problems:
-        found = "; ".join(f"{one.path} = {one.value!r}: {one.reason}" for one in problems[:3])
+        found = "; ".join(f"{one.path} = {shown(one.value)}: {one.reason}" for one in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
     return _measured(config, folder, loaded, open_store(config, loaded), open_device(config, environment), kinds)
 

@@ -4,7 +4,7 @@ from collections.abc import Container
 from dataclasses import MISSING
 from pathlib import Path
 
-from lm.errors import RunError, abbreviated
+from lm.errors import RunError, abbreviated, shown
 from lm.schema import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
@@ -65,7 +65,7 @@ class Fields:
             return default
         found = convert(kind, value)
         if found is MISSING:
-            text = abbreviated(repr(value), 60) if name in self._plain else "missing"
+            text = abbreviated(shown(value), 60) if name in self._plain else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return found
 
@@ -108,7 +108,7 @@ class Fields:
 
     def refused(self, name: str, reason: str) -> RunError:
         """The error that names a field, its value and why it can't be used."""
-        return RunError(f"{self.path}: {name} = {abbreviated(repr(self._plain.get(name)), 80)}: {reason}")
+        return RunError(f"{self.path}: {name} = {abbreviated(shown(self._plain.get(name)), 80)}: {reason}")
 
     def finish(self, irrelevant: Container[str] = IRRELEVANT) -> None:
         """Raises RunError if a field was neither used nor is irrelevant."""

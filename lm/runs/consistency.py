@@ -8,7 +8,7 @@ from lm.config.effects import effect_of
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.errors import ConfigError, Problem, RunError, one_line, shown
 from lm.runs.folder import check_fields, read_json
 from lm.schema import Plain, to_plain
 
@@ -38,7 +38,7 @@ def config_problems(config: Config, trained: Config, metadata: dict[str, Plain],
     metadata: the checkpoint's; `step` and `phase` say how far training has come.
     """
     problems = [
-        Problem(key, ours, f"the checkpoint was trained with {theirs!r}", "resume it with that, or choose another name")
+        Problem(key, ours, f"the checkpoint was trained with {shown(theirs)}", "resume it with that, or choose another name")
         for key, (ours, theirs) in differences(to_plain(config), to_plain(trained)).items()
         if effect_of(key).on_resume == "same"
     ]

@@ -11,7 +11,7 @@ from lm.config.load import parse
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.data.hashes import plain_sha256
-from lm.errors import ConfigError, RunError, one_line
+from lm.errors import ConfigError, RunError, one_line, shown
 from lm.files import write_together
 from lm.schema import Plain, convert, type_name
 
@@ -58,7 +58,7 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
         value = convert(kind, content.get(name, MISSING))
         if value is MISSING or (isinstance(value, int | float) and value < 0):
             found = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {found!r}")
+            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {shown(found)}")
 
 
 def command_line() -> str:

@@ -10,7 +10,7 @@ from lm.config.canonical import differences
 from lm.config.effects import effect_of
 from lm.config.training_config import Group
 from lm.config.tree import Config
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, shown
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_device
 from lm.model.horizon import with_steps
@@ -70,7 +70,7 @@ def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[P
     """Another model or normalizer than that of the weights that `init_from` names, with both sides and what to do."""
     models = ({"model": to_plain(model)} for model in (decoder.config, loaded.decoder.config))
     problems = [
-        Problem(key, ours, f"{loaded.path} has {theirs!r}", "set it to that")
+        Problem(key, ours, f"{loaded.path} has {shown(theirs)}", "set it to that")
         for key, (ours, theirs) in differences(*models).items()
         if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
     ]
