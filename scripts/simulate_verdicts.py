@@ -5,7 +5,7 @@ python scripts/simulate_verdicts.py --learned           of metrics that a run ha
 python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
-where the best is at an edge, then trained with further seeds, at all rates that were chosen for any arm, and judged by
+where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`, and judged by
 `verdicts`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data),
 of arm x rate x seed, of the document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4
 degrees of freedom) and differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential
@@ -111,17 +111,19 @@ def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, boo
 
     judged = [arm for arm in arms[1:] if {arm, "base"} <= values.keys()]
     comparisons, covered = {arm: Comparison((), tuned=False) for arm in arms[1:]}, []
-    differences = [values[arm][:, None] - values["base"] for arm in judged]
-    over_both = over_seeds_and_documents(np.stack(differences), weights, np.arange(world.documents)) if judged else ()
-    for arm, both in zip(judged, over_both, strict=True):
+    for arm in judged:
         tried = {one: dict(losses[one]) for one in (arm, "base")}
         for one in tried if len(crossed[arm]) > 1 else ():
-            tried[one].update(zip(crossed[one], means[one], strict=True))
-        by_rates, pair = means[arm][:, None] - means["base"], (place[arm], place["base"])  # (the arm's rates, the baseline's, seeds)
+            tried[one].update((rate, some) for rate, some in zip(crossed[one], means[one], strict=True) if rate in crossed[arm])
+        order = sorted(range(len(crossed["base"])), key=lambda at: crossed["base"][at] not in crossed[arm])  # those of both come first
+        shared, pair = sum(rate in crossed[arm] for rate in crossed["base"]), (place[arm], order.index(place["base"]))
+        by_rates = means[arm][:, None] - means["base"][order]  # (the arm's rates, the baseline's, seeds)
         other = elsewhere(arm, "base", choice.rates, tried)
-        comparisons[arm] = Comparison(by_rates[pair], by_rates=by_rates, place=pair, elsewhere=other)
+        comparisons[arm] = Comparison(by_rates[pair], by_rates=by_rates, place=pair, shared=shared, elsewhere=other)
         population, text = truth[arm] - truth["base"]
-        held = _holds(comparisons[arm].interval, text), _holds(enclosing(both, pair, every=False), population)
+        differences = values[arm][:, None] - values["base"][order]
+        over_both = over_seeds_and_documents(differences, weights, np.arange(world.documents))
+        held = _holds(comparisons[arm].interval, text), _holds(enclosing(over_both, pair, False, shared), population)
         covered.append((*held, choice.rates[arm] != choice.rates["base"]))
     return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
 

@@ -147,6 +147,29 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     assert any(note.endswith(expected) and "softmax" in note for note in procedure.notes())
 
 
+def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_path):
+    normalizers = {"softmax": 2e-3, "ssmax": 4e-3, "log_n": 8e-3, "sigmoid": 2e-3}  # and the rates that tuning chooses
+    arms = {arm: {"model.normalizer": arm} for arm in normalizers}
+
+    def loss(run: Run) -> float:
+        """The baseline is best at log n's rate with the final seeds; SSMax at its own beats it at any other of its rates."""
+        best = normalizers[run.arm]
+        if run.stage == "tune":
+            return 5 + abs(float(np.log2(run.rate / best)))
+        gains = 0.1 * ((run.arm, run.rate) == ("softmax", 8e-3)) + 0.05 * ((run.arm, run.rate) == ("ssmax", best))
+        return 5 - gains + 1e-4 * run.seed * (run.arm == "ssmax")
+
+    tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
+    procedure = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss)
+    crossed = {"softmax": (2e-3, 4e-3, 8e-3), "ssmax": (4e-3, 2e-3), "log_n": (8e-3, 2e-3), "sigmoid": (2e-3,)}
+    assert procedure.choice("").final == crossed
+    softmax, ssmax, *_ = summary(procedure)
+    assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
+    assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
+    assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
+    assert ssmax["verdict"] == "not resolved"
+
+
 def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
     procedure = finish_all(experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed)
     line = summary(procedure)[1]

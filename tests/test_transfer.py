@@ -312,7 +312,7 @@ def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
     ]
     start, plain = (f"init_from={folder}" for folder in folders)
     for options, width, depth in (([], 32, 2), (["model.transfer.base_depth=1"], 32, 1)):
-        said = rf"^model\.transfer = {{'base_width': {width}, 'base_depth': {depth}}}: the weights of [^\n]* have other proportions"
+        said = rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other proportions"
         with pytest.raises(ConfigError, match=said + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"):
             check_before_data(tiny(start, *options), None)
     with pytest.raises(ConfigError, match=r"^model\.transfer = [^\n]*; drop it$"):

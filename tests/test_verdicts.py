@@ -84,6 +84,21 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: t
     assert kind(Comparison(of_the_other[0, 1], by_rates=of_the_other, place=(0, 1), every=every)) == expected.replace("better", "worse")
 
 
+def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
+    by_rates = at_rates(0.0, 0.03, 0.0, 0.03)  # the baseline is better at its second rate, at which the arm was not trained
+    one = Comparison(by_rates[0, 1], by_rates=by_rates, place=(0, 1))
+    assert kind(one) == "worse"
+    apart = replace(one, shared=1)
+    assert kind(apart) == "not resolved"
+    assert apart.interval.low < 0 < one.interval.low
+    assert apart.interval.high == one.interval.high
+    turned = replace(apart, by_rates=-by_rates, differences=-by_rates[0, 0], place=(0, 0))
+    assert kind(turned) == "equivalent", "better only if it is so against each"
+    by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
+    assert kind(Comparison(by_rates[0, 0], by_rates=by_rates, shared=1)) == "worse"
+    assert kind(Comparison(-by_rates[0, 0], by_rates=-by_rates, shared=1)) == "better"
+
+
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
     one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))

@@ -51,6 +51,7 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
     if not {arm.name, base.name} <= rates.keys():
         return Comparison((), tuned=False)
     at, (ours, theirs) = (rates[arm.name], rates[base.name]), _final(procedure, size, arm)
+    tried = ours.keys()
     diverged = [one for one in _decisive(at, ours, theirs) if one.outcome.state == "diverged"]
     why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
     other = _elsewhere(procedure, size, arm, ours, theirs)
@@ -61,15 +62,16 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
     seeds = [seed for seed in range(planned) if all(one.outcome.state == "finished" for one in _of_seed(seed, ours, theirs))]
     ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
     place, every = ([*ours].index(at[0]), [*theirs].index(at[1])), experiment.primary.quantity != SELECTION
+    shared = None if arm.start else sum(rate in tried for rate in theirs)
     by_rates = _differences(ours, theirs, lambda run: _value(procedure, run))
     shown, unreached, on_other_text = by_rates[place], "", None
     if experiment.primary.reach is not None:
         unreached = _unreached(procedure, [one for by_rate in (ours, theirs) for runs in by_rate.values() for one in runs])
         shown = shown[np.isfinite(shown)]
     elif seeds and not experiment.first_config.data.symbolic:
-        on_other_text = _over_documents(experiment.primary.metric, ours, theirs, place, every)
+        on_other_text = _over_documents(experiment.primary.metric, ours, theirs, place, every, shared)
     return Comparison(
-        shown.tolist(), len(diverged), None if unreached else by_rates, place, every,
+        shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, every,
         other, planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
     )  # fmt: skip
 
@@ -103,15 +105,19 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float
 
 def _final(procedure: Procedure, size: str, arm: Arm) -> tuple[ByRate, ByRate]:
     """The final runs of an arm and of the baseline at each of their rates. An arm that starts from another has one rate; if it comes from
-    the baseline, so has that: what is compared is what became of the same runs.
+    the baseline, so has that: what is compared is what became of the same runs. The baseline's rates that the arm has, too, come first.
 
     Raises:
         RunError: finished ones were not measured on the same sequences.
     """
     base, rates, choice = procedure.experiment.arms[0], procedure.rates(size), procedure.choice(size)
-    of_base = (rates[base.name],) if base.name in procedure.sources(arm) else choice.final[base.name]
+    of_arm, of_base = choice.final.get(arm.name), choice.final[base.name]
+    if arm.start:
+        of_arm, of_base = (rates[arm.name],), (rates[base.name],) if base.name in procedure.sources(arm) else of_base
+    else:
+        of_base = sorted(of_base, key=lambda rate: rate not in of_arm)
     found: list[ByRate] = []
-    for one, tried in ((arm, (rates[arm.name],) if arm.start else choice.final[arm.name]), (base, of_base)):
+    for one, tried in ((arm, of_arm), (base, of_base)):
         seeds = procedure.experiment.seeds
         found.append({rate: [procedure.run(size, one, "final", rate, seed, rates) for seed in seeds] for rate in tried})
     check_alike([one for by_rate in found for some in by_rate.values() for one in some], procedure.experiment.primary.metric)
@@ -212,7 +218,7 @@ def _differences(ours: ByRate, theirs: ByRate, value: Callable[[Run], float | np
         return mine[:, None] - others
 
 
-def _over_documents(metric: str, ours: ByRate, theirs: ByRate, place: tuple[int, int], every: bool) -> Interval | None:
+def _over_documents(metric: str, ours: ByRate, theirs: ByRate, place: tuple[int, int], every: bool, shared: int | None) -> Interval | None:
     """The difference over seeds and documents, of the pair of rates at a place and of all; None without held-out documents, or with too few
     seeds or documents."""
     first = next(iter(ours.values()))[0].outcome.values(metric)
@@ -221,4 +227,4 @@ def _over_documents(metric: str, ours: ByRate, theirs: ByRate, place: tuple[int,
     first = first.part(selection=False)
     values = _differences(ours, theirs, lambda run: run.outcome.values(metric).part(selection=False).values)
     found = over_seeds_and_documents(values, first.weights, first.groups)
-    return found and enclosing(found, place, every)
+    return found and enclosing(found, place, every, shared)

@@ -22,9 +22,10 @@ BASIS = (
     "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
 )
 CROSSED = (
-    "Tuning seeds are few: where they chose different rates, the final seeds of every arm are trained at each. An arm is judged at the "
-    "one of lowest mean loss on the selection text. It is better than the baseline only if it is so against it at each of these rates, "
-    "and the intervals of the summary cover which of the rates is an arm's best."
+    "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at the baseline's, those "
+    "of the baseline at all. An arm is judged at the one of lowest mean loss on the selection text. It is better than the baseline only if "
+    "it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of the same, and "
+    "the intervals of the summary cover which of the rates is an arm's best."
 )
 COST = (
     "Means over the finished final runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
@@ -203,6 +204,7 @@ def _tuning(procedure: Procedure, size: str) -> str:
     how = f"{how}: {', '.join(f'{arm} {some[0]:g}' for arm, some in choice.final.items())}."
     if choice.crossed:
         judged = ", ".join(f"{arm} at {rate:g}" for arm, rate in (choice.rates or {}).items())
-        how += " Where rates differed, the final seeds of every arm were trained at each of them; each arm is judged at the one of lowest "
-        how += f"mean loss on the selection text ({judged}), and p is that of both at their best rates."
+        how += " Where rates differed, an arm's final seeds were trained at its own and at the baseline's, those of the baseline at all; "
+        how += "each arm is judged at the one of lowest mean loss on the selection text "
+        how += f"({judged}), and p is that of both at their best rates."
     return how

@@ -71,15 +71,15 @@ def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -
 
 
 def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """The rates that the final seeds of each arm are trained at: its own first, then those of all others. Tuning seeds are few; what they
-    chose for one arm is tried with all before a difference is believed.
+    """The rates that the final seeds of each arm are trained at: its own first, then the baseline's; the baseline's seeds at those of all
+    arms. Tuning seeds are few; what they chose for one arm of a comparison is tried with the other before a difference is believed.
 
     Args:
         base: the baseline; without a rate of its own, nothing is crossed.
         rates: by arm, as tuning chose them.
     """
-    all_rates = rates.values() if base in rates else ()
-    return {arm: tuple(dict.fromkeys((rate, *all_rates))) for arm, rate in rates.items()}
+    others = {arm: rates.values() if arm == base else (rates[base],) for arm in rates} if base in rates else {}
+    return {arm: tuple(dict.fromkeys((rate, *others.get(arm, ())))) for arm, rate in rates.items()}
 
 
 def best_rate(by_rate: Losses, asked: Iterable[float]) -> float:

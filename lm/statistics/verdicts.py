@@ -34,6 +34,8 @@ class Comparison:
         by_rates: (the arm's rates, the baseline's rates, seeds) where they were trained at several: differences over the same seeds at each
             pair of rates; the claim is on both at their best, which is their lowest (`hardest`).
         place: of `differences` among these.
+        shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
+            at one of these. None: all.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
         elsewhere: differences with both at another learning rate, one value a seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
@@ -47,6 +49,7 @@ class Comparison:
     diverged: int = 0
     by_rates: np.ndarray | None = None
     place: tuple[int, int] = (0, 0)
+    shared: int | None = None
     every: bool = False
     elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
@@ -73,7 +76,7 @@ class Comparison:
     @property
     def interval(self) -> Interval:
         """Of the mean difference over seeds, of the arms at their best rates."""
-        return enclosing(self.estimates, self.place, self.every)
+        return enclosing(self.estimates, self.place, self.every, self.shared)
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, be
     seeds = len(one.differences)
     interval = one.interval if seeds > 1 and not one.unreached else None
     spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
-    together = 1 if one.every or one.by_rates is None else max(one.by_rates.shape[:2])
+    together = 1 if one.every or one.by_rates is None else max(one.by_rates[:, : one.shared].shape[:2])
     needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family / together)
 
     def verdict(kind: Kind, reason: str) -> Verdict:
@@ -210,11 +213,12 @@ def hardest(values: np.ndarray, every: bool) -> float:
     return float(values.max() if every else values.min(0).max())
 
 
-def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool) -> Interval:
+def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None) -> Interval:
     """The interval of the difference between two arms at their best rates: from that of one pair of rates and those of all, (the one's,
-    the other's); NaN where one of these is. `every`: as of `hardest`."""
-    one, (own, others) = by_rates[place].interval(), (1, 1) if every else by_rates.mean.shape
-    high, low = hardest(by_rates.mean + by_rates.half(own), every), -hardest((by_rates.half(others) - by_rates.mean).T, every)
+    the other's); NaN where one of these is. `every`: as of `hardest`; `shared`: as of `Comparison`, for the lower end."""
+    one, both = by_rates[place].interval(), by_rates[:, :shared]
+    own, others = (1, 1) if every else both.mean.shape
+    high, low = hardest(by_rates.mean + by_rates.half(own), every), -hardest((both.half(others) - both.mean).T, every)
     return replace(one, low=float(np.minimum(one.low, low)), high=float(np.maximum(one.high, high)))
 
 
@@ -238,7 +242,8 @@ def _p_below(one: Comparison, at: float) -> float:
 def _p_above(one: Comparison, at: float) -> float:
     """One-sided, that the difference is at or below a value."""
     p = _p(one.estimates, at, -1).T
-    return float(np.maximum(p[one.place[::-1]], hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every)))
+    both = p[: one.shared]
+    return float(np.maximum(p[one.place[::-1]], hardest(both if one.every else np.minimum(1.0, len(both) * both), one.every)))
 
 
 def _p(estimate: Estimate, at: float, sign: int) -> np.ndarray:
