@@ -16,6 +16,14 @@ def usable_cores() -> int:
     return bound
 
 
+def threads_each(processes: int) -> int:
+    """Threads for torch in each of `processes` on this machine: its share of the usable cores, at most OMP_NUM_THREADS where set."""
+    share = max(1, usable_cores() // processes)
+    with suppress(KeyError, ValueError):
+        share = min(share, max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0])))
+    return share
+
+
 def peak_process_bytes() -> int:
     """The most memory that this process has had resident at once, up to now.
 

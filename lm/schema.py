@@ -174,8 +174,8 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else "choose from: " + ", ".join(known)
 
 
-def build(schema: type, data: Plain, path: str, problems: list[Problem]):
-    """An instance of `schema` from plain `data`; what is wrong is appended to `problems`."""
+def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
+    """An instance of `schema`, one of `table` where a name picks it, from plain `data`; what is wrong is appended to `problems`."""
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(f.name for f in fields(schema))))
         return schema()
@@ -187,7 +187,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem]):
         if name in known:
             values[name] = _field_value(known[name], value, where, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            problems.append(Problem(where, value, "unknown key", other or suggest(name, known)))
+            of = [one for one, options in (table or {}).items() if _field(options, name)]
+            owner = f"it is an option of {', '.join(of)}: set {_join(path, 'name')}" if of else ""
+            problems.append(Problem(where, value, "unknown key", owner or other or suggest(name, known)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 
@@ -205,7 +207,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if "optional" in spec.metadata and value is None:
         return None
     if block := block_of(spec):
-        return build(block, {} if value is None else value, path, problems)
+        return build(block, value, path, problems)
     converted = convert(spec.type, value)
     if converted is MISSING:
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
@@ -242,7 +244,7 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     except KeyError:
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
-    return build(schema, value, path, problems)
+    return build(schema, value, path, problems, table)
 
 
 def convert(hint: type, value: Plain):

@@ -1,5 +1,6 @@
 """What a run prints first names all that it is, in derived quantities."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -70,3 +71,10 @@ def test_tokens_a_parameter_are_named_and_far_too_few_are_warned_of(printed):
     assert few["note"].startswith("fewer than 5 tokens a parameter: ")
     assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
     assert "note" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
+
+
+def test_text_that_is_read_too_often_is_warned_of(printed):
+    often = printed("trainer.max_steps=30000", "eval.every=30000")
+    assert float(re.search(r"\(([\d.]+) epochs\)", often["tokens"])[1]) > 16
+    assert often["note"].startswith("text is read more than 16 times: ")
+    assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]

@@ -95,4 +95,4 @@ def test_a_model_of_symbols_or_with_learned_positions_is_refused(tiny):
     with pytest.raises(ConfigError, match=r"eval\.by_length\.lengths.*learned positions end at the training length"):
         tiny(LENGTHS, "model.position=learned")
     with pytest.raises(ConfigError, match="there is no text to cut into sequences"):
-        tiny(LENGTHS, "data.tasks=[{weight: 1, task: mqar}]", "eval.long_context.length_factor=0", "data.source=null")
+        tiny(LENGTHS, "data.tasks=[{weight: 1, task: mqar}]", "eval.long_context.length_factor=0")

@@ -155,14 +155,22 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
 
 
-def test_null_turns_off_a_block_that_may_be_null_and_leaves_any_other_as_it_is(tmp_path: Path):
+def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     file = tmp_path / "all.yaml"
-    file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\noptim: {schedule: wsd}\n")
+    file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\n")
     on = load([str(file)])
     assert all((on.model.transfer, on.trainer.profile, on.eval.by_length))
-    keys = ("model.transfer", "trainer.profile", "eval.by_length", "optim", "model", "eval.long_context")
-    off = load([str(file), *(f"{name}=null" for name in keys)])
-    assert (off.model.transfer, off.trainer.profile, off.eval.by_length, off.optim.schedule.name) == (None, None, None, "wsd")
+    off = load([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
+    assert (off.model.transfer, off.trainer.profile, off.eval.by_length) == (None, None, None)
+
+
+@pytest.mark.parametrize("path", ["eval.long_context", "optim", "optim.schedule"])
+def test_null_does_not_look_as_if_it_turned_off_a_block_that_may_not_be_null(path: str, tmp_path: Path):
+    file = tmp_path / "all.yaml"
+    file.write_text("eval: {long_context: {length_factor: 4}}\noptim: {schedule: {name: wsd}}\n")
+    for arguments in ([str(file)], ["name=x"]):
+        with pytest.raises(ConfigError, match=rf"{path} = null: must be a (block of keys|name or a block)"):
+            load([*arguments, f"{path}=null"])
 
 
 def test_the_order_of_overrides_of_one_block_does_not_matter():
@@ -384,3 +392,21 @@ def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, o
 )
 def test_errors_show_values_as_they_are_written_in_yaml(value, text):
     assert str(Problem("key", value, "is wrong")) == f"key = {text}: is wrong"
+
+
+def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
+    with pytest.raises(
+        ConfigError, match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon: set optim\.optimizer\.name$"
+    ):
+        load(["name=x", "optim.optimizer.momentum=0.9"])
+    with pytest.raises(
+        ConfigError, match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*: set model\.normalizer\.name$"
+    ):
+        load(["name=x", "model.normalizer={name: softmax, bias: true}"])
+
+
+def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
+    options = ["name=x", "model.normalizer=ssmax", "train_only=normalizer", "model.out_init=zero"]
+    with pytest.raises(ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"):
+        load(options)
+    load([*options, "init_from=runs/other"])

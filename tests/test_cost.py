@@ -231,7 +231,7 @@ def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        ("{first: 5, last: 4}", "last = 4: is before first = 5; raise it"),
+        ("{first: 5, last: 4}", "last = 4: is before first = 5; give both"),
         ("{first: 9, last: 90}", "first = 9: is after the last step, trainer.max_steps = 8: nothing would be recorded; lower it"),
     ],
 )

@@ -27,7 +27,7 @@ from lm.experiments.outcomes import SELECTION, Outcome, selects
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
-from lm.machine import usable_cores
+from lm.machine import threads_each
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
@@ -293,7 +293,7 @@ def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_s
     free = [one for one in overrides if not one.startswith("trainer.")]
     settled = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
     trainer = settled.first_config.trainer
-    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, usable_cores())
+    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_each(1))
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 
@@ -317,6 +317,7 @@ def test_what_the_first_start_has_settled_is_not_believed_if_it_is_absurd(tmp_pa
 def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, overrides, monkeypatch):
     free = [*overrides, "trainer.threads=null"]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6))
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 3
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")

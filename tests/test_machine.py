@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
-from lm.machine import usable_cores
+from lm.machine import threads_each, usable_cores
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -15,6 +16,15 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
     for given, cores in (("2", 2), ("8", 3), ("", 3), ("0", 1)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
         assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "threads"), [("", 1, 6), ("", 4, 1), ("4", 1, 4), ("4", 2, 3), ("1", 1, 1), ("4,2", 1, 4), ("0", 1, 1)]
+)
+def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(given: str, processes: int, threads: int, monkeypatch):
+    monkeypatch.setattr("lm.machine.usable_cores", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_each(processes) == threads
 
 
 def test_the_peak_of_memory_is_the_process_s_own():

@@ -177,13 +177,6 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
     assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}
 
 
-def test_without_matrices_to_train_it_is_adamw(tiny):
-    for name in ("muon", "adamw"):
-        assert train(tiny(f"name={name}", f"optim.optimizer={name}", "model.normalizer=ssmax", "train_only=normalizer")) == 0
-    a, b = (load_checkpoint(tiny(f"name={name}").run_folder / "checkpoints" / "last.ckpt")["state_dict"] for name in ("muon", "adamw"))
-    assert all(torch.equal(a[name], b[name]) for name in b)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lm.errors import ConfigError
+from lm.config.tree import Config
+from lm.errors import ConfigError, RunError
 from lm.model.decoder import Decoder
 from lm.training.train import train
 
@@ -13,6 +14,10 @@ REFUSED = {
     "an idle group": (
         ["model.normalizer=ssmax", "train_only=normalizer", "optim.groups.matrices.lr_factor=2"],
         r"optim\.groups\.matrices = .*: no trained parameter is in this group",
+    ),
+    "Muon without a matrix to train": (
+        ["model.normalizer=ssmax", "train_only=normalizer", "optim.optimizer={name: muon, momentum: 0.5}"],
+        r"optim\.optimizer = 'muon': no matrix is trained, all would be left to its AdamW; set it to adamw",
     ),
     "a model beyond all memory": (
         ["model.n_embd=524288", "model.n_layer=32"],
@@ -70,3 +75,31 @@ def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_pr
     assert (before.run_folder / "checkpoints" / "last.ckpt").exists()
     with pytest.raises(AssertionError, match="data were prepared"):
         train(tiny(*SIZES, "name=next", f"init_from={before.run_folder}"))
+
+
+def test_a_task_over_symbols_goes_on_from_weights_that_know_these_symbols_and_from_no_others(tiny):
+    def config(name: str, keys: int, *overrides: str) -> Config:
+        task = f"data.tasks=[{{task: {{name: mqar, keys: {keys}, values: 16, pairs: 4, queries: 4}}}}]"
+        return tiny(*SIZES, f"name={name}", task, "eval.long_context.length_factor=0", "eval.recall.length_factors=[]", *overrides)
+
+    before = config("first", 16)
+    assert train(before) == 0
+    assert train(config("next", 16, f"init_from={before.run_folder}")) == 0
+    with pytest.raises(
+        ConfigError, match=r"^data\.tasks = 'mqar': makes sequences of symbols, and \S+ knows other tokens, of a text or of"
+    ):
+        train(config("other", 32, f"init_from={before.run_folder}"))
+
+
+def test_another_optimizer_at_resume_is_one_difference_and_not_one_for_each_of_its_options(tiny):
+    assert train(tiny(*SIZES, "name=run")) == 0
+    with pytest.raises(ConfigError) as error:
+        train(tiny(*SIZES, "name=run", "resume=auto", "optim.optimizer=muon", "optim.schedule={name: wsd, decay_fraction: 0.1}"))
+    assert [problem.path for problem in error.value.problems] == ["optim.optimizer.name", "optim.schedule.name"]
+
+
+def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(tiny):
+    run = tiny(*SIZES, "name=run", "trainer.checkpoint_every=1")
+    assert train(run) == 0
+    with pytest.raises(RunError, match=r"step-2\.ckpt: no such checkpoint \(resume\); the run has: step-000001\.ckpt, step-000002\.ckpt$"):
+        train(tiny(*SIZES, "name=run", f"resume={run.run_folder}/checkpoints/step-2.ckpt"))

@@ -84,7 +84,7 @@ def test_a_worker_lets_its_process_save_and_is_the_same_when_it_is_started_again
         assert saved.exists(), "it has ended"
 
     def announce() -> None:
-        while not (tmp_path / "ready").exists():
+        while worker._process is None or not (tmp_path / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR2)
 

@@ -27,12 +27,15 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
 def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
     """The dotted keys in which two configurations (plain data) differ, with the values of both; None where a key is absent.
 
-    Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`.
+    Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`, and
+    without the options of a block whose `name` differs.
     """
     written = [flatten(one) for one in (ours, theirs)]
     meant = [flatten(canonical(one)) for one in (ours, theirs)]
     values = {key: tuple(one.get(key) for one in meant) for key in (*meant[0], *meant[1])}
-    return {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
+    apart = {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
+    renamed = tuple(key.removesuffix("name") for key in apart if key.endswith(".name"))
+    return {key: both for key, both in apart.items() if key.endswith(".name") or not key.startswith(renamed)}
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:

@@ -62,6 +62,11 @@ def check(config: Config) -> list[Problem]:
         bool(trainer.max_steps and trainer.tokens_per_parameter),
         "trainer.tokens_per_parameter", trainer.tokens_per_parameter, f"trainer.max_steps = {trainer.max_steps} is given, too", "drop one",
     )  # fmt: skip
+    problem(
+        bool(config.train_only) and not config.init_from and model.out_init == "zero",
+        "train_only", config.train_only, "with model.out_init = zero blocks of new weights add nothing: normalizers have no gradient",
+        "name weights to go on from in init_from, or drop one",
+    )  # fmt: skip
     if trainer.max_steps:
         problems += check_steps(config)
     problems += no_tokens("eval.swap_lengths", config.eval.swap_lengths, data)

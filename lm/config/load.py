@@ -195,7 +195,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict
     so that options of one normalizer are never applied to another; of ALTERNATIVES the one in `over` stays.
 
     Raises:
-        ConfigError: a number where keys of a block are laid on it: that it stood there would never be seen.
+        ConfigError: what would never be seen: null in place of a block that has keys, a number where keys of a block are laid on it.
     """
     merged = dict(under)
     for name, value in over.items():
@@ -203,7 +203,7 @@ def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict
         if other and value is not None and other not in over:
             merged.pop(other, None)
         if value is None and is_block(old) and not is_optional(Config, f"{at}{name}"):
-            continue  # an empty block in YAML is null
+            raise ConfigError([Problem(f"{at}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))])
         if isinstance(value, str) and is_block(old) and effect(Config, f"{at}{name}.name"):
             value = {"name": value}
         if isinstance(old, int | float) and isinstance(value, dict):

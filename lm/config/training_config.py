@@ -187,7 +187,7 @@ class Profile:
 
     def problems(self) -> list[Problem]:
         """No step in between."""
-        return [Problem("last", self.last, f"is before first = {self.first}", "raise it")] if self.last < self.first else []
+        return [Problem("last", self.last, f"is before first = {self.first}", "give both")] if self.last < self.first else []
 
 
 EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands that run a model
@@ -219,7 +219,9 @@ class TrainerConfig:
         "keep no activations but the inputs of blocks for the backward pass, which computes them again: less memory, more time",
         omit_default=True,
     )
-    threads: int | None = key(None, "CPU threads of each process; null: usable cores / devices", {"acts_in": EVERYWHERE}, ge=1, le=1024)
+    threads: int | None = key(
+        None, "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS", {"acts_in": EVERYWHERE}, ge=1, le=1024
+    )
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
         2, "how many of the last to keep, beside the best (lowest validation loss) and those at phases' ends", ge=1, le=10**6

@@ -163,7 +163,7 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
                 check_task(task, STORE_SEED, data.seq_len, subset, 1)
         except TaskError as error:
             raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
-    tokenizer = symbol_tokenizer(tasks, END_OF_TEXT)
+    tokenizer = symbol_tokenizer(tasks)
     size = vocab_size(tokenizer)
     files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
     shown = {name: symbol_sequences(tasks, subset, data.seq_len) for name, subset in (("train", "train"), ("val", "test"))}

@@ -17,7 +17,7 @@ from lm.evaluation.measurement import measurements, weights_sha256
 from lm.evaluation.numbers import Evaluated, print_results, write_table
 from lm.evaluation.on_text import on_text, split_configurations, text_config
 from lm.evaluation.results import keep, kept, measured, write_evaluation
-from lm.machine import usable_cores
+from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.runs.consistency import check_environment, config_problems
@@ -143,5 +143,5 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many it was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, trained)
-    torch.set_num_threads(config.trainer.threads or usable_cores())
+    torch.set_num_threads(config.trainer.threads or threads_each(1))
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")

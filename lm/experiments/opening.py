@@ -12,7 +12,7 @@ from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
-from lm.machine import usable_cores
+from lm.machine import threads_each
 from lm.runs.folder import CONFIG, RESOLVED, json_bytes, read_json
 from lm.schema import Plain, build, convert
 
@@ -81,5 +81,5 @@ def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
     return {
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": compiled.value == "true",
-        "threads": config.trainer.threads or max(1, usable_cores() // jobs),
+        "threads": config.trainer.threads or threads_each(jobs),
     }

@@ -50,7 +50,7 @@ class Worker:
         """Let `lm compare` save and end; returns what the job does when it is started again."""
         from submitit.helpers import DelayedSubmission
 
-        if self._process:
+        if self._process:  # if not, it is only being started, and ends with this one
             self._process.send_signal(signal.SIGUSR1)
             self._wait()
         return DelayedSubmission(Worker(self.arguments, self.folder))

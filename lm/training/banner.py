@@ -37,6 +37,9 @@ FEW = (
     f"fewer than {FEWEST} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
+# Four times as often as text may be read without loss (Muennighoff et al. 2023) a run is warned.
+MOST_EPOCHS = 16
+MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
@@ -49,6 +52,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     on = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
+    epochs = _epochs(store, config)
+    few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)
+    notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
@@ -62,8 +68,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
-        + _epochs(store, config, tokens),
-        **({"note": FEW} if _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic) else {}),
+        + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
+        **({"note": "; ".join(notes)} if notes else {}),
         **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
@@ -150,18 +156,14 @@ def _layers(params: list[tuple[str, Tensor]]) -> str:
     return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in params))
 
 
-def _epochs(store: Store, config: Config, tokens: int) -> str:
-    """How often the run reads the text, by source."""
+def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
+    """How often the run reads each source of text, by its label (empty if there is one)."""
     text_fraction = 1 - sum(one.weight for one in config.data.tasks)
     if text_fraction < 1e-6:
-        return ""
-    parts = [
-        (part.label, tokens * text_fraction * source.weight / part.n_tokens)
-        for source, part in zip(config.data.sources, store.train.sources, strict=True)
-    ]
-    if len(parts) == 1:
-        return f" ({parts[0][1]:.2f} epochs)"
-    return f" ({', '.join(f'{label} {epochs:.2f}' for label, epochs in parts)} epochs)"
+        return []
+    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_fraction
+    pairs = list(zip(config.data.sources, store.train.sources, strict=True))
+    return [(part.label if len(pairs) > 1 else "", tokens * source.weight / part.n_tokens) for source, part in pairs]
 
 
 def _tasks(store: Store, config: Config) -> str:

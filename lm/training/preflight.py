@@ -8,8 +8,9 @@ import torch
 from lm.attention.normalizer import make_normalizer
 from lm.config.canonical import differences
 from lm.config.effects import effect_of
-from lm.config.training_config import Group
+from lm.config.training_config import Group, Muon
 from lm.config.tree import Config
+from lm.data.tasks.symbol_store import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
 from lm.model.decoder import Decoder
 from lm.model.device import resolve_device
@@ -76,8 +77,10 @@ def _source_problems(config: Config, decoder: Decoder, loaded: Loaded) -> list[P
     ]
     problems += _normalizer_problems(config, decoder, loaded)
     if config.data.symbolic and loaded.tokenizer is not None:
-        reason = f"makes sequences of symbols, and {loaded.path} knows the tokens of a text"
-        problems.append(Problem("data.tasks", config.data.tasks[0].task.name, reason, "name text, or drop init_from"))
+        tasks = [weighted.task for weighted in config.data.tasks]
+        if loaded.tokenizer.get_vocab() != symbol_tokenizer(tasks).get_vocab():
+            reason = f"makes sequences of symbols, and {loaded.path} knows other tokens, of a text or of more or fewer symbols"
+            problems.append(Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from"))
     ours, theirs = decoder.config, loaded.decoder.config
     if ours.size_multipliers != theirs.size_multipliers:
         reason = f"the weights of {loaded.path} have other proportions to a base model than these learning rates are for"
@@ -114,7 +117,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> li
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if a phase has nothing to train, or a group with its own learning rate or decay has no trained parameter."""
+    """Raises ConfigError if a phase has nothing to train, or what is said of some parameters has no trained parameter."""
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
@@ -125,6 +128,9 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
+    if isinstance(config.optim.optimizer, Muon) and "matrices" not in groups:
+        reason = "no matrix is trained, all would be left to its AdamW"
+        raise ConfigError([Problem("optim.optimizer", config.optim.optimizer.name, reason, "set it to adamw")])
     own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
     idle, reason = to_plain(Group()), "no trained parameter is in this group"
     if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:

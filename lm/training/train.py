@@ -56,14 +56,14 @@ def find_checkpoint(config: Config) -> Path | None:
                 f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
             )
         return path
+    others = steps_saved(config.run_folder / CHECKPOINTS)
     if config.resume == "auto":
-        others = steps_saved(path.parent)
         if len(others) == 1:  # what a kill leaves between the first checkpoint and its link
             return others[0]
         if others:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None
-    raise RunError(f"{path}: no such checkpoint (resume)")
+    raise RunError(f"{path}: no such checkpoint (resume); the run has: {', '.join(one.name for one in others) or 'none'}")
 
 
 def create_run_folder(folder: Path, resume: bool) -> None:

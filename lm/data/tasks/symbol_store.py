@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.config.data_config import END_OF_TEXT
 from lm.config.task_config import Task
 from lm.data.tasks.examples import Example, Subset
 from lm.data.tasks.generators import example
@@ -16,14 +17,14 @@ SHOWN = 64  # sequences of each task in each split of a store
 STORE_SEED = 0  # seed of those sequences, and of the sequences that tasks are evaluated on
 
 
-def symbol_tokenizer(tasks: list[Task], end_of_text: str) -> "Tokenizer":
+def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":
     """Symbol i is the word "i"; the last id is the end of text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     size = max(task.vocab_size for task in tasks)
-    tokenizer = Tokenizer(models.WordLevel({str(symbol): symbol for symbol in range(size)} | {end_of_text: size}, unk_token=end_of_text))
+    tokenizer = Tokenizer(models.WordLevel({str(symbol): symbol for symbol in range(size)} | {END_OF_TEXT: size}, unk_token=END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([end_of_text])
+    tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 
