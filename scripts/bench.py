@@ -6,7 +6,7 @@ python scripts/bench.py optimizers              step time of every optimizer ove
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py documents               step time where documents of one size or of many don't see each other,, over packed
+python scripts/bench.py documents               step time where documents of one size or of many don't see each other, over packed
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
 python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the models'
 python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step

@@ -11,7 +11,7 @@ from lm.model.decoder import Decoder, projections
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
-from lm.training.muon import BATCH_ELEMENTS
+from lm.training.muon import BATCH_ELEMENTS, orthogonalised
 from lm.training.optimizers import after_swap, group_of, load_named_state, make_optimizer, named_state
 from lm.training.train import train
 
@@ -45,7 +45,16 @@ def parts(decoder: Decoder) -> dict[str, Tensor]:
     }
 
 
+@pytest.fixture(params=["bf16 products", "fp32 products"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether bf16 counts as native, whatever this machine has."""
+    native = request.param == "bf16 products"
+    monkeypatch.setattr("lm.training.muon.has_native_bf16", lambda accelerator: "yes" if native else "")
+    return native
+
+
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.usefixtures("native")
 def test_the_update_of_each_projection_is_near_orthogonal_and_of_adamw_s_size(tiny, model: str):
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=Muon(weight_decay=0.0)))
     before = {name: part.clone() for name, part in parts(decoder).items()}
@@ -68,6 +77,7 @@ OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_ste
 @pytest.mark.parametrize("model", MODELS)
 def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int):
     monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements)
+    monkeypatch.setattr("lm.training.muon.has_native_bf16", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
     alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
@@ -91,7 +101,33 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch
     assert all(torch.equal(part, alone[name]) for name, part in parts(decoder).items())
 
 
-def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("shape", [(4, 64, 64), (4, 192, 64), (4, 64, 192)])
+def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
+    """So that the mathematics of a run does not depend on what its machine computes in."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = matrices.double() / matrices.double().norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):
+        gram = exact @ exact.mT
+        exact = 3.4445 * exact + (-4.7750 * gram + 2.0315 * gram @ gram) @ exact
+    found = [orthogonalised(matrices, 5, products) for products in (torch.bfloat16, torch.float32)]
+    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32]
+    assert torch.equal(found[1].bfloat16().float(), found[1])
+    errors = [float((one - exact).norm() / exact.norm()) for one in found]
+    assert errors[1] == pytest.approx(errors[0], rel=0.2)
+    assert errors[0] > 1e-3, "bfloat16's"
+    assert (found[0] - found[1]).norm() / exact.norm() < errors[0]
+
+
+def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
+    asked = set()
+    monkeypatch.setattr("lm.training.muon.orthogonalised", lambda means, steps, products: asked.add(products) or means)
+    decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
+    give_gradients(decoder, 0)
+    optimizer.step()
+    assert asked == {torch.bfloat16 if native else torch.float32}
+
+
+def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
     monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements := 20_000)
     taken = []
     for depth in (4, 16):
@@ -103,7 +139,7 @@ def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, m
             optimizer.step()
         taken.append(memory.peak - kept)
     assert taken[0] == pytest.approx(taken[1], rel=0.5)
-    assert taken[1] < 20 * elements
+    assert taken[1] < (16 if native else 26) * elements
 
 
 def test_all_other_parameters_get_exactly_adamw_s_update(tiny):

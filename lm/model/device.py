@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -60,6 +61,7 @@ def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]
     return Resolved("bf16-mixed", f"auto: {native}") if native else Resolved("32", "auto: no native bf16 here")
 
 
+@cache
 def has_native_bf16(accelerator: str) -> str:
     """What computes in bf16 here; empty if nothing does (emulation is slower than fp32)."""
     if accelerator == "gpu":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lm.config.training_config import MUON_RATES, Muon
+from lm.model.device import has_native_bf16
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's for the Newton-Schulz iteration
@@ -16,10 +17,10 @@ BATCH_ELEMENTS = 2**24  # entries of matrices that are orthogonalised at a time,
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the group `matrices`, each projection of a fused matrix apart, `torch.optim.AdamW` for the other groups.
 
-    Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU. That one makes a product at
-    a time, and threads wait for each other at each; here projections of one shape are orthogonalised together, in batches that bound the
-    memory which a step takes for itself (about 10 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix). The state of a matrix
-    is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
+    Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU where products are in bf16.
+    That one makes a product at a time, and threads wait for each other at each; here projections of one shape are orthogonalised together,
+    in batches that bound the memory which a step takes for itself (12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest
+    matrix). The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
 
     Args:
         groups: torch's groups of named parameters, each with its `name`.
@@ -77,23 +78,31 @@ class MuonAndAdamW(torch.optim.Optimizer):
             of_shape.setdefault(mean.shape, []).append((projection, mean))
         for shape, some in of_shape.items():
             rate = lr * MUON_RATES[self.options.adjust_lr].relative(*shape)
-            updates = orthogonalised(torch.stack([mean for _, mean in some]), self.options.ns_steps)
+            means = torch.stack([mean for _, mean in some])
+            products = torch.bfloat16 if has_native_bf16("gpu" if means.is_cuda else "cpu") else torch.float32
+            updates = orthogonalised(means, self.options.ns_steps, products)
             for (projection, _), update in zip(some, updates, strict=True):
                 projection.sub_(update, alpha=rate)
 
 
-def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype = torch.bfloat16) -> Tensor:
     """About the nearest orthogonal matrix of each: its singular values are brought to between 0.7 and 1.2, but for those near 0.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
         steps: how often the Newton-Schulz iteration of degree 5 is applied, https://kellerjordan.github.io/posts/muon.
+        products: the dtype of what is multiplied, and of the result. All numbers are bfloat16's whatever it is: fp32, much faster where
+            bf16 is emulated, sums products in another order.
     """
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.bfloat16().to(products)
+
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = (matrices.mT if tall else matrices).to(products)
+    x = rounded(x / rounded(x.norm(dim=(1, 2), keepdim=True)).clamp(min=EPS))
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = rounded(x @ x.mT)
+        x = rounded(torch.baddbmm(x, rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
     return x.mT if tall else x
