@@ -1,6 +1,7 @@
 """What a run prints first names all that it is, in derived quantities."""
 
 import re
+import subprocess
 from dataclasses import fields
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.model.device import Resolved
-from lm.training.banner import banner
+from lm.training.banner import banner, git_state
 from lm.training.run_context import Machine
 from lm.training.starting import start_new_run
 
@@ -78,3 +79,20 @@ def test_text_that_is_read_too_often_is_warned_of(printed):
     assert float(re.search(r"\(([\d.]+) epochs\)", often["tokens"])[1]) > 16
     assert often["note"].startswith("text is read more than 16 times: ")
     assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]
+
+
+@pytest.mark.parametrize("tracked", [True, False], ids=["in its checkout", "installed within another project's"])
+def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch, tracked: bool):
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        return subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    package = tmp_path / "lm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (tmp_path / "other").touch()
+    git("init", "-q")
+    git("add", "lm" if tracked else "other")
+    git("commit", "-qm", "x")
+    monkeypatch.setattr("lm.__file__", str(package / "__init__.py"))
+    assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))

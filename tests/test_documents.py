@@ -182,7 +182,7 @@ def test_commands_have_their_options(path: Path):
 @documents
 def test_scripts_have_their_options(path: Path):
     calls = re.findall(r"(?:python|bash) (scripts/\S+?\.(?:py|sh))([^`\n#]*)", path.read_text())
-    options = [(script, option) for script, rest in calls for option in re.findall(r"(?<= )--[a-z-]+", rest)]
+    options = [(script, option) for script, rest in calls for option in re.findall(r"(?<= )--[a-z0-9-]+", rest)]
     texts = {script: (ROOT / script).read_text() for script, _ in options}
     texts["scripts/bench.py"] = (ROOT / "scripts/bench.py").read_text() + (ROOT / "scripts/bench_data.py").read_text()
     assert [(script, option) for script, option in options if f'"{option}"' not in texts[script]] == []

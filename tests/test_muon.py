@@ -220,7 +220,7 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
         (["optim.optimizer={name: muon, ns_steps: 0}"], r"optim\.optimizer\.ns_steps = 0: must be >= 1 and <= 99"),
         (
             ["optim.optimizer=muon", "optim.groups.matrices.eps=1e-6"],
-            r"optim\.groups\.matrices\.eps = 1e-06: Muon, which updates the matrices, has none; drop it",
+            r"optim\.groups\.matrices\.eps = 1e-06: muon has no epsilon there; drop it",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from conftest import lm
 
 from lm.attention import catalogue
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
-from lm.config.model_config import ModelConfig
+from lm.config.model_config import ModelConfig, Transfer
 from lm.config.task_config import Needle
 from lm.data.prepare import prepare
 from lm.data.store import Store
@@ -109,6 +109,18 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     with torch.no_grad():
         losses = [score(model, rows, LENGTH, text)[:, 5].mean() for model in (decoder, taught)]
     assert losses[1] < losses[0] - 0.5
+
+
+def test_fine_tuning_takes_a_transferred_rate(store: Store):
+    """AdamW's first step moves each entry by the learning rate: with m = 4 and l = 1, a hidden matrix by a fourth of the base model's."""
+    asked, moved = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
+    for transfer in (None, Transfer(base_width=16)):
+        decoder = Decoder(ModelConfig(n_layer=2, n_head=4, n_embd=64, transfer=transfer), store.vocab_size, LENGTH)
+        taught = finetuned(decoder, asked, LENGTH, Text(store), CPU).state_dict()
+        moved.append({name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()})
+    assert moved[0] == pytest.approx(dict.fromkeys(moved[0], 1e-3), rel=0.02)
+    factors = {name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in moved[0]}
+    assert moved[1] == pytest.approx({name: 1e-3 * factor for name, factor in factors.items()}, rel=0.02)
 
 
 NEEDLES = [

@@ -9,7 +9,7 @@ from folders import curve
 
 from lm.config import training_config
 from lm.config.load import parse
-from lm.config.training_config import WSD, Constant, Cosine, OptimConfig
+from lm.config.training_config import WSD, Constant, Cosine, OptimConfig, Optimizer
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
@@ -78,7 +78,7 @@ def test_a_group_without_a_learning_rate_stays_as_it_was(tiny, capsys: pytest.Ca
 
 
 @dataclass
-class Momentum:
+class Momentum(Optimizer):
     """Gradient descent with momentum."""
 
     name: ClassVar[str] = "momentum"
@@ -106,6 +106,8 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
     assert {name for state in states.values() for name in state} == {"momentum_buffer"}
     train(tiny("name=whole", *options, f"resume={parts}/checkpoints/step-000003.ckpt"))
     assert curve(parts) == whole
+    with pytest.raises(ConfigError, match=r"optim\.groups\.head\.eps = 1e-06: momentum has no epsilon there; drop it"):
+        tiny(*options, "optim.groups.head.eps=1e-6")
 
 
 def test_each_optimizer_has_a_builder():

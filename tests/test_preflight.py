@@ -17,7 +17,7 @@ REFUSED = {
     ),
     "Muon without a matrix to train": (
         ["model.normalizer=ssmax", "train_only=normalizer", "optim.optimizer={name: muon, momentum: 0.5}"],
-        r"optim\.optimizer = 'muon': no matrix is trained, all would be left to its AdamW; set it to adamw",
+        r"optim\.optimizer = 'muon': is for the parameters of the group matrices, and none of them is trained; set it to adamw",
     ),
     "a model beyond all memory": (
         ["model.n_embd=524288", "model.n_layer=32"],

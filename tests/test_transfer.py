@@ -193,6 +193,19 @@ def test_a_normalizer_s_matrices_of_the_layer_s_input_are_hidden_matrices(normal
     assert set(factors.values()) <= {1.0, 0.5}
 
 
+@pytest.mark.parametrize(("adjust_lr", "hidden"), [("match_rms_adamw", 16**-0.5), ("original", 1.0)])
+def test_muon_s_rates_are_scaled_by_what_its_updates_need(adjust_lr: str, hidden: float):
+    """m = 16, l = 4."""
+    groups = parameter_groups(model(512, 8), OptimConfig(optimizer=Muon(adjust_lr=adjust_lr)))
+    rates = {name: group["lr_factor"] for group in groups for name, _ in group["params"]}
+    for name, rate in {
+        "embedding.weight": 1, "head.weight": 1, "norm.weight": 1 / 16, "blocks.3.attention_norm.weight": 1,
+        "blocks.3.attention.qkv.weight": hidden, "blocks.3.mlp.up.weight": hidden,
+        "blocks.3.attention.out.weight": hidden / 4, "blocks.3.mlp.out.weight": hidden / 4,
+    }.items():  # fmt: skip
+        assert rates[name] == pytest.approx(rate), name
+
+
 def test_epsilon_is_scaled_but_in_matrices_of_muon_which_has_none():
     groups = {kind.name: parameter_groups(model(64, 4), OptimConfig(optimizer=kind)) for kind in (AdamW(), Muon())}
     matrices = {kind: {group.get("eps") for group in some if group["name"] == "matrices"} for kind, some in groups.items()}

@@ -1,5 +1,6 @@
 """Problems that involve several keys of a configuration: missing values, contradictory pairs."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def check(config: Config) -> list[Problem]:
         problem(
             config.rank_sequences % trainer.micro_batch != 0,
             "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
+            f"e.g. {math.gcd(config.rank_sequences, trainer.micro_batch)}",
         )  # fmt: skip
     problem(
         trainer.max_steps is None and trainer.tokens_per_parameter is None,
@@ -84,10 +86,10 @@ def check_steps(config: Config) -> list[Problem]:
     profile = config.trainer.profile
     problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
     if optim.warmup_steps > steps:
-        problems.append(Problem("optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {steps}"))
+        problems.append(Problem("optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {steps}", "lower it"))
     if isinstance(optim.schedule, WSD) and optim.warmup_steps + round(optim.schedule.decay_fraction * steps) > steps:
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
-        problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason))
+        problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them"))
     if profile and profile.first > steps:
         reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
         problems.append(Problem("trainer.profile.first", profile.first, reason, "lower it"))
@@ -96,10 +98,11 @@ def check_steps(config: Config) -> list[Problem]:
         if index and phase.until <= phases[index - 1].until:
             continue  # `check_phases` says so
         if ends[index] <= start:
-            problems.append(Problem(f"{where}.until", phase.until, f"leaves the phase no step of trainer.max_steps = {steps}"))
+            reason = f"leaves the phase no step of trainer.max_steps = {steps}"
+            problems.append(Problem(f"{where}.until", phase.until, reason, "raise it, or train for more steps"))
         elif phase.warmup_steps > ends[index] - start:
             reason = f"is more than the {ends[index] - start} steps of the phase"
-            problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason))
+            problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason, "lower it"))
     return problems + check_weights(config)
 
 
@@ -109,11 +112,11 @@ def check_phases(config: Config) -> list[Problem]:
     for index, phase in enumerate(phases):
         if index and phase.until <= phases[index - 1].until:
             reason = f"is not after phases[{index - 1}].until = {phases[index - 1].until}"
-            problems.append(Problem(f"phases[{index}].until", phase.until, reason))
+            problems.append(Problem(f"phases[{index}].until", phase.until, reason, "raise it"))
     if not phases:
         return problems
     if phases[-1].until != 1:
-        problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1"))
+        problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1"))
     if phases[0].warmup_steps:
         reason = "follows no swap, so there is nothing to warm up"
         problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps"))
@@ -153,7 +156,7 @@ def check_tasks(config: Config) -> list[Problem]:
             problems.append(Problem("eval.sequences", config.eval.sequences, reason, "lower it, or give the task more symbols or length"))
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
-        problems.append(Problem("data.tasks", weights, "weights sum to more than 1"))
+        problems.append(Problem("data.tasks", weights, "weights sum to more than 1", "lower them"))
     if any(weighted.task.vocab_size for weighted in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
         names = ", ".join(weighted.task.name for weighted in data.tasks if weighted.task.vocab_size)
         reason = "use a vocabulary of symbols, which text and tasks in text don't have"

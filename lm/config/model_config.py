@@ -104,7 +104,14 @@ class AttentionBlock:
             remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
             problems.append(Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy))
         if model.n_head % model.kv_heads:
-            problems.append(Problem("n_kv_head", model.n_kv_head, f"does not divide model.n_head = {model.n_head}"))
+            problems.append(
+                Problem(
+                    "n_kv_head",
+                    model.n_kv_head,
+                    f"does not divide model.n_head = {model.n_head}",
+                    f"e.g. {math.gcd(model.n_head, model.n_kv_head)}",
+                )
+            )
         return problems
 
 
@@ -263,7 +270,7 @@ class ModelConfig:
         problems, dims = self.block.problems_of(self), self.key_dims
         if self.position.rotates and dims % 2:
             where, value = self.block.dims_from(self)
-            problems.append(Problem(where, value, f"gives heads of odd size {dims}, which RoPE can't rotate"))
+            problems.append(Problem(where, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even"))
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))

@@ -50,9 +50,18 @@ class WSD:
 
 
 class Optimizer:
-    """How gradients become updates."""
+    """How gradients become updates.
+
+    Attributes:
+        needs: a group of which a parameter must be trained; without one it is refused. "": none.
+    """
 
     name: ClassVar[str]
+    needs: ClassVar[str] = ""
+
+    def has_eps(self, group: str) -> bool:
+        """Whether the update of this group has an epsilon, of the option `eps` or of `optim.groups`."""
+        return False
 
     @property
     def width_exponent(self) -> float | None:
@@ -69,7 +78,13 @@ class AdamW(Optimizer):
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
-    weight_decay: float = key(0.1, "of matrices, embedding and head, times the learning rate; of all others: optim.groups", ge=0)
+    weight_decay: float = key(
+        0.1, "weight decay of matrices, embedding and head, times the learning rate; of all others: optim.groups", ge=0
+    )
+
+    def has_eps(self, group: str) -> bool:
+        """In all groups."""
+        return True
 
     @property
     def width_exponent(self) -> float:
@@ -97,6 +112,7 @@ class Muon(AdamW):
     """Muon (kellerjordan.github.io/posts/muon) for the group `matrices`, each projection apart; AdamW, with its options, for the others."""
 
     name: ClassVar[str] = "muon"
+    needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
     nesterov: bool = key(True, "orthogonalise the mean of that and the gradient, weighted by `momentum`")
     ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
@@ -105,6 +121,10 @@ class Muon(AdamW):
         "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's size "
         "(arXiv 2502.16982); original: sqrt(max(1, A / B))",
     )
+
+    def has_eps(self, group: str) -> bool:
+        """Where AdamW makes the update."""
+        return group != "matrices"
 
     @property
     def width_exponent(self) -> float:
@@ -164,9 +184,9 @@ class OptimConfig:
 
     def problems(self) -> list[Problem]:
         """Problems that involve several keys."""
-        if isinstance(self.optimizer, Muon) and self.groups.matrices.eps is not None:
-            return [Problem("groups.matrices.eps", self.groups.matrices.eps, "Muon, which updates the matrices, has none", "drop it")]
-        return []
+        epsilons = {name: group.eps for name, group in vars(self.groups).items() if group.eps is not None}
+        reason = f"{self.optimizer.name} has no epsilon there"
+        return [Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)]
 
 
 @dataclass
@@ -248,7 +268,7 @@ class LogConfig:
     def problems(self) -> list[Problem]:
         """A name that is given twice."""
         twice = len(set(self.dynamics)) < len(self.dynamics)
-        return [Problem("dynamics", self.dynamics, "names something twice")] if twice else []
+        return [Problem("dynamics", self.dynamics, "names something twice", "name it once")] if twice else []
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -69,6 +69,16 @@ class Config:
         return self.trainer.micro_batch or divisors[-1]
 
     @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints: as set, or a tenth of the run."""
+        return self.trainer.checkpoint_every or max(1, self.trainer.max_steps // 10)
+
+    @property
+    def validation_every(self) -> int:
+        """Steps between validations: as set, or a twentieth of the run."""
+        return self.eval.every or max(1, self.trainer.max_steps // 20)
+
+    @property
     def plan(self) -> list[Phase]:
         """The phases of training: those configured, or one with `model.normalizer`."""
         return self.phases or [Phase(1.0, self.model.normalizer)]

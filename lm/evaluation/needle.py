@@ -14,6 +14,7 @@ from torch import Tensor
 from lm.attention.layout import AttentionLayout
 from lm.config.eval_config import NeedleConfig
 from lm.config.task_config import Needle
+from lm.config.training_config import AdamW
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
@@ -29,6 +30,7 @@ from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.inference import for_inference
+from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.runs.series import Axis, Sample, Series
 from lm.schema import Plain, to_plain
 
@@ -67,18 +69,24 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     """A copy of the decoder, trained to answer: answer-only loss on training sequences of the training length.
 
     AdamW (0.9, 0.999) without weight decay, gradients clipped at 1, a third of the steps each of warm-up, constant rate and
-    decay to 0 (after arXiv 2505.17083, App. G.2). The decoder itself stays as it is. Every rank does the same.
+    decay to 0 (after arXiv 2505.17083, App. G.2). With `model.transfer` the rate is the base model's, as in training. The decoder itself
+    stays as it is. Every rank does the same.
     """
     how = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    of_scaling: dict[Scaling, list[Tensor]] = {}
+    for name, scaling in scalings(model, model.config, AdamW().width_exponent).items():
+        of_scaling.setdefault(scaling, []).append(model.get_parameter(name))
+    groups = [{"params": some, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, some in of_scaling.items()]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
     with torch.enable_grad(), torch.random.fork_rng():
         torch.manual_seed(FINETUNE_SEED)
         for step in range(how.steps):
             where.check_time()
             third = max(1, how.steps // 3)
-            optimizer.param_groups[0]["lr"] = how.lr * min(1.0, (step + 1) / third, (how.steps - step) / third)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr_factor"] * how.lr * min(1.0, (step + 1) / third, (how.steps - step) / third)
             first = step * how.batch_sequences
             made = [example(task, FINETUNE_SEED, first + index, seq_len, "train", text) for index in range(how.batch_sequences)]
             batch = Batch.of(np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])).to(where.device)
@@ -87,7 +95,8 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
                 with where.autocast():
                     loss = linear_cross_entropy(model.hidden(part).flatten(0, 1), model.head, part.targets.flatten())
                 (loss / sum(int(one.answers.sum()) for one in made)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.get_total_norm(gradients_to_norm(model, model.config))
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
     return model.eval()
 

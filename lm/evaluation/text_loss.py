@@ -26,7 +26,7 @@ class Validation(Measurement):
 
     @property
     def asked(self) -> Timing:
-        return Timing(every=self.config.eval.every or max(1, self.config.trainer.max_steps // 20), at=[1.0])
+        return Timing(every=self.config.validation_every, at=[1.0])
 
     @property
     def options(self) -> dict[str, Plain]:

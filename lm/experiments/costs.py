@@ -7,8 +7,8 @@ import torch
 from lm.config.tree import Config
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
+from lm.training.optimizers import implied_state
 
-_ONE_MOMENT = ("muon",)  # optimizers that keep one number for each entry of a matrix, where Adam keeps two
 _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of an entry of tokenizer.json, and of a validation loss of one sequence in JSON
 
 
@@ -33,13 +33,10 @@ def cost(config: Config, vocab_size: int) -> Cost:
     """What a run of this configuration takes, of this vocabulary."""
     decoder, trainer = _on_meta(config, vocab_size), config.trainer
     parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * trainer.max_steps
-    trained = parameters["normalizer"] if config.train_only else parameters["total"]
-    matrices = 0 if config.train_only else sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2)
-    state = 2 * trained - (matrices if config.optim.optimizer.name in _ONE_MOMENT else 0)
-    checkpoint = 4 * (parameters["total"] + state)  # fp32
-    every = trainer.checkpoint_every or max(1, trainer.max_steps // 10)
-    kept = min(trainer.keep_checkpoints, -(-trainer.max_steps // every)) + len(config.phase_ends) - 1
-    validations = -(-trainer.max_steps // (config.eval.every or max(1, trainer.max_steps // 20))) * config.eval.sequences * _VALUE_BYTES
+    state = [value for known in implied_state(decoder, config).values() for value in known.values() if isinstance(value, torch.Tensor)]
+    checkpoint = sum(tensor.nbytes for tensor in (*decoder.parameters(), *state))
+    kept = min(trainer.keep_checkpoints, -(-trainer.max_steps // config.checkpoint_every)) + len(config.phase_ends) - 1
+    validations = -(-trainer.max_steps // config.validation_every) * config.eval.sequences * _VALUE_BYTES
     disk = kept * checkpoint + vocab_size * _TOKENIZER_BYTES + 2 * validations  # each is kept a second time, for `lm eval`
     return Cost(parameters["total"], tokens, flops_per_token(decoder) * tokens, disk)
 

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
     logit_factor: float  # temperature of a rescaled RoPE, on the logits
     cache: DecodingCache | None
-    other_values: Sequence[Tensor] = ()  # for each layer, what its values are mixed with (B, K, T, E)
+    other_values: Callable[[int], Tensor] | None = None  # what the values of a layer are mixed with (B, K, T, E), by its number
     captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
 
 
@@ -149,7 +149,7 @@ class Attention(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (context.other_values[self.layer].to(v.dtype) - v)
+            v = v + self.value_mix.to(v.dtype) * (context.other_values(self.layer).to(v.dtype) - v)
         return self.out(self.attend(x, q, k, v, context))
 
 

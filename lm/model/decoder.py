@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C width, V vocabulary.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -126,14 +126,15 @@ class Decoder(nn.Module):
         x = self.dropout(x)
         return x, ForwardContext(layout, rotation, factor, cache, self._other_values(tokens, x))
 
-    def _other_values(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor]:
-        """For each layer what its values are mixed with, (B, K, T, E); x: the first layer's input. () without a value residual."""
+    def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
+        """By a layer's number what its values are mixed with, (B, K, T, E); x: the first layer's input. None without a value residual."""
         if self.value_embedding is not None:
-            return [table(tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2) for table in self.value_embedding]
+            return lambda layer: self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
         if self.config.value_residual == "first_layer":
             first = self.blocks[0]
-            return [first.attention.values(first.attention_norm(x))] * self.config.n_layer
-        return ()
+            values = first.attention.values(first.attention_norm(x))
+            return lambda layer: values
+        return None
 
     def normalizers(self) -> list[Normalizer]:
         """The normalizers, from the first layer to the last."""

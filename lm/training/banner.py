@@ -245,13 +245,15 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout this package runs from and whether it has changes; (None, None) outside one."""
+    """Commit of the checkout this package runs from and whether it has changes; (None, None) outside one, also where it is installed within
+    another project's."""
 
     def git(*arguments: str) -> str:
         folder = Path(lm.__file__).parent
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return None, None

@@ -25,7 +25,7 @@ class Checkpoints(StepCallback):
 
     def __init__(self, run: RunContext, clock: Clock):
         self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
-        self.every = self.config.trainer.checkpoint_every or max(1, self.config.trainer.max_steps // 10)
+        self.every = self.config.checkpoint_every
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved = -1
 

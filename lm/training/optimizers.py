@@ -52,8 +52,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
         own = getattr(optim.groups, group)
         decay = rule if own.weight_decay is None else own.weight_decay
         made = {"weight_decay": decay / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
-        has_eps = not (isinstance(optim.optimizer, Muon) and group == "matrices")
-        if has_eps and (own.eps is not None or scaling.eps != 1):
+        if optim.optimizer.has_eps(group) and (own.eps is not None or scaling.eps != 1):
             made["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
         return made
 
@@ -124,12 +123,16 @@ def after_swap(state: State) -> State:
 
 
 def implied_state(decoder: Decoder, config: Config) -> State:
-    """The state of the configuration's optimizer after a step of a decoder on the meta device, where the step costs nothing."""
+    """The state of the configuration's optimizer after a step of a decoder on the meta device, where the step costs nothing.
+
+    What is not trained is frozen in `decoder`.
+    """
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     optimizer.step()
+    decoder.zero_grad()
     return named_state(optimizer)
 
 

@@ -8,7 +8,7 @@ import torch
 from lm.attention.normalizer import make_normalizer
 from lm.config.canonical import differences
 from lm.config.effects import effect_of
-from lm.config.training_config import Group, Muon
+from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.tasks.symbol_store import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
@@ -56,7 +56,8 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
     """Raises ConfigError if weights, gradients and the optimizer's state, without those of embedding and head, exceed all memory."""
     state = [value for known in implied_state(decoder, config).values() for value in known.values() if isinstance(value, torch.Tensor)]
-    needed = sum(tensor.nbytes for tensor in (*decoder.parameters(), *(p.grad for p in decoder.parameters() if p.requires_grad), *state))
+    gradients = [p for p in decoder.parameters() if p.requires_grad]  # of their size
+    needed = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
         where, there = "the GPU", torch.cuda.get_device_properties(0).total_memory
     else:
@@ -128,9 +129,10 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({where})"
             raise ConfigError([Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax")])
-    if isinstance(config.optim.optimizer, Muon) and "matrices" not in groups:
-        reason = "no matrix is trained, all would be left to its AdamW"
-        raise ConfigError([Problem("optim.optimizer", config.optim.optimizer.name, reason, "set it to adamw")])
+    optimizer = config.optim.optimizer
+    if optimizer.needs and optimizer.needs not in groups:
+        reason = f"is for the parameters of the group {optimizer.needs}, and none of them is trained"
+        raise ConfigError([Problem("optim.optimizer", optimizer.name, reason, "set it to adamw")])
     own = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
     idle, reason = to_plain(Group()), "no trained parameter is in this group"
     if problems := [Problem(f"optim.groups.{name}", set_to, reason, "drop it") for name, set_to in own.items() if set_to != idle]:

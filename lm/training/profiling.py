@@ -40,8 +40,9 @@ class ProfileSteps(StepCallback):
             return
         on_gpu = self.run.machine.accelerator == "gpu"
         self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
-        self.first = step
-        self.profiler.start()
+        self.first, begin = step, time.perf_counter()
+        self.profiler.start()  # which loads libraries first
+        self.clock.paused(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """End after the last one."""

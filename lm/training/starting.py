@@ -134,7 +134,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     trained = trained_config(saved, path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
-        raise ConfigError([Problem("data", store.fingerprint[:16], reason)])
+        remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
+        raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
     spec = ModelSpec.from_training(trained, saved)
     for name, before, now in spec.changed_plugins():
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."

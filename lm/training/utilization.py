@@ -1,27 +1,46 @@
 """How much of the device's arithmetic a run uses: model FLOPs utilization (MFU), by two conventions."""
 
+import re
 import time
 from functools import lru_cache
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 
+# TFLOP/s of cards in bf16 (tensor cores, dense, sums in fp32) and in fp32, by their makers' data sheets. Lightning's table has others for
+# bf16: an A40's and an RTX 4090's are a fourth and half of these, an H200's is for sparse matrices; and it takes an L40 for an L4.
+GPUS = {
+    "A10": (125, 31.2),
+    "A40": (149.7, 37.4),
+    "A100": (312, 19.5),
+    "A100 PCIE": (312, 19.5),
+    "H100": (989.4, 66.9),  # SXM
+    "H100 NVL": (835.5, 60),
+    "H100 PCIE": (756, 51.2),
+    "H200": (989.4, 66.9),  # SXM
+    "H200 NVL": (835.5, 60),
+    "L4": (121, 30.3),
+    "L40": (181, 90.5),
+    "L40S": (362, 91.6),
+    "RTX A6000": (154.8, 38.7),
+    "RTX 3090": (71, 35.6),
+    "RTX 4090": (165.2, 82.6),
+}
 SIZE, SECONDS = 1024, 0.1  # of the matrices that are multiplied to measure a CPU, and how long
 
 
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
     """FLOPs a second that one device can make in this precision; None if that is not known.
 
-    Of a GPU: its maker's figure, from Lightning's table. Of a CPU: what a matrix product reaches now, with torch's threads.
+    Of a GPU: its maker's figure. Of a CPU: what a matrix product reaches now, with torch's threads.
     """
-    dtype = torch.bfloat16 if bf16 else torch.float32
     if accelerator == "gpu":
-        mistaken = "L40" in torch.cuda.get_device_name()  # Lightning takes an L40 for an L4, which has another peak
-        return None if mistaken else get_available_flops(torch.device("cuda"), dtype)
-    return _matmul_flops(dtype, torch.get_num_threads())
+        words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        name = " ".join(word for word in words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
+        return GPUS[name][0 if bf16 else 1] * 1e12 if name in GPUS else None
+    return _matmul_flops(torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
 
 
 @lru_cache
