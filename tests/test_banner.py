@@ -81,6 +81,17 @@ def test_text_that_is_read_too_often_is_warned_of(printed):
     assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]
 
 
+def test_what_is_minimised_and_bounded_is_said(printed):
+    assert printed()["optimizer"].endswith("; gradients' norm at most 1")
+    assert printed("optim.z_loss=1e-4", "optim.grad_clip=0")["optimizer"].endswith("; gradients' norm not bounded; z-loss x 0.0001")
+
+
+def test_options_of_a_later_phase_s_normalizer_are_said(printed):
+    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
+    groups = printed(phases, "optim.groups.normalizer={lr_factor: 10, weight_decay: 0.2}")["groups"]
+    assert groups.endswith("; normalizer (of later phases), lr x 10, weight decay 0.2")
+
+
 @pytest.mark.parametrize("tracked", [True, False], ids=["in its checkout", "installed within another project's"])
 def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch, tracked: bool):
     def git(*arguments: str) -> str:

@@ -225,7 +225,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     for name, reason in {
         "twise.yaml": "did you mean 'twice.yaml'",
         "loop.yaml": "loop",
-        "": "Is a directory",
+        "": "a folder, not a configuration file; name a YAML file",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             load([str(tmp_path / name)])

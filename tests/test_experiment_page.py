@@ -167,6 +167,15 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     assert {one["of"] for one in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
 
 
+def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path, undrawn):
+    procedure = made(tmp_path, tune=None)
+    for run in procedure.known():
+        if run.arm != "log_n":
+            finish(run, 9.0 if run.arm == "softmax" else losses(run))
+    found = {arm: verdict.kind for (_, arm), verdict in judge(procedure).items()}
+    assert found == {"ssmax": "unstable", "log_n": "not resolved"}
+
+
 def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     for run in procedure.known():

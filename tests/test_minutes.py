@@ -10,8 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from fabricated import finish, finish_all
+from trials import written
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, start
@@ -128,6 +129,14 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     assert min(times.values()) > 0
     monkeypatch.setattr("lm.experiments.timing._timed", lambda *_: pytest.fail("timed again"))
     assert run_times(procedure, costs(procedure), 2)[0] == times
+
+
+@pytest.mark.slow  # 10 s
+def test_an_arm_that_would_be_refused_is_found_before_any_is_trained(tmp_path, arguments):
+    arms = {"softmax": {}, "ssmax": {"model.normalizer": "softmax", "optim.groups.normalizer.lr_factor": 10}}
+    procedure = start(written(tmp_path, arms=arms, tune=None), arguments[1:], 2)
+    with pytest.raises(ConfigError, match=r"^ssmax: optim\.groups\.normalizer = .*: no trained parameter is in this group; drop it$"):
+        run_times(procedure, costs(procedure), 2)
 
 
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from lm.config.training_config import Muon, OptimConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.model.decoder import Decoder, projections
+from lm.model.decoder import Decoder, group_of, projections
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
 from lm.training.muon import BATCH_ELEMENTS, orthogonalised
-from lm.training.optimizers import after_swap, group_of, load_named_state, make_optimizer, named_state
+from lm.training.optimizers import after_swap, load_named_state, make_optimizer, named_state
 from lm.training.train import train
 
 MODELS = {

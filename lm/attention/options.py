@@ -94,7 +94,7 @@ def labelled(name: str, options: Mapping[str, Plain]) -> str:
 
 def shown(value: Plain) -> str:
     """An option's value as it is written in YAML."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass

@@ -179,7 +179,8 @@ class InfoScale(ScaleFromBase):
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         power = -2 / self.layer.head_size
-        return (1 - self.row_length(layout) ** power).sqrt() / math.sqrt(1 - self.base**power)
+        n = self.row_length(layout).double()  # in fp32 the difference of two powers would depend on where in a tensor they are
+        return ((1 - n**power).sqrt() / math.sqrt(1 - self.base**power)).float()
 
 
 def unit_vectors(x: Tensor) -> Tensor:

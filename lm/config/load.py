@@ -129,6 +129,9 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
         by = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
         raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
+    except IsADirectoryError:
+        remedy = f"to go on with this run, name {path / 'config.yaml'}" if (path / "config.yaml").is_file() else "name a YAML file"
+        raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
     except (OSError, RuntimeError) as error:  # the second of a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     plain = parse_yaml(content, str(path))

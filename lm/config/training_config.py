@@ -63,6 +63,10 @@ class Optimizer:
         """Whether the update of this group has an epsilon, of the option `eps` or of `optim.groups`."""
         return False
 
+    def kept(self, group: str) -> int:
+        """Numbers of the state for each entry of a parameter of this group, for estimates of disk."""
+        return 2
+
     @property
     def width_exponent(self) -> float | None:
         """The learning rate of the group `matrices` falls as 1 / width to this power where it is transferred (`model.transfer`); None: no
@@ -125,6 +129,10 @@ class Muon(AdamW):
     def has_eps(self, group: str) -> bool:
         """Where AdamW makes the update."""
         return group != "matrices"
+
+    def kept(self, group: str) -> int:
+        """One momentum where AdamW has two moments."""
+        return 1 if group == "matrices" else 2
 
     @property
     def width_exponent(self) -> float:

@@ -6,8 +6,7 @@ import torch
 
 from lm.config.tree import Config
 from lm.model.counts import count_parameters, flops_per_token
-from lm.model.decoder import Decoder
-from lm.training.optimizers import implied_state
+from lm.model.decoder import Decoder, group_of, is_normalizer
 
 _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of an entry of tokenizer.json, and of a validation loss of one sequence in JSON
 
@@ -33,8 +32,9 @@ def cost(config: Config, vocab_size: int) -> Cost:
     """What a run of this configuration takes, of this vocabulary."""
     decoder, trainer = _on_meta(config, vocab_size), config.trainer
     parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * trainer.max_steps
-    state = [value for known in implied_state(decoder, config).values() for value in known.values() if isinstance(value, torch.Tensor)]
-    checkpoint = sum(tensor.nbytes for tensor in (*decoder.parameters(), *state))
+    trained = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer(name)}
+    state = sum(config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained.items())
+    checkpoint = 4 * (parameters["total"] + state)  # fp32
     kept = min(trainer.keep_checkpoints, -(-trainer.max_steps // config.checkpoint_every)) + len(config.phase_ends) - 1
     validations = -(-trainer.max_steps // config.validation_every) * config.eval.sequences * _VALUE_BYTES
     disk = kept * checkpoint + vocab_size * _TOKENIZER_BYTES + 2 * validations  # each is kept a second time, for `lm eval`

@@ -52,7 +52,9 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         return Comparison((), tuned=False)
     at, (ours, theirs) = (rates[arm.name], rates[base.name]), _final(procedure, size, arm)
     tried = ours.keys()
-    diverged = [one for one in _decisive(at, ours, theirs) if one.outcome.state == "diverged"]
+    decisive = _decisive(at, ours, theirs)
+    begun = any(one.arm == arm.name and one.outcome.ended for one in decisive)  # else a baseline that diverged says nothing of the arm
+    diverged = [one for one in decisive if begun and one.outcome.state == "diverged"]
     why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
     other = _elsewhere(procedure, size, arm, ours, theirs)
     if diverged:  # nothing can be claimed: what there is at the rates that are judged is shown

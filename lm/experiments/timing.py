@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lm.config.load import to_yaml
 from lm.data.prepare import open_prepared
-from lm.errors import RunError, one_line
+from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.procedure import Procedure, Run
 from lm.files import write_text
 from lm.runs.evaluations import evaluation_files
@@ -36,6 +36,7 @@ def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: 
     as runs will be, once. What has not been measured is scaled by FLOPs from what has.
 
     Raises:
+        ConfigError: the runs of an arm would be refused.
         RunError: the pilot failed.
         DataError: there is no text to time it on yet.
     """
@@ -129,6 +130,8 @@ def _timed(files: dict[str, Path], jobs: int) -> dict[str, float]:
         out, err = process.communicate()
         if process.returncode:
             last = (err.strip() or "no output").splitlines()[-1]
+            if process.returncode == ConfigError.exit_code:  # which its runs would end with
+                raise ConfigError(f"{', '.join(some)}: {last.removeprefix('error: ')}")
             raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last.removeprefix('error: ')))}")
         found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         inside.append(sum(each["wall_seconds"] for each in found))

@@ -61,16 +61,16 @@ def _architecture(shape: Shape, source: Path) -> tuple[Architecture, dict[str, P
         apart = [
             f"{key} = {shown(theirs.get(key))} (here {shown(ours.get(key))})"
             for key in dict.fromkeys((*ours, *theirs))
-            if ours.get(key) != theirs.get(key)
+            if ours.get(key) != theirs.get(key) and ("." not in key or (key in ours and key in theirs))  # else another variant's option
         ]
         apart += [reason] if (reason := architecture.unfit(shape)) else []
         if not apart:
             return architecture, config
         differences[name] = apart
     name, apart = min(differences.items(), key=lambda item: len(item[1]))
-    more = f" and {len(apart) - 4} more" if apart[4:] else ""
-    nearest = f"the nearest, {name}, has {', '.join(apart[:4])}{more}"
-    raise RunError(f"{source}: no architecture of transformers computes this model without code of ours; {nearest}")
+    nearest = f"the nearest, {name}, has {', '.join(apart)}"
+    remedy = "without --format hf it is exported for lm"
+    raise RunError(f"{source}: no architecture of transformers computes this model without code of ours; {nearest}; {remedy}")
 
 
 def _tensors(

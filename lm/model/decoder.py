@@ -169,6 +169,17 @@ def is_normalizer(parameter: str) -> bool:
     return ".normalizer." in parameter
 
 
+def group_of(name: str, parameter: Tensor) -> str:
+    """Which group of `optim.groups` a decoder's parameter is in."""
+    if is_normalizer(name):
+        return "normalizer"
+    if name.startswith(("embedding.", "value_embedding.", "position.")):
+        return "embedding"
+    if name.startswith("head."):
+        return "head"
+    return "matrices" if parameter.dim() >= 2 else "vectors"
+
+
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """Rows of each fused matrix that are one projection each, by its name: {"q", "k", "v": ...} of an `attention.qkv.weight`.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import lm
 from lm.attention.plugins import PLUGINS
 from lm.config.model_config import ModelConfig
-from lm.config.training_config import Groups
+from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
 from lm.data.batches import train_sequences
 from lm.data.store import Store
@@ -72,7 +72,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         **({"note": "; ".join(notes)} if notes else {}),
         **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps",
+        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps; "
+        f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
+        + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         **({"transfer": _transfer(model)} if model.transfer else {}),
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() or model.transfer else {}),
         **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
@@ -148,6 +150,8 @@ def _groups(config: Config, decoder: Decoder) -> str:
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
         texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")
+    if (later := config.optim.groups.normalizer) != Group() and "normalizer" not in counts:
+        texts.append(f"normalizer (of later phases), lr x {later.lr_factor:.4g}, weight decay {later.weight_decay or 0:.4g}")
     return "; ".join(texts)
 
 

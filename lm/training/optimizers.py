@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
-from lm.model.decoder import Decoder, is_normalizer, projections
+from lm.model.decoder import Decoder, group_of, is_normalizer, projections
 from lm.model.transfer import Scaling, scalings
 from lm.training.muon import MuonAndAdamW
 
@@ -22,17 +22,6 @@ State = dict[str, dict[str, Tensor | float]]
 
 GROUPS = tuple(group.name for group in fields(Groups))
 DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
-
-
-def group_of(name: str, parameter: Tensor) -> str:
-    """Which of `GROUPS` a decoder's parameter is in."""
-    if is_normalizer(name):
-        return "normalizer"
-    if name.startswith(("embedding.", "value_embedding.", "position.")):
-        return "embedding"
-    if name.startswith("head."):
-        return "head"
-    return "matrices" if parameter.dim() >= 2 else "vectors"
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from lm.config.load import load
 from lm.config.tree import Config
-from lm.errors import LMError
+from lm.errors import ConfigError, LMError, RunError
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import read_metrics
+from lm.training.preflight import check_before_data
 from lm.training.train import train
 
 STEPS, WARM_UP = 10, 3  # optimizer steps that are made, and how many of the first are not timed
@@ -53,11 +54,18 @@ def pilot(config: Config) -> dict[str, float]:
 
 
 def main(paths: list[str]) -> None:
-    """Time each, and print."""
+    """Time each, and print. Raises ConfigError where the run would, before any is timed."""
     importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
-    for path in paths:
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = pilot(load([path]))
+    configs = [load([path]) for path in paths]
+    for config in configs:
+        if not config.init_from:  # its weights may not be there yet
+            check_before_data(config, None)
+    for config in configs:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = pilot(config)
+        except ConfigError as error:  # of a few steps of it, not of the run
+            raise RunError(str(error)) from None
         print(json.dumps(found), flush=True)
 
 

@@ -12,14 +12,14 @@ from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.tasks.symbol_store import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.horizon import with_steps
 from lm.runs.checkpoints import load_metadata
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.loading import Loaded, load
 from lm.schema import to_plain
-from lm.training.optimizers import GROUPS, freeze, group_of, implied_state
+from lm.training.optimizers import GROUPS, freeze, implied_state
 
 
 def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
