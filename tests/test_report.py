@@ -15,6 +15,7 @@ from lm.report.differences import Difference
 from lm.report.html import write_report
 from lm.report.methods import methods
 from lm.report.plots import Overview
+from lm.report.tables import digits, signed
 from lm.runs.record import read_run
 
 
@@ -184,3 +185,12 @@ def test_the_methods_name_what_models_are_made_of_and_what_is_minimised(tmp_path
     assert "then the schedule wsd (decay fraction 0.2, final fraction 0.0), " in one
     assert "logit softcap softmax, plain: none; softmax, modern: 15.0. " in both
     assert "Architecture: norm rms, position rope, position theta 10000.0, block gau, block expansion 2.0, " in units
+
+
+@pytest.mark.parametrize(
+    ("value", "written", "as_difference"),
+    [(16460.3, "16460", "+16460"), (-123456.0, "-123500", "-123500"), (123.456, "123.5", "+123.5"), (4.5, "4.5000", "+4.5000"),
+     (-1e-9, "0.0000", "0.0000")],
+)  # fmt: skip
+def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
+    assert (digits(value), signed(value)) == (written, as_difference)

@@ -14,7 +14,7 @@ from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import crossed_runs
 from lm.report.comparison import Comparison, show
 from lm.report.methods import how_measured
-from lm.report.tables import Cell, Column, Table, digits, signed
+from lm.report.tables import Cell, Column, Table, digits, four_digits, signed
 from lm.runs.folder import METRICS
 from lm.runs.identity import starts
 from lm.runs.metric_log import peak_memory, training_seconds
@@ -146,7 +146,7 @@ def cost_table(found: SizeResults) -> Table | None:
     made: list[_Made] = [(Column("arm", kind="label"), list(by_arm)), (Column("runs"), [str(len(records)) for records in by_arm.values()])]
     for name, unit in units.items():
         known = [[one[name] for one in some if one[name] is not None] for some in costs.values()]
-        made += [(Column(name, unit), [f"{np.mean(some):.4g}" if some else None for some in known])] if any(known) else []
+        made += [(Column(name, unit), [four_digits(np.mean(some)) if some else None for some in known])] if any(known) else []
     devices = [", ".join(dict.fromkeys(show(record.used("device")) for record in records)) for records in by_arm.values()]
     made.append((Column("device", kind="words"), devices))
     return Table("What a run took" + (f", {found.size}" if found.size else ""), "", tuple(made)) if by_arm else None

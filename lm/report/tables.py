@@ -77,12 +77,18 @@ def digits(value: float | None) -> str | None:
         return None
     if not np.isfinite(value):
         return "not finite"
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+    return f"{value:z.4f}" if abs(value) < 100 else four_digits(value)
+
+
+def four_digits(value: float) -> str:
+    """Four digits, a large number's others as zeros: 16460."""
+    text = f"{value:.4g}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def signed(value: float) -> str:
     """A difference with its sign."""
-    text = f"{value:+.4f}" if abs(value) < 100 else f"{value:+.4g}"
+    text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digits(value)}"
     return "0.0000" if float(text) == 0 else text
 
 
@@ -117,7 +123,7 @@ def _table(comparison: Comparison, section: Section) -> Table:
 def _millions(values: list[float | None]) -> str | None:
     """The mean of those that are known."""
     known = [value for value in values if value is not None]
-    return f"{np.mean(known) / 1e6:.4g}" if known else None
+    return four_digits(np.mean(known) / 1e6) if known else None
 
 
 def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> list[_Made]:
