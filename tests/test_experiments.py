@@ -24,7 +24,7 @@ from lm.experiments.experiment import config_hash
 from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome, selects
-from lm.experiments.plan import costs
+from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.machine import threads_each
@@ -295,6 +295,17 @@ def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_s
     trainer = settled.first_config.trainer
     assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_each(1))
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
+
+
+def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_path, overrides):
+    free = [one for one in overrides if not one.startswith("trainer.precision")]
+    path = written(tmp_path, tune=None, sizes={"a": {"trainer.precision": 32}, "b": {}, "c": {"trainer.precision": "bf16-mixed"}})
+    opened = open_experiment(path, [*free, "trainer.precision=auto"])
+    experiment = opened.experiment
+    found = [experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision for size in experiment.sizes]
+    assert found == [32, 32, "bf16-mixed"], "b is as the first start settles it"
+    said = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
+    assert list(plan(opened, None, "unknown"))[-1] == f"runs compute with {said}"
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedur
     settled = read_json(kept) if kept.exists() else _on_this_machine(experiment.first_config, jobs)
     if wrong := _wrong(settled):
         raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
-    asked = vars(experiment.first_config.trainer)
-    left_open = {name: settled[name] for name in SHARED if asked[name] in ("auto", None)}
+    asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
+    left_open = {name: settled[name] for name in SHARED if asked.get(name) in ("auto", None)}
     planned = tuple(settled["seeds"]) if "seeds" in settled else None
     return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lm.data.prepare import vocabulary
 from lm.experiments.costs import Cost, cost
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.opening import SHARED
 from lm.experiments.procedure import Procedure
 from lm.statistics.learned import fewest_seeds
@@ -61,8 +61,19 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, (len(experiment.arms) - 1) * len(sizes))}"
     yield from procedure.notes()
-    trainer = experiment.first_config.trainer
-    yield "shared by all runs: " + ", ".join(f"{name} {getattr(trainer, name)}" for name in SHARED)
+    yield f"runs compute with {_settings(experiment)}"
+
+
+def _settings(experiment: Experiment) -> str:
+    """Precision, compilation and threads of the runs; where sizes or arms differ in one, which have what."""
+    seed, rate, found = experiment.seeds[0], experiment.first_rate, {name: {} for name in SHARED}
+    for size in experiment.sizes:
+        for arm in experiment.arms:
+            trainer = experiment.config(size, arm, seed, rate, {"name": "any"}).trainer
+            for name, having in found.items():
+                having.setdefault(getattr(trainer, name), []).append(" ".join(filter(None, (size, arm.name))))
+    values = {name: ", ".join(f"{one} ({', '.join(places)})" for one, places in having.items()) for name, having in found.items()}
+    return "; ".join(f"{name} {values[name] if len(having) > 1 else next(iter(having))}" for name, having in found.items())
 
 
 def _seeds(primary: Primary, comparisons: int) -> str:
