@@ -110,6 +110,23 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
         tiny(*options, "optim.groups.head.eps=1e-6")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["optim.optimizer.weight_decay=0.6"], r"optim\.optimizer\.weight_decay = 0\.6: times the learning rate of matrices is 1\.2: "),
+        (
+            ["optim.groups.vectors={lr_factor: 2, weight_decay: 0.3}"],
+            r"optim\.groups\.vectors\.weight_decay = 0\.3: .* of vectors is 1\.2: ",
+        ),
+    ],
+)
+def test_decay_of_more_than_a_weight_is_refused(tiny, options, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        tiny("optim.lr=2", *options)
+    assert str(refused.value).count("at most 1") == 1
+    tiny("optim.lr=2", "optim.optimizer.weight_decay=0.5")
+
+
 def test_each_optimizer_has_a_builder():
     assert training_config.OPTIMIZERS.keys() == optimizers.BUILDERS.keys()
     for name in training_config.OPTIMIZERS:

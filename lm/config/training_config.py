@@ -141,6 +141,7 @@ class Muon(AdamW):
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each has a builder in lm.training.optimizers
+DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
 
 
 @dataclass
@@ -190,11 +191,29 @@ class OptimConfig:
         factor = (step + 1) / self.warmup_steps if step < self.warmup_steps else self.schedule.factor(step, self.warmup_steps, max_steps)
         return self.lr * factor
 
+    def weight_decay(self, group: str) -> float:
+        """That of a group; a step takes the group's learning rate times it of a weight."""
+        rule, own = self.optimizer.weight_decay if group in DECAYED else 0.0, getattr(self.groups, group).weight_decay
+        return rule if own is None else own
+
     def problems(self) -> list[Problem]:
         """Problems that involve several keys."""
         epsilons = {name: group.eps for name, group in vars(self.groups).items() if group.eps is not None}
         reason = f"{self.optimizer.name} has no epsilon there"
-        return [Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)]
+        found = [
+            Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)
+        ]
+        return found + list(self._decays_of_too_much().values())
+
+    def _decays_of_too_much(self) -> dict[str, Problem]:
+        """Weight decays, by key, with which a step would take more than the whole of a weight."""
+        found = {}
+        for name, group in vars(self.groups).items():
+            key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
+            if (taken := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
+                reason = f"times the learning rate of {name} is {taken:.3g}: a step would take more than the whole of a weight"
+                found.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
+        return found
 
 
 @dataclass

@@ -151,7 +151,9 @@ def _groups(config: Config, decoder: Decoder) -> str:
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
         texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")
     if (later := config.optim.groups.normalizer) != Group() and "normalizer" not in counts:
-        texts.append(f"normalizer (of later phases), lr x {later.lr_factor:.4g}, weight decay {later.weight_decay or 0:.4g}")
+        texts.append(
+            f"normalizer (of later phases), lr x {later.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
+        )
     return "; ".join(texts)
 
 

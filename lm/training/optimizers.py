@@ -21,7 +21,6 @@ from lm.training.muon import MuonAndAdamW
 State = dict[str, dict[str, Tensor | float]]
 
 GROUPS = tuple(group.name for group in fields(Groups))
-DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
@@ -37,10 +36,8 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
             found.setdefault((group_of(name, parameter), scaled.get(name, Scaling())), []).append((name, parameter))
 
     def options(group: str, scaling: Scaling) -> dict[str, float]:
-        rule = optim.optimizer.weight_decay if group in DECAYED else 0.0
         own = getattr(optim.groups, group)
-        decay = rule if own.weight_decay is None else own.weight_decay
-        made = {"weight_decay": decay / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
+        made = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
         if optim.optimizer.has_eps(group) and (own.eps is not None or scaling.eps != 1):
             made["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
         return made
