@@ -18,7 +18,6 @@ import argparse
 import importlib.util
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
 from lm.evaluation.diagnostics import statistics_of
 from lm.evaluation.held_out import HeldOut, nll_by_token
+from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.training.dynamics import gradient_norms, largest_scores, logit_scales, transferred
@@ -252,9 +252,9 @@ def memory_of(arguments: argparse.Namespace) -> None:
     """In a process of its own: print the peak of resident memory over what was there before, MiB."""
     name, _, dense = arguments.path.name.partition(":")
     step = attention(catalogue.SINGLE[name](), arguments, dense=bool(dense))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_process_bytes()
     step()
-    print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:,.0f}")
+    print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
 
 
 def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -287,11 +287,11 @@ def measure_long(arguments: argparse.Namespace) -> None:
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = where.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = torch.cuda.memory_allocated() if on_gpu else peak_process_bytes()
     started = time.perf_counter()
     nll_by_token(decoder, held_out, where)
     seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_process_bytes()
     print(
         f"{arguments.normalizer}, {arguments.seq_len:,} tokens, {sum(p.numel() for p in decoder.parameters()) / 1e6:.1f} M parameters, "
         f"{where.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
@@ -332,14 +332,14 @@ def measure_diagnostics(arguments: argparse.Namespace) -> None:
     options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
     models = [Decoder(options, arguments.vocab_size, 1024, seed).to(where.device) for seed in (0, 1)]
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_process_bytes()
     started = time.perf_counter()
     statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), asked, where)
-    seconds, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, peak = time.perf_counter() - started, peak_process_bytes()
     print(
         f"{', '.join(asked.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of {arguments.seq_len:,} tokens, "
         f"{asked.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
-        f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 1024:,.0f} MiB"
+        f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
     )
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import resource
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from folders import differences, kill_after, metrics
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
+from lm.machine import peak_process_bytes
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 from lm.training.memory import TensorMemory, estimated_memory
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.M
 def test_the_estimate_is_that_of_a_large_step_and_the_process_grows_by_half_as_much_again_at_most():
     """Beyond what libraries take at their first use; freed memory that the allocator keeps is what makes the difference."""
     code = f"""
-import resource, sys
+import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_cost import grown
 grown()
@@ -132,10 +132,10 @@ def grown() -> None:
     shape = [str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[x]", "model.n_embd=256", "data.seq_len=256"]
     small, large = (load([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
     measured(small)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_process_bytes()
     tensors = measured(large)
-    took = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, took / 2**10)
+    took = peak_process_bytes() - before
+    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, took / 2**20)
 
 
 # ---------------------------------------------------------------- activation checkpointing

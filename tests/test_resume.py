@@ -18,7 +18,11 @@ from lm.config.data_config import DataConfig
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
+from lm.evaluation.measurement import Measurement
+from lm.evaluation.numbers import logged
+from lm.evaluation.results import write_evaluation
 from lm.runs.checkpoints import load_checkpoint
+from lm.runs.evaluations import Evaluation
 from lm.runs.folder import steps_saved
 from lm.runs.loading import load
 from lm.training.train import train
@@ -180,6 +184,42 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     assert train(tiny("name=done", "resume=auto")) == 0
     assert (config.run_folder / "metrics.jsonl").read_bytes() == before
     assert series(config.run_folder, "validation", 8)[0].whole == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("cut", ["before", "while", "after"])
+def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut: str):
+    """Before the long-context evaluation was there, while its line was written, and after its file was."""
+    config = tiny("name=last")
+    train(config)
+    log, evaluation = config.run_folder / "metrics.jsonl", config.run_folder / "evaluations" / "long_context.step-000008.json"
+    whole, content = metrics(config.run_folder), evaluation.read_text()
+    *others, last = log.read_text().splitlines(keepends=True)
+    assert "long/loss as trained" in last
+    log.write_text("".join(others) + (last[: len(last) // 2] if cut == "while" else ""))
+    if cut != "after":
+        evaluation.unlink()
+        shutil.rmtree(evaluation.parent / "cache")
+    train(tiny("name=last", "resume=auto"))
+    assert evaluation.read_text() == content
+    before, (*others, made_up) = whole[-1], metrics(config.run_folder)
+    assert others == whole[:-1]
+    assert made_up.keys() == before.keys() - {"peak_memory_bytes"}
+    digits = 1e-6 if cut == "after" else 0  # a file has fewer than the log
+    assert made_up == pytest.approx({name: before[name] for name in made_up}, rel=0, abs=digits)
+
+
+def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
+    config, missing = tiny("name=order"), []
+
+    def write(folder: Path, measurement: Measurement, result: Evaluation) -> Path:
+        known = {name for line in metrics(folder) if line["step"] == result.step for name in line}
+        missing.extend(logged(result).keys() - known)
+        return write_evaluation(folder, measurement, result)
+
+    monkeypatch.setattr("lm.training.callbacks.write_evaluation", write)
+    train(config)
+    assert (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
+    assert not missing
 
 
 def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):

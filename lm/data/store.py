@@ -166,7 +166,7 @@ class Store:
             )
             if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
                 raise ValueError("vocab_size")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise _damaged(path / MANIFEST, f"does not describe the store ({one_line(error)})") from None
         return store
 

@@ -166,10 +166,10 @@ class Evaluations(StepCallback):
         try:
             result = measured(measurement, decoder.to(where.device), where, step, tokens)
             if trainer.is_global_zero:
+                scores = logged(result)  # before the file, which says that nothing of it is missing
+                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
                 path = write_evaluation(self.config.run_folder, measurement, result)
                 keep(self.config.run_folder, measurement, result, where)
-                scores = logged(result)
-                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
                 self.record.evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run

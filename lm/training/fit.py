@@ -15,7 +15,7 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.measurement import Measurement, measurements
-from lm.evaluation.numbers import print_results
+from lm.evaluation.numbers import logged, print_results
 from lm.files import write_text
 from lm.machine import threads_each
 from lm.model.counts import flops_per_token
@@ -23,12 +23,12 @@ from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
-from lm.runs.evaluations import evaluation_path
+from lm.runs.evaluations import evaluation_path, last_evaluations
 from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, EVALUATIONS, LAST, METRICS, TOKENIZER, step_path, write_json
 from lm.runs.loading import Loaded
-from lm.runs.metric_log import DIVERGED
+from lm.runs.metric_log import DIVERGED, read_metrics, truncate_metrics
 from lm.runs.model_folder import TOKENIZER_SHA256
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
 from lm.training.checkpointing import Checkpoints
@@ -73,7 +73,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         notes = check_resume(config, store, saved, checkpoint)
         before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
         if saved["lm"]["step"] >= config.trainer.max_steps:
-            return _complete(config, planned, checkpoint, saved["lm"]["step"], main)
+            if main:
+                _make_up(config, planned, checkpoint, saved["lm"]["step"], mode, before)
+            return 0
         start, origin = start_from_checkpoint(config, saved), before.get("started_from")
     else:
         start, origin, notes = start_new_run(config, store, source)
@@ -175,16 +177,25 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
     return trainer
 
 
-def _complete(config: Config, planned: list[Measurement], checkpoint: Path, step: int, main: bool) -> int:
-    """The run is complete: make the evaluations that a kill after the last step prevented."""
+def _make_up(config: Config, planned: list[Measurement], checkpoint: Path, step: int, mode: str, environment: dict[str, Plain]) -> None:
+    """The run is complete: make the evaluations that a kill after the last step prevented, and log those that are not in its log."""
     folder = config.run_folder
-    if main:
-        due = [one.kind for one in planned if one.asked.is_due(step, step)]
-        missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-        if missing:
-            print_results(evaluate(config, folder, checkpoint, missing), folder / EVALUATIONS)
-        print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
-    return 0
+    due = [one.kind for one in planned if one.asked.is_due(step, step)]
+    missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+    found = {one.kind: one for one in last_evaluations(folder, to_plain(config))[0] if one.kind in due and one.step == step}
+    if missing:
+        made = evaluate(config, folder, checkpoint, missing)
+        found |= {one.evaluation.kind: one.evaluation for one in made}  # to more digits than in its file
+        print_results(made, folder / EVALUATIONS)
+    known = {name for line in read_metrics(folder / METRICS)[0] if line["step"] == step for name in line}
+    if unlogged := [one for one in found.values() if not logged(one).keys() <= known]:
+        truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
+        log = MetricLog(folder / METRICS, start_wandb(mode, config, environment), True)
+        for one in unlogged:
+            log.write({"step": step, "tokens": one.tokens_seen, **logged(one)})
+            log.evaluation(one, evaluation_path(folder, one.kind, step).with_suffix(".png"))
+        log.close()
+    print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 
 
 def quiet_lightning() -> None:
