@@ -1,5 +1,7 @@
 """The loss head: cross-entropy without the tokens x vocabulary matrix of logits."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -114,3 +116,25 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
         linear_cross_entropy(hidden, head, targets).backward()
         token_nll(hidden, head, targets)
     assert largest <= 256 * 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["token_nll(x, head, targets)", "token_kl(x, head, x, head)", "training_loss(x, head, targets)"])
+def test_memory_does_not_grow_with_the_chunks(call: str):
+    """Where small results lie between the chunks, glibc does not use the memory of one for the next: in some processes, not in others."""
+    code = f"""
+import torch
+from lm.machine import peak_process_bytes
+from lm.model.cross_entropy import *
+from lm.model.head import Head
+hidden, targets, head = torch.randn(32768, 64), torch.randint(4096, (32768,)), Head(64, 4096, None)
+torch.set_grad_enabled({call.startswith("training")})
+run = lambda x, targets: {call}
+run(hidden[:512].requires_grad_(), targets[:512])
+before = peak_process_bytes()
+run(hidden, targets)
+print(peak_process_bytes() - before)
+"""
+    command = [sys.executable, "-c", code]
+    grown = [int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)]
+    assert max(grown) < 64 * 2**20, "all logits are 512 MiB"

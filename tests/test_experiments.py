@@ -37,6 +37,8 @@ from lm.schema import to_plain
 from lm.training.optimizers import implied_state
 from lm.training.train import train
 
+WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
+
 
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
@@ -134,7 +136,7 @@ def interrupt() -> int:
 
 
 def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides, capsys):
-    path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1}})
+    path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, 1, here).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
@@ -228,7 +230,7 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
 def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
     arms = {
         "softmax": {},
-        "wild": {"optim.lr": 1e30, "optim.grad_clip": 0, "optim.warmup_steps": 1},
+        "wild": WILD,
         "after": {"from": "wild", "optim.lr": 1e-3},
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))

@@ -54,10 +54,12 @@ class Optimizer:
 
     Attributes:
         needs: a group of which a parameter must be trained; without one it is refused. "": none.
+        weight_decay: of matrices, embedding and head; 0 of an optimizer without that option.
     """
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""
+    weight_decay: ClassVar[float] = 0.0
 
     def has_eps(self, group: str) -> bool:
         """Whether the update of this group has an epsilon, of the option `eps` or of `optim.groups`."""

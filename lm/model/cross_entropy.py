@@ -36,18 +36,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms = hidden.new_zeros(2, dtype=torch.float32)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         matrix, size = weight.to(dtype), chunk_tokens(weight)
-        grad_hidden, grad_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for h, y in zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True):
+        grad_hidden = torch.empty_like(hidden) if train else None  # filled in place, as in `_over_logits`
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
             some, grad_logits = _of_logits(h_low, matrix, y, softcap, z_loss, train)
             terms += some
             if train:
-                grad_hidden.append((grad_logits @ matrix).to(hidden.dtype))
+                grad_hidden[number * size :][:size] = grad_logits @ matrix
                 if grad_weight is not None:
                     grad_weight += grad_logits.t() @ h_low
                 del grad_logits  # before the next chunk's
         if train:
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+            ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(terms)
         return terms[0] + terms[1], terms
 
@@ -114,10 +115,12 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         log_q = capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    size = chunk_tokens(p_head.weight)
+    found, size = torch.empty(len(p), device=p.device), chunk_tokens(p_head.weight)
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
-        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False) for a, b in zip(p.split(size), q.split(size), strict=True)])
+        for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
+            found[number * size :][:size] = checkpoint(chunk, a, b, use_reentrant=False)  # in place, as `_over_logits`
+    return found
 
 
 @torch.no_grad()
@@ -127,18 +130,23 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     hidden: (N, C); head: C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
-    return _over_logits(nll, hidden, head, targets)
+    return _over_logits(nll, torch.float32, hidden, head, targets)
 
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
     """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
-    return _over_logits(lambda logits: logits.argmax(-1), hidden, head)
+    return _over_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
-def _over_logits(f: Callable[..., Tensor], hidden: Tensor, head: Head, *others: Tensor) -> Tensor:
-    """f(logits, *others), (N,), for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each."""
+def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *others: Tensor) -> Tensor:
+    """f(logits, *others), (N,) of `dtype`, for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each.
+
+    Filled in place: what is kept between the logits of one chunk and of the next may keep glibc from using their memory again.
+    """
+    found, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        matrix, size = head.weight.float().t(), chunk_tokens(head.weight)
-        parts = zip(*(x.split(size) for x in (hidden, *others)), strict=True)
-        return torch.cat([f(capped(h.float() @ matrix, head.softcap), *part) for h, *part in parts])
+        matrix = head.weight.float().t()
+        for into, h, *part in zip(*(x.split(size) for x in (found, hidden, *others)), strict=True):
+            into.copy_(f(capped(h.float() @ matrix, head.softcap), *part))
+    return found
