@@ -1,12 +1,13 @@
 """Run folders of experiments as if they had been trained: in an instant, with the losses that a test asks for."""
 
+import json
 from collections.abc import Callable
 
 import numpy as np
 
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import CHECKPOINTS, step_path, write_json
+from lm.runs.folder import CHECKPOINTS, METRICS, step_path, write_json
 from lm.runs.series import Sample, Series
 from lm.runs.validation import validation_series
 from lm.schema import Plain
@@ -39,6 +40,13 @@ def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[
     tokens = step * run.config.optim.batch_tokens
     one = Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", "weights", tuple(series), asked or {})
     write_json(evaluation_path(run.config.run_folder, kind, step), one.plain())
+
+
+def logged(run: Run, *losses: float) -> None:
+    """A run's log of these training losses."""
+    lines = [json.dumps({"step": step, "tokens": step, "train/loss": loss}) for step, loss in enumerate(losses, 1)]
+    run.config.run_folder.mkdir(parents=True, exist_ok=True)
+    (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
 
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:

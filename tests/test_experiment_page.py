@@ -26,6 +26,7 @@ from lm.report.panels import Panel, Trace, picture
 from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, METRICS, step_path
+from lm.runs.metric_log import DIVERGED
 from lm.runs.series import Axis, Sample, Series, Shown
 
 STEPS = 200
@@ -68,6 +69,12 @@ def finish(run: Run, loss: float, **how: object) -> Path:
     checkpoint.parent.mkdir()
     checkpoint.touch()
     return folder
+
+
+def diverge(run: Run) -> None:
+    """A run folder as if the run had stopped at values that are not finite."""
+    with (finish(run, losses(run)) / METRICS).open("a") as log:
+        log.write(json.dumps({"step": STEPS, DIVERGED: "loss is not finite"}) + "\n")
 
 
 def losses(run: Run) -> float:
@@ -155,7 +162,7 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     procedure = made(tmp_path, tune=None)
     for run in procedure.known():
         if (run.arm, run.seed) != ("log_n", 3):
-            finish(run, 9.0 if (run.arm, run.seed) == ("ssmax", 2) else losses(run))
+            diverge(run) if (run.arm, run.seed) == ("ssmax", 2) else finish(run, losses(run))
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
     words = text_of(page)
     assert "diverged, counted and in no mean: ssmax seed 2" in words
@@ -171,7 +178,7 @@ def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path,
     procedure = made(tmp_path, tune=None)
     for run in procedure.known():
         if run.arm != "log_n":
-            finish(run, 9.0 if run.arm == "softmax" else losses(run))
+            diverge(run) if run.arm == "softmax" else finish(run, losses(run))
     found = {arm: verdict.kind for (_, arm), verdict in judge(procedure).items()}
     assert found == {"ssmax": "unstable", "log_n": "not resolved"}
 

@@ -1,5 +1,6 @@
 """What the runs of an experiment are judged on: seeds planned and added, documents, other rates, runs that learned nothing."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import FINGERPRINT, evaluated, finish, finish_all
+from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
@@ -98,13 +99,62 @@ def test_the_difference_is_shown_at_every_rate(tmp_path):
     assert found == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
 
 
-def test_a_run_that_learned_nothing_says_so(tmp_path):
-    procedure = experiment(tmp_path)
+ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"
+
+
+def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[Procedure, dict]:
+    """SSMax's runs log these training losses and end above the unigram cross-entropy, softmax's end below it; and what is said of SSMax."""
+    procedure = experiment(folder)
     for run in procedure.known():
-        finish(run, 5.0 if run.arm == "softmax" else 6.25, unigram=6.0)
-    found = summary(procedure)[1]
-    assert found["verdict"] == "unstable"
-    assert "ssmax seed 1: final loss above the unigram cross-entropy (6.2500 > 6.0000)" in found["reason"]
+        finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
+        logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
+    return procedure, summary(procedure)[1]
+
+
+@pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
+def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_losses):
+    procedure, found = unlike(tmp_path, *training_losses)
+    assert {one.outcome.state for one in procedure.known()} == {"finished"}
+    assert (found["verdict"], found["runs"], found["mean"]) == ("worse", 3, 6.25)
+    assert f"; did not learn: ssmax seed 1: {ABOVE}; ssmax seed 2: " in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("training_losses", "final", "how"),
+    [
+        ((10.8, 4.0, 7.5), 6.25, f"{ABOVE}, training loss rose from 4.0000 to 7.5000"),
+        ((6.0, 4.0, 6.1, float("nan")), 6.25, f"{ABOVE}, training loss rose from 4.0000 to 6.1000"),
+        ((4.0, 5.2), 6.25, f"{ABOVE}, training loss rose from 4.0000 to 5.2000"),
+        ((10.8, 4.0), math.inf, "final val/loss is not finite"),
+    ],
+)
+def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_losses, final, how):
+    procedure, found = unlike(tmp_path, *training_losses, final=final)
+    assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 3
+    assert (found["verdict"], found["runs"]) == ("unstable", 0)
+    assert found["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), found["reason"]
+    assert "did not learn" not in found["reason"]
+
+
+def test_a_loss_that_rose_and_stayed_below_the_unigram_cross_entropy_is_a_loss(tmp_path):
+    _, found = unlike(tmp_path, 9.0, 3.0, 5.5, final=5.5)
+    assert found["verdict"] == "worse"
+    assert "did not learn" not in found["reason"]
+
+
+def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_path):
+    arms = {"softmax": {}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    procedure = experiment(tmp_path, arms=arms)
+    for run in procedure.known():
+        finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
+    assert summary(procedure)[1]["verdict"] == "worse"
+
+
+def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
+    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
+    assert procedure.rates("") == {"softmax": 2e-3, "ssmax": 2e-3}
+    assert {one.selection for one in procedure.tried("") if one.rate == 1e-3} == {9.2}
 
 
 def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
@@ -180,7 +230,7 @@ def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(t
 def test_a_run_that_diverges_at_the_rate_of_the_other_says_that_it_depends_on_the_rate(tmp_path):
     def found(lost: tuple[str, float]) -> dict:
         def loss(run: Run) -> float:
-            return 9.5 if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
+            return math.inf if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
 
         return summary(finish_all(experiment(tmp_path / f"{lost[0]}-{lost[1]:g}", tune=GRID), loss))[1]
 

@@ -142,6 +142,7 @@ class Jobs:
                 self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
                 diverged = outcome.state == "diverged"
                 loss = f"diverged ({outcome.divergence})" if diverged else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
+                loss += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
                 known = self.procedure.known()
                 left = sum(not one.outcome.ended for one in known)
                 took = [*chain(*self.seconds.values())]

@@ -38,7 +38,18 @@ def judge(procedure: Procedure) -> dict[tuple[str, str], Verdict]:
         found = {name: compared(procedure, *place) for name, place in places.items()}
         found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio)
         found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
-    return {name: replace(one, exploratory=procedure.added + procedure.left_out) for name, one in found.items()}
+    seeds = procedure.added + procedure.left_out
+    return {
+        (size, arm): replace(one, exploratory=seeds, reason=one.reason + _not_learned(procedure, size, arm))
+        for (size, arm), one in found.items()
+    }
+
+
+def _not_learned(procedure: Procedure, size: str, arm: str) -> str:
+    """The final runs of an arm and of the baseline that have finished and did not learn, in words to follow a reason; empty if all did."""
+    runs = [one for one in procedure.final(size) if one.arm in (arm, procedure.experiment.arms[0].name)]
+    lost = [f"{one.label}: {one.outcome.not_learned}" for one in runs if one.outcome.state == "finished" and one.outcome.not_learned]
+    return f"; did not learn: {'; '.join(lost[:3])}{'; ...' if len(lost) > 3 else ''}" if lost else ""
 
 
 def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:

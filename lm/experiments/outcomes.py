@@ -12,13 +12,14 @@ import numpy as np
 from lm.errors import RunError, one_line
 from lm.runs.evaluations import Evaluation, evaluation_files
 from lm.runs.folder import CHECKPOINTS, METRICS, read_json, step_path
-from lm.runs.metric_log import DIVERGED, read_metrics
+from lm.runs.metric_log import DIVERGED, curve, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import UNIGRAM
 from lm.schema import Plain
 from lm.statistics.reach import tokens_to_reach
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
+RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite
 
 State = Literal["unfinished", "finished", "diverged"]
 
@@ -73,7 +74,6 @@ class Outcome:
     """A run folder, the step that the run is to reach, and the metric that is wanted of it then.
 
     Attributes:
-        symbolic: trained on tasks over symbols, of whose answers a model that learned nothing says what single tokens say.
         scheduled: kinds of evaluation that its configuration has measured at that step, beside the validation.
         asked: those that it must have then, each with the keys of `eval` that it is asked for with; {}: the scheduled ones will do.
     """
@@ -81,14 +81,13 @@ class Outcome:
     folder: Path
     last_step: int
     metric: str
-    symbolic: bool = False
     scheduled: tuple[str, ...] = ()
     asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> State:
-        """How far the run came: `finished` once its last checkpoint, both metrics and all that is measured at the end are there. One whose
-        final loss is above the cross-entropy of single tokens has diverged, like one that stopped at values that are not finite."""
+        """How far the run came: `finished` once its last checkpoint, both metrics and all that is measured at the end are there, unless
+        it has diverged."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -99,11 +98,27 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words; empty if it didn't."""
-        if said := next((str(line[DIVERGED]) for line in read_metrics(self.folder / METRICS)[0] if DIVERGED in line), ""):
+        """How the run diverged, in words; empty if it didn't.
+
+        It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss
+        is above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
+        """
+        lines = read_metrics(self.folder / METRICS)[0]
+        if said := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
             return said
-        found = self.series(SELECTION) if self.trained and not self.symbolic else None
-        loss, level = (found.means[0], found.references.get(UNIGRAM, math.inf)) if found else (0.0, math.inf)
+        if self.trained and not math.isfinite(self.series(SELECTION).means[0]):
+            return f"final {SELECTION} is not finite"
+        logged = curve(lines, "train/loss").loss
+        logged = logged[np.isfinite(logged)]
+        if not self.not_learned or not len(logged) or logged[-1] - logged.min() <= RISE:
+            return ""
+        return f"{self.not_learned}, training loss rose from {logged.min():.4f} to {logged[-1]:.4f}"
+
+    @cached_property
+    def not_learned(self) -> str:
+        """That the run's final loss is above that of single tokens by their frequencies, in words; empty if it isn't."""
+        series = self.series(SELECTION) if self.trained else None
+        loss, level = (series.means[0], series.references.get(UNIGRAM, math.inf)) if series else (0.0, math.inf)
         return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
     @cached_property

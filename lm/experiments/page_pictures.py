@@ -18,7 +18,7 @@ from lm.report.panels import Map, Panel, Picture, Trace, picture
 from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth, token_unit
 from lm.report.sections import Section
 from lm.runs.folder import METRICS
-from lm.runs.metric_log import DIVERGED, Curve, curve, read_metrics
+from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain
 
@@ -32,7 +32,7 @@ def curves(found: SizeResults) -> Picture | None:
     for name, title in titles.items():
         by_run = [(run, curve(logs[run.config.run_folder], name)) for run, _ in found.begun]
         if name == "train/loss" or any(len(one.tokens) > 1 for _, one in by_run):
-            panels.append(_curves_panel(found, title, name, by_run, logs))
+            panels.append(_curves_panel(found, title, name, by_run))
         elif any(len(one.tokens) for _, one in by_run):
             once.append(title)
     if not any(panel.traces for panel in panels):
@@ -46,7 +46,7 @@ def curves(found: SizeResults) -> Picture | None:
     return picture(panels, found.arm_names, caption)
 
 
-def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]], logs: dict) -> Panel:
+def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]]) -> Panel:
     last = max((one.tokens[-1] for _, one in by_run if len(one.tokens)), default=1)
     unit, x_label = token_unit(last)
     traces, settled = [], []
@@ -57,7 +57,7 @@ def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[
         every, y = max(1, len(one.tokens) // POINTS), smooth(one.loss, window)
         traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[::every] / unit, y[::every], "seed"))
         settled += y[(one.tokens > 0.1 * last) & np.isfinite(y)].tolist()
-        if any(DIVERGED in line for line in logs[run.config.run_folder]):
+        if run.outcome.state == "diverged":
             traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[-1:] / unit, one.loss[-1:], "diverged"))
     if name != "train/loss":
         for arm in found.arm_names:

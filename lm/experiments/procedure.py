@@ -94,9 +94,8 @@ class Procedure:
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
-            metric, symbolic = self.experiment.primary.metric, config.data.symbolic
-            scheduled = _scheduled(arm, config, last_step)
-            outcome = Outcome(config.run_folder, last_step, metric, symbolic, scheduled, self._asked(size, arm, config))
+            asked = _scheduled(arm, config, last_step), self._asked(size, arm, config)
+            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, *asked)
             if outcome.ended:  # for good: it is not read again
                 self._ended[config.run_folder] = outcome
         if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
