@@ -1,5 +1,7 @@
 """The contract notices: of normalizers that each break one promise, the check of that promise says so, and `lm check-normalizer` fails."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,17 @@ class OtherForward(FusedSoftmax):
 class NoGradient(FusedSoftmax):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return super().forward(q.detach(), k, v, layout)
+
+
+class DividedAlongKeys(SoftmaxNormalizer):
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        return super().normalize(scores, layout) / layout.n("visible").unsqueeze(-2)
+
+
+class ScaledAlongKeys(SoftmaxNormalizer):
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        z = super().define_scores(q, k, layout)
+        return z * layout.n("sample").unsqueeze(-2) if q.size(2) == k.size(2) else z
 
 
 class Acausal(SoftmaxNormalizer):
@@ -102,6 +115,8 @@ class Coarse(FusedSoftmax):
 
 BROKEN = {
     Drawn: {"initial_values"},
+    DividedAlongKeys: {"own_row", "decoding"},
+    ScaledAlongKeys: {"own_row"},
     OtherForward: {"fast_path"},
     NoGradient: {"fast_path", "finite_differences"},
     Acausal: {"row_sums", "causality"},
@@ -119,16 +134,33 @@ BROKEN = {
 }
 
 
+@dataclass
+class OfBroken(Softmax):
+    """Options of the classes above, some of which are softmax's."""
+
+
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
     make_normalizer = contract.make_normalizer
 
     def make(options: Options, layer: LayerSpec) -> Normalizer:
-        return make_normalizer(options, layer) if isinstance(options, Softmax) else broken(options, layer)
+        return broken(options, layer) if isinstance(options, OfBroken) else make_normalizer(options, layer)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
-    found = {check.__name__: how for check, (_, how) in zip(CHECKS, results(Options()), strict=True)}
+    found = {check.__name__: how for check, (_, how) in zip(CHECKS, results(OfBroken()), strict=True)}
     assert {name for name, how in found.items() if how} >= BROKEN[broken], found
+    for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
+        how, _, hint = found[name].partition("; hint: ")
+        assert re.fullmatch(".+", hint), name
+        assert not re.search("Error|Tensor-likes|torch", how) or how.startswith("stopped by RuntimeError: "), how
+        assert not re.search(", not -?[0-9]", how) or re.search(r"(at|,) (token|key|entry|dimension) \[?[0-9]", how), how
+
+
+@pytest.mark.parametrize("broken", [DividedAlongKeys, ScaledAlongKeys])
+def test_a_factor_along_the_wrong_axis_is_named(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(contract, "make_normalizer", broken)
+    with pytest.raises(AssertionError, match="changes other queries' weights of key 3: it lies along the axis of keys instead of queries"):
+        contract.own_row(OfBroken())
 
 
 def test_every_check_is_failed_by_some_normalizer():
@@ -149,7 +181,10 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
     )
     result = lm("check-normalizer", "broken:Acausal")
     assert result.returncode == 1
-    assert "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: AssertionError: outputs before" in result.stdout
+    assert (
+        "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: other tokens from 25 on change an earlier output"
+        in result.stdout
+    )
     assert "broken:Acausal: kept: initial values are the same each time" in result.stdout
 
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 
+from lm.attention.catalogue import ENTRIES, OPTIONS, implementation
 from lm.attention.contract import CHECKS
-from lm.attention.plugins import PLUGINS
+from lm.attention.plugins import PLUGINS, misplaced
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -186,6 +187,21 @@ def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[
     (powers / "odd.py").write_text(f"{head}@dataclass\nclass Odd(Options):\n    {written}\nclass Normal:\n    schema = Odd\n")
     with pytest.raises(ConfigError, match=said):
         load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
+
+
+@pytest.mark.parametrize(("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")])
+def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: Path, arguments: list[str], owner: str, attribute: str):
+    head = "from dataclasses import dataclass\nfrom lm.attention.normalizer import SoftmaxNormalizer\n"
+    head += "from lm.attention.options import Options\n"
+    classes = "@dataclass\nclass Odd(Options):\n    full_formula = 'z'\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
+    (powers / "odd.py").write_text(f"{head}{classes}{owner}.{attribute} = None\n")
+    other = {"Normal": "Odd", "Odd": "Normal"}[owner]
+    with pytest.raises(ConfigError, match=f"sets {attribute} where it has no effect; set it on the class {other}"):
+        load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
+
+
+def test_normalizers_of_lm_set_their_attributes_where_they_have_an_effect():
+    assert [name for name in ENTRIES if misplaced(implementation(name), OPTIONS[name])] == []
 
 
 @pytest.mark.parametrize(("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)])

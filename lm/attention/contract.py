@@ -1,5 +1,7 @@
 """What every normalizer promises, each promise as a check: lm's own are checked by its tests, others by `lm check-normalizer`.
 
+The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
+
 Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
 """
 
@@ -15,8 +17,10 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
 from lm.attention.options import Options, Softmax
 from lm.attention.score_functions import SCORE_MAPS
+from lm.errors import one_line
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
+OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # axes of both, by name
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
@@ -54,15 +58,30 @@ def gradients(out: Tensor, wanted: list[Tensor], grad: Tensor) -> tuple[Tensor, 
     return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
 
 
-def require(kept: bool | Tensor, broken: str) -> None:
-    """Raises AssertionError that says what is broken."""
-    if not kept:
+def require(kept: bool | Tensor, broken: str, axes: tuple[str, ...] = WEIGHTS) -> None:
+    """Raises AssertionError that says what is broken and, of a tensor with `axes`, at which entry first."""
+    if isinstance(kept, Tensor) and not kept.all():
+        raise AssertionError(f"{broken}, at {_entry(int(kept.logical_not().flatten().int().argmax()), kept, axes)}")
+    if not isinstance(kept, Tensor) and not kept:
         raise AssertionError(broken)
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10) -> None:
-    """Raises AssertionError if two tensors differ by more than `atol` somewhere."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
+def assert_close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
+    """Raises AssertionError if two tensors differ by more than `atol` somewhere; names the entry where they differ most."""
+    kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (found, expected)]
+    require(kinds[0] == kinds[1], f"the {what} is {kinds[0]}, not {kinds[1]}")
+    found, expected = found.detach().flatten(), expected.detach()
+    error = (found - expected.flatten()).abs().nan_to_num(math.inf)
+    if (error > atol).any():
+        worst = int(error.argmax())
+        place = _entry(worst, expected, axes)
+        raise AssertionError(f"the {what} is {found[worst]:.6g}, not {expected.flatten()[worst]:.6g}, at {place}")
+
+
+def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
+    """The entry of a tensor at an index of it flattened, in words if its axes are `axes`."""
+    place = [int(one) for one in torch.unravel_index(torch.tensor(index), tensor.shape)]
+    return ", ".join(f"{axis} {one}" for axis, one in zip(axes, place, strict=True)) if len(place) == len(axes) else f"entry {place}"
 
 
 def assert_is_definition(
@@ -80,34 +99,40 @@ def assert_is_definition(
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
         found.append((out, *gradients(out, [*given, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
-    names += [f"gradient of parameter {number}" for number in range(1, len(parameters) + 1)]
+    names += [f"gradient of the parameter {name}" for name, _ in normalizer.named_parameters()]
     for name, a, b in zip(names, *found, strict=True):
         assert_close(a, b, name, atol)
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tensor, steps: list[int]) -> None:
     """Raises AssertionError unless decoding in `steps` of so many tokens gives what the whole sequence gave."""
-    seen, state = 0, None
+    seen, state, parts = 0, None, []
     for new in steps:
         part, layout = slice(seen, seen + new), AttentionLayout.continuing(seen, new, whole.size(2))
         out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
-        assert_close(out, whole[:, :, part], f"tokens {seen} to {seen + new - 1}, from the decoding state")
-        seen += new
+        seen, parts = seen + new, [*parts, out]
+    assert_close(torch.cat(parts, 2), whole, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
 
 
 # ---------------------------------------------------------------- the promises
 
 
 def initial_values(options: Options) -> None:
-    """initial values are the same each time, but for matrices named `hidden`"""
+    """initial values are the same each time, but for matrices named `hidden`
+
+    draw nothing in `initialise`; a matrix that is to be drawn is named `hidden`
+    """
     with torch.random.fork_rng():
         one, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        require(name.endswith("hidden.weight") or torch.equal(a, b), f"{name} is drawn")
+        require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
 
 
 def fast_path(options: Options) -> None:
-    """the fast path is the definition, forward and backward, for heads of 16 and of 40"""
+    """the fast path is the definition, forward and backward, for heads of 16 and of 40
+
+    `forward` is `weights(q, k, layout) @ v` by another way; a class without a `forward` of its own keeps this promise
+    """
     for size in (16, 40):
         normalizer = randomized(options, size=size)
         for length in (1, 2, 7, 64, 129):
@@ -116,88 +141,136 @@ def fast_path(options: Options) -> None:
 
 
 def finite_differences(options: Options) -> None:
-    """gradients are right by finite differences"""
+    """gradients are right by finite differences
+
+    nothing between q, k, v and the output may be detached, read with `item()` or changed in place
+    """
     normalizer, layout = randomized(options, size=4), AttentionLayout.full(6)
-    leaves = [x.requires_grad_() for x in inputs(6, batch=1, size=4, normalizer=normalizer)]
     names = [name for name, _ in normalizer.named_parameters()]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
-    torch.autograd.gradcheck(run, (*leaves, *normalizer.parameters()), eps=1e-6, atol=1e-6, fast_mode=True)
+    given = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
+    for index, name in enumerate(["q", "k", "v", *(f"the parameter {name}" for name in names)]):
+        leaves = [x.clone().requires_grad_(place == index) for place, x in enumerate(given)]
+        right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
+        require(right, f"the gradient of {name} is not that of finite differences")
+
+
+def own_row(options: Options) -> None:
+    """n and the mask are each query's own: another position and length of a query change the weights of no other query
+
+    n is a number for each query: `row_length(layout)`, (1, T) or (B, 1, T), has its axis of keys from `.unsqueeze(-1)`
+    """
+    normalizer, length, moved = randomized(options), 6, 3
+    q, k, _ = inputs(length, batch=1, normalizer=normalizer)
+    positions = torch.arange(length) + length  # every query sees every key
+    further = positions + 7 * (positions == positions[moved])
+    layouts = (AttentionLayout(one, torch.arange(length), one + 9, causal=False) for one in (positions, further))
+    others = torch.arange(length) != moved
+    before, after = (normalizer.weights(q, k, layout)[:, :, others].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); a window's: NaN
+    before_rest, after_rest = before[..., others], after[..., others]
+    factor = (before_rest * after_rest).sum(-1, keepdim=True) / before_rest.square().sum(-1, keepdim=True).clamp(min=1e-300)
+    along_keys = torch.allclose(after_rest, factor * before_rest, rtol=0, atol=1e-12)
+    broken = f"a number that belongs to query {moved} changes other queries' weights"
+    broken += f" of key {moved}: it lies along the axis of keys instead of queries, unnoticed where T = S" if along_keys else ""
+    require(torch.allclose(after, before, rtol=0, atol=1e-12), broken)
 
 
 def row_sums(options: Options) -> None:
-    """weights are causal, and rows with any weight sum to one if the options say so"""
+    """weights are causal, and rows with any weight sum to one if the options say so
+
+    weights are 0 where `layout.visible()` is false; `sums_to_one`, of the options (`schema`), says what rows sum to
+    """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
-    require((weights.triu(1) == 0).all(), "a key after the query has weight")
+    require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
     to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
     said = options.rows_sum_to_one
-    require(to_one == said, f"sums_to_one is {said}, sums go from {sums.min():.4g} to {sums.max():.4g}")
+    require(to_one == said, f"`sums_to_one` is {said}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
 
 
 def scores_apart(options: Options) -> None:
-    """each row of weights depends on its own row of scores and on visible keys alone"""
+    """each row of weights depends on its own row of scores and on visible keys alone
+
+    sums, means and thresholds go over the last axis, keys, after scores of keys that `layout.visible()` hides were masked
+    """
     normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
     scores = normalizer.scores(q, k, layout)
-    require(torch.equal(normalizer.normalize(scores, layout), normalizer.weights(q, k, layout)), "weights are not normalize(scores)")
+    require(normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout), "`weights` are not `normalize(scores)`")
     jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
     query = torch.arange(11)
     own = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0
-    require((jacobian == 0).all(), "a row of weights depends on another row's scores")
-    require((own.transpose(1, 2)[~layout.visible()[0, 0]] == 0).all(), "weights depend on scores of keys that are not seen")
+    require(jacobian == 0, "a weight depends on a score of another query", ("query", "key", "score of query", "score of key"))
+    hidden = own.masked_fill(layout.visible()[0, 0].unsqueeze(1), 0.0)
+    require(hidden == 0, "a weight depends on the score of a key that is not seen", ("query", "weight of key", "score of key"))
 
 
 def scale_by_position(options: Options) -> None:
-    """scores are q.k / sqrt(D) times `scale_by_position` in a sequence of the training length, if it names a factor"""
+    """scores are q.k / sqrt(D) times `scale_by_position` in a sequence of the training length, if it names a factor
+
+    `scale_by_position` is (H, L), the factor of the scores at each position; None says that there is no such factor
+    """
     normalizer = randomized(options)
     q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
     if (factor := normalizer.scale_by_position()) is not None:
         expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
-        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "scores", 1e-10)
+        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score", axes=WEIGHTS)
 
 
 def score_map(options: Options) -> None:
-    """weights are the function of the scores that `score_map` names, if it names one, and 0 for keys that are not `visible`"""
+    """weights are the function of the scores that `score_map` names, if it names one, and 0 for keys that are not `visible`
+
+    leave `score_map` empty if no function of each score, times a factor of the row, gives the weights
+    """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     q, k, _ = inputs(33, normalizer=normalizer)
     weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
-    require((weights.masked_fill(visible, 0.0) == 0).all(), "a key that is not visible has weight")
+    require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
     if normalizer.score_map:
         mapped = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
         factor = (weights * mapped).sum(-1, keepdim=True) / mapped.square().sum(-1, keepdim=True).clamp(min=1e-300)
-        assert_close(weights, factor * mapped, f"{normalizer.score_map} of the scores", 1e-12)
+        assert_close(weights, factor * mapped, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHTS)
 
 
 def causality(options: Options) -> None:
-    """a later token changes nothing earlier, to the bit"""
+    """a later token changes nothing earlier, to the bit
+
+    mask by `layout.visible()` before anything is computed from a whole row, and sum over no tokens but those
+    """
     normalizer, layout = randomized(options), AttentionLayout.full(40)
     q, k, v = inputs(40, normalizer=normalizer)
     before = normalizer(q, k, v, layout)
     for x in (q, k, v):
         x[:, :, 25:] += 3.0
-    require(torch.equal(before[:, :, :25], normalizer(q, k, v, layout)[:, :, :25]), "outputs before the changed tokens differ")
+    same = before[:, :, :25] == normalizer(q, k, v, layout)[:, :, :25]
+    require(same, "other tokens from 25 on change an earlier output", OUTPUT)
 
 
 def decoding(options: Options) -> None:
-    """decoding, token by token and in pieces, gives what the whole sequence gives"""
+    """decoding, token by token and in pieces, gives what the whole sequence gives
+
+    n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S)
+    """
     normalizer, length = randomized(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
     whole = normalizer(q, k, v, AttentionLayout.full(length))
-    for t in range(length):
-        layout = AttentionLayout.full(length).select(slice(t, t + 1), t + 1)
-        step = normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout)
-        assert_close(step, whole[:, :, t : t + 1], f"token {t}, from all keys")
+    layouts = [AttentionLayout.full(length).select(slice(t, t + 1), t + 1) for t in range(length)]
+    steps = [normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)]
+    assert_close(torch.cat(steps, 2), whole, "output of `forward` for one query at a time")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
         assert_decodes(normalizer, q, k, v, whole, steps)
 
 
 def shared_keys(options: Options) -> None:
-    """decoding with keys and values that two heads share gives what heads with their own give"""
+    """decoding with keys and values that two heads share gives what heads with their own give
+
+    a `decode` of its own takes keys and values of fewer heads: `expand_kv_heads` makes them those of all
+    """
     normalizer = randomized(options)
     q, own, v = inputs(30, normalizer=normalizer)
     k, v = torch.cat((own[:, ::2, :, :SIZE], group_key_features(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
@@ -206,16 +279,22 @@ def shared_keys(options: Options) -> None:
 
 
 def packed(options: Options) -> None:
-    """documents packed into a sequence give what each gives alone"""
+    """documents packed into a sequence give what each gives alone
+
+    with packed documents positions are (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
+    """
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     given = inputs(sum(lengths), normalizer=normalizer)
     out = normalizer(*given, AttentionLayout.from_document_lengths(lengths))
     for length, found, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
-        assert_close(found, normalizer(*alone, AttentionLayout.full(length)), f"a document of {length}")
+        assert_close(found, normalizer(*alone, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 
 def documents(options: Options) -> None:
-    """documents that begin at different positions in each sequence are the definition, forward and backward"""
+    """documents that begin at different positions in each sequence are the definition, forward and backward
+
+    positions differ by sequence, (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
+    """
     normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
     leaves = inputs(33, batch=3, normalizer=normalizer)
@@ -223,17 +302,23 @@ def documents(options: Options) -> None:
 
 
 def row_length(options: Options) -> None:
-    """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone"""
+    """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone
+
+    n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores
+    """
     normalizer, short, long = randomized(options), 9, 21
     q, k, v = inputs(long, normalizer=normalizer)
     alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], AttentionLayout.full(short))
     positions = torch.arange(long).expand(2, long)
     batched = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short], [long]]), causal=True))
-    assert_close(batched[:1, :, :short], alone, "the shorter document", 1e-12)
+    assert_close(batched[:1, :, :short], alone, "output of the shorter document", 1e-12)
 
 
 def one_device(options: Options) -> None:
-    """nothing stays behind on another device (torch's `meta`, where operands of two are an error)"""
+    """nothing stays behind on another device (torch's `meta`, where operands of two are an error)
+
+    new tensors are made with `device=scores.device`, tables are kept by `register_buffer`
+    """
     normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
     require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
     x = torch.empty(2, 20, WIDTH, device="meta")
@@ -246,11 +331,14 @@ def one_device(options: Options) -> None:
         out.backward(torch.empty_like(out))
     first, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
     later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state)
-    require(first.is_meta and later.is_meta, "what is decoded is on another device")
+    require(first.is_meta and later.is_meta, "the output of `decode` is on another device")
 
 
 def extreme_scores(options: Options) -> None:
-    """extreme and identical scores give finite outputs and gradients in fp32"""
+    """extreme and identical scores give finite outputs and gradients in fp32
+
+    a row's largest score is subtracted before exp; `lm.attention.row_sums.divided` divides by sums that may be 0
+    """
     for fill in (0.0, 1e4, -1e4):
         normalizer = randomized(options, torch.float32)
         q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
@@ -258,25 +346,33 @@ def extreme_scores(options: Options) -> None:
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
         out = normalizer(large_q, large_k, v, AttentionLayout.full(50))
         found = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
-        require(all(x.isfinite().all() for x in (out, *found)), f"not finite, with queries and keys about {fill:g}")
+        names = ["output", *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters())))]
+        for name, x in zip(names, (out, *found), strict=True):
+            require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT)
 
 
 def autocast_weights(options: Options) -> None:
-    """weights are in fp32 whatever autocast says, and of bf16 inputs, too"""
+    """weights are in fp32 whatever autocast says, and of bf16 inputs, too
+
+    define `normalize` and `define_scores`, which are called without autocast, not `weights`
+    """
     normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     plain = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
         found, rounded = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
-    require(torch.equal(found, plain), "weights under autocast differ")
-    require(rounded.dtype == torch.float32, f"weights of bf16 inputs are in {rounded.dtype}")
+    require(found == plain, "a weight under autocast differs from that without")
+    require(rounded.dtype == torch.float32, f"the weights of bf16 inputs are in {str(rounded.dtype).removeprefix('torch.')}")
 
 
 def autocast_errors(options: Options) -> None:
-    """under bf16 autocast outputs and gradients are as near to fp64 as softmax's, up to a factor of 10"""
+    """under bf16 autocast outputs and gradients are as near to fp64 as softmax's, up to a factor of 10
+
+    a `forward` of its own computes scores, sums and thresholds in fp32, whatever the dtype of v
+    """
     found, base = _autocast_errors(options), _autocast_errors(Softmax())
     for name, error in found.items():
-        require(error <= AUTOCAST_FACTOR * base[name], f"relative error of {name} is {error:.2g}, softmax's is {base[name]:.2g}")
+        require(error <= AUTOCAST_FACTOR * base[name], f"the relative error of the {name} is {error:.2g}, softmax's is {base[name]:.2g}")
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
@@ -291,21 +387,26 @@ def _autocast_errors(options: Options) -> dict[str, float]:
             out = normalizer(q, k, v, AttentionLayout.full(length))
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
         found.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
-    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True) if a.norm() > 0}
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(names, *found, strict=True) if a.norm() > 0}
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, fast_path, finite_differences, row_sums, scores_apart, scale_by_position, score_map, causality, decoding,
+    initial_values, own_row, fast_path, finite_differences, row_sums, scores_apart, scale_by_position, score_map, causality, decoding,
     shared_keys, packed, documents, row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 
 
 def results(options: Options) -> Iterator[tuple[str, str]]:
-    """Each promise in words, and how a normalizer with these options breaks it, on one line; empty if it is kept."""
+    """Each promise in words, and how a normalizer with these options breaks it, with a hint, on one line; empty if it is kept."""
     for check in CHECKS:
+        promise, _, hint = check.__doc__.partition("\n\n")
         try:
             check(options)
+        except AssertionError as error:
+            how = one_line(error)
         except Exception as error:  # whatever code from outside raises
-            yield check.__doc__, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            how = f"stopped by {type(error).__name__}: {one_line(error)}"
         else:
-            yield check.__doc__, ""
+            how = ""
+        yield promise, how and f"{how}; hint: {hint.strip()}"

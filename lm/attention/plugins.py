@@ -101,18 +101,41 @@ def _package(reference: str) -> str:
     return reference.partition(":")[0].partition(".")[0]
 
 
+def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
+    """An attribute that one of the two classes sets and only the other is asked for, and that other; None if there is none."""
+    of_options = [name for name in (*Options.__annotations__, "formula", "problems") if name != "name"]
+    of_normalizer = [
+        "score_map",
+        "initialise",
+        "define_scores",
+        "normalize",
+        "scale_by_position",
+        "visible",
+        "log_sum",
+        "forward",
+        "decode",
+    ]
+    elsewhere = [(name, schema) for name in of_options if hasattr(normalizer, name)]
+    elsewhere += [(name, normalizer) for name in of_normalizer if hasattr(schema, name)]
+    return elsewhere[0] if elsewhere else None
+
+
 def _imported(reference: str) -> Plugin:
     module, _, name = reference.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Unavailable(f"can't be imported: {problem}", "install its package, or mend the name or its code") from None
+        remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
+        raise Unavailable(f"can't be imported: {problem}", remedy) from None
     schema = getattr(found, "schema", None)
     if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema) and hasattr(schema, "full_formula")):
         raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
     if inspect.isabstract(found):
         raise Unavailable(f"is not whole: it has no {', '.join(sorted(found.__abstractmethods__))}", "see docs/normalizers-own.md")
+    if elsewhere := misplaced(found, schema):
+        name, owner = elsewhere
+        raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
     if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
     named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
