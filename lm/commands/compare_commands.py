@@ -32,6 +32,7 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="drop final seeds, from the last on, until the estimate is no longer", show_default=False)
     ] = None,
@@ -58,11 +59,11 @@ def compare(
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
     if commands:
-        print_commands(files, overrides)
+        print_commands(files, overrides, anew)
     elif submit:
-        submit_workers(files, overrides, jobs, workers, job_options, submit, retry)
+        submit_workers(files, overrides, Work(jobs, retry, anew=anew), workers, job_options, submit)
     else:
-        compare(files, overrides, Work(jobs, retry, minutes), plan, report_only, out)
+        compare(files, overrides, Work(jobs, retry, minutes, anew), plan, report_only, out)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

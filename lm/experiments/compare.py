@@ -17,7 +17,7 @@ from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
-from lm.experiments.opening import open_experiment, start
+from lm.experiments.opening import open_experiment, other_runs, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import write_page
 from lm.experiments.plan import Costs, costs, plan
@@ -41,11 +41,13 @@ class Work:
         jobs: runs at a time.
         retry: whether runs that failed are tried again.
         minutes: final seeds are dropped until all experiments are estimated to take no longer; None: nothing is dropped.
+        anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
     """
 
     jobs: int = 1
     retry: bool = False
     minutes: float | None = None
+    anew: bool = False
 
 
 def compare(
@@ -58,7 +60,7 @@ def compare(
         LMError: an experiment's file is wrong, or runs failed.
     """
     working = not plan_only and not report_only
-    procedures = [(start if working else open_experiment)(path, overrides, work.jobs) for path in files]
+    procedures = [(start if working else open_experiment)(path, overrides, work.jobs, work.anew or plan_only) for path in files]
     times: list[Times] = [{} for _ in files]
     if not report_only:
         procedures, times = _planned(procedures, work, working)
@@ -82,28 +84,29 @@ def compare(
         raise RunsFailed("; ".join(failures))
 
 
-def submit_workers(files: list[Path], overrides: list[str], jobs: int, number: int, options: str, engine: Engine, retry: bool) -> None:
-    """Print the plans of experiments, prepare their text, and submit jobs that work on them, `jobs` runs at a time each.
+def submit_workers(files: list[Path], overrides: list[str], work: Work, number: int, options: str, engine: Engine) -> None:
+    """Print the plans of experiments, prepare their text, and submit jobs that work on them, `work.jobs` runs at a time each.
 
     Raises:
         LMError: an experiment's file or an option is wrong, or the scheduler refuses.
     """
-    read, procedures = read_options(options), [open_experiment(path, overrides, jobs) for path in files]
+    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs, work.anew) for path in files]
     for procedure in procedures:
         prepare(procedure.experiment.first_config.data, progress=True)
         print("\n".join(plan(procedure, costs(procedure), "not estimated for the machines of the jobs")), flush=True)
-        if retry:
-            Jobs(procedure, jobs).retry()
+        if work.retry:
+            Jobs(procedure, work.jobs).retry()
     output = procedures[0].experiment.folder.absolute() / OUTPUT
-    ids = submit([*map(str, files), *overrides, "--jobs", str(jobs)], number, output, read, engine)
+    arguments = [*map(str, files), *overrides, "--jobs", str(work.jobs), *(["--anew"] if work.anew else [])]
+    ids = submit(arguments, number, output, read, engine)
     print(f"submitted: {', '.join(ids)}; their output: {output}")
 
 
-def print_commands(files: list[Path], overrides: list[str]) -> None:
+def print_commands(files: list[Path], overrides: list[str], anew: bool = False) -> None:
     """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # what is said of the text is no command
-            procedure = start(path, overrides)
+            procedure = start(path, overrides, anew=anew)
         for run in Jobs(procedure, 1).free():
             lines = [shlex.join([sys.executable, "-m", "lm", *one]) for one in commands(run, procedure.experiment.folder)]
             print(" && ".join(lines), flush=True)
@@ -123,7 +126,9 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
         if times:
             seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), work.jobs)
             words = f"about {duration(seconds)} for what is left, {work.jobs} at a time, by {words}"
-        print("\n".join([*plan(procedure, cost, words), *procedure.notes()]), flush=True)
+        print("\n".join(plan(procedure, cost, words)), flush=True)
+        if others := other_runs(procedure):
+            print(f"note: {others}", flush=True)
         if working and work.minutes is None:
             forget_limit(procedure.experiment)
         elif working and not decided:
@@ -164,7 +169,7 @@ def _conclude(procedure: Procedure) -> None:
     experiment = procedure.experiment
     if not any(one.outcome.ended for one in procedure.known()):
         failed = [failure for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
-        reason, remedy = "no run has ended yet", "leave --report-only out to train"
+        reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
         if failed:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")

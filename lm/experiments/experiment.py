@@ -152,6 +152,10 @@ def _leaves(plain: dict[str, Plain], above: str = "") -> Iterator[tuple[str, Pla
 def config_hash(config: Config) -> str:
     """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run. Keys that are
     null (off) are left out, so that a later version's new keys do not make other runs of the same experiment."""
+    return hashlib.sha256(json.dumps(deciding(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def deciding(plain: dict[str, Plain]) -> dict[str, Plain]:
+    """The keys of a run's configuration that decide what it learns and what of it is measured, dotted; without those that are null."""
     ours = ("model", "training", "seed", "numerics", "evaluation")
-    kept = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and effect_of(path).affects in ours}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in ours}

@@ -1,29 +1,37 @@
 """Opening an experiment, and what its first start settles for all of its runs: the text, precision, compilation, threads and seeds."""
 
+import re
 from dataclasses import MISSING, replace
+from itertools import product
 from pathlib import Path
 
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
-from lm.errors import Problem, RunError
+from lm.errors import Problem, RunError, shown
 from lm.experiments.definition import read_experiment
+from lm.experiments.experiment import Experiment, deciding
 from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
 from lm.machine import threads_each
-from lm.runs.folder import CONFIG, RESOLVED, json_bytes, read_json
-from lm.schema import Plain, build, convert
+from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path
+from lm.schema import Plain, build, convert, to_plain
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
+_OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 
 
-def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
     Final seeds that an earlier `--minutes` dropped are left out. Where the file leaves precision, compilation and threads open, they are
     as the first start has settled them; before it, as they would be settled on this machine for so many runs at a time.
+
+    Args:
+        anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
@@ -38,25 +46,82 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1) -> Procedur
     asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
     left_open = {name: settled[name] for name in SHARED if asked.get(name) in ("auto", None)}
     planned = tuple(settled["seeds"]) if "seeds" in settled else None
-    return Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
+    procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
+    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
+        raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
+    return procedure
 
 
-def start(path: Path, overrides: list[str], jobs: int = 1) -> Procedure:
+def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
     at the same time, one settles.
 
     Raises:
         LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
     """
-    store = prepare(read_experiment(path, overrides).first_config.data, progress=True)
-    experiment = open_experiment(path, overrides, jobs).experiment
+    store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
+    experiment = open_experiment(path, overrides, jobs, anew=True).experiment  # the vocabulary is known now
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    write_new(kept, json_bytes(settled | {"seeds": [*experiment.seeds, *experiment.dropped]}))
+    settled |= {"seeds": [*experiment.seeds, *experiment.dropped], _OVERRIDES: list(overrides)}
+    write_new(kept, json_bytes(settled))
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
-    return open_experiment(path, overrides, jobs)
+    return open_experiment(path, overrides, jobs, anew=True)
+
+
+def other_runs(procedure: Procedure) -> str:
+    """How many ended runs in an experiment's folder are of its arms, rates and seeds but of another configuration than is asked for now, in
+    which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
+    experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
+    count, found = 0, list[dict[str, tuple[Plain, Plain]]]()
+    for size, arm in product(experiment.sizes, (arm for arm in experiment.arms if not arm.start)):
+        by_rate: dict[str, list[tuple[Path, int]]] = {}
+        name = re.compile(re.escape(arm.name) + (r"-([\d.]+(?:e[+-]\d+)?)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
+        for folder in (experiment.folder / size).glob(f"{arm.name}-*seed*"):
+            if (match := name.fullmatch(folder.name)) and folder not in known and (folder / CONFIG).is_file():
+                by_rate.setdefault(match[1], []).append((folder, int(match[2])))
+        for rate, runs in by_rate.items():
+            asked = [procedure.run(size, arm, "final", float(rate) if rate else None, seed, {}).config for _, seed in runs]
+            others = [(run[0], config) for run, config in zip(runs, asked, strict=True) if run[0] != config.run_folder]
+            ended, differing = _ended_otherwise(others, experiment.tune.key)
+            count, found = count + ended, [*found, differing] if differing else found
+    if not count:
+        return ""
+    shared = {key: pair for key, pair in found[0].items() if all(pair == one.get(key) for one in found)}
+    said = ", ".join(f"{key}={shown(theirs)} (asked for: {shown(ours)})" for key, (theirs, ours) in [*(shared or found[0]).items()][:4])
+    more = ", ..." if len(shared or found[0]) > 4 else ""
+    given = _overrides_of(experiment, shared if all(one.keys() == shared.keys() for one in found) else {})
+    remedy = f"; the command that goes on with them: {replace(experiment, overrides=given).command}" if given is not None else ""
+    return f"{count} ended runs here are of another configuration: {said}{more}{remedy}"
+
+
+def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_key: str) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
+    """How many of the folders of one arm's runs at one rate have ended, and the keys in which the first of them differs from the
+    configuration that is asked for in its place: (theirs, the one asked for), null where a key is not set."""
+    for folder, config in runs:
+        plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+        theirs, ours = deciding(plain), deciding(to_plain(config))
+        last = theirs.get("trainer.max_steps")
+        ended = sum(isinstance(last, int) and step_path(one / CHECKPOINTS, last).exists() for one, _ in runs)
+        differing = {
+            key: (theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)
+        }
+        differing.pop(tuned_key, None)
+        return (ended, differing) if differing and ended else (0, {})
+    return 0, {}
+
+
+def _overrides_of(experiment: Experiment, differing: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
+    """The overrides under which keys have the values that they differ from; without such keys those of the experiment's first start. None
+    if neither says any but those that were given now."""
+    if not differing:
+        kept = experiment.folder / RESOLVED
+        first = convert(list[str], read_json(kept).get(_OVERRIDES)) if kept.exists() else MISSING
+        return None if first is MISSING or tuple(first) == experiment.overrides else tuple(first)
+    given = [one for one in experiment.overrides if one.partition("=")[0] not in differing]
+    return (*given, *(f"{key}={theirs if isinstance(theirs, str) else shown(theirs)}" for key, (theirs, _) in differing.items()))
 
 
 def _wrong(settled: dict[str, Plain]) -> str:

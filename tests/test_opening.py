@@ -1,0 +1,120 @@
+"""Opening an experiment whose folder has runs of another configuration: which these are, and the command that goes on with them."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import lm
+from fabricated import finish_all
+from trials import written
+
+from lm.config.load import to_yaml
+from lm.errors import RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.opening import open_experiment, other_runs
+from lm.experiments.procedure import Procedure
+from lm.runs.folder import CONFIG, RESOLVED, read_json, write_json
+
+SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
+SIZES = {"small": {"trainer.max_steps": 4}, "large": {"trainer.max_steps": 6}}
+
+
+@pytest.fixture
+def runs(arguments: list[str]) -> str:
+    return arguments[-1]
+
+
+def ended(path: Path, overrides: list[str]) -> Procedure:
+    """An experiment all of whose runs have ended."""
+    procedure = finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5 + abs((run.rate or 0) - 2e-2))
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    return procedure
+
+
+def command(error: str) -> list[str]:
+    """The overrides of the command that a message gives."""
+    told = shlex.split(error.partition("the command that goes on with them: ")[2].partition(";")[0].splitlines()[0])
+    assert told[:2] == ["lm", "compare"], error
+    return told[3:]
+
+
+@pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
+def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tmp_path, arguments, runs, tune, monkeypatch):
+    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: "")
+    monkeypatch.setattr("lm.experiments.jobs.Jobs.work", lambda _: pytest.fail("trains"))
+    path, data = written(tmp_path, tune=tune), arguments[1:]
+    first = ended(path, [*data, *SHORT])
+    count = len(first.known())
+    said = rf"{count} ended runs here are of another configuration: .*trainer\.max_steps=4 \(asked for: 8\)"
+    with pytest.raises(RunError, match=said) as error:
+        open_experiment(path, data)
+    again = open_experiment(path, command(str(error.value)))
+    assert [one.config.run_folder for one in again.known()] == [one.config.run_folder for one in first.known()]
+    assert all(one.outcome.ended for one in again.known())
+    for options in (["--report-only"], [], ["--commands"], ["--submit", "local"]):
+        refused = lm("compare", str(path), *data, *options)
+        assert refused.returncode == 1, options
+        assert f"{count} ended runs here are of another configuration" in refused.stderr, refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    planned = lm("compare", str(path), *data, "--plan")
+    assert f"note: {count} ended runs here" in planned.stdout, planned.stderr
+    assert lm("compare", str(path), *command(planned.stdout), "--report-only").returncode == 0
+    monkeypatch.setattr("lm.experiments.jobs.Jobs.work", lambda _: None)
+    assert "no run has ended yet; " in lm("compare", str(path), *data, "--anew").stderr, "worked, and nothing came of it"
+
+
+def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
+    tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
+    given = ["data.source.paths=[.]", runs]
+    ended(written(tmp_path, tune=tune), given)
+    changes = [
+        {"seeds": [1, 2, 3]},
+        {"seeds": [2]},
+        {"seeds": [7]},
+        {"evaluate": {"eval.sequences": 4}},
+        {"primary": {"matters": 1}},
+        {"tune": tune | {"grid": [1e-2, 2e-2]}},
+        {"tune": tune | {"grid": [3e-2, 5e-2]}},
+        {"tune": tune | {"seeds": [103, 104]}},
+        {"arms": {"softmax": {"model.normalizer": "softmax"}, "other": {"model.normalizer": "log_n"}}},
+    ]
+    for change in changes:
+        assert not other_runs(open_experiment(written(tmp_path, **{"tune": tune} | change), given)), change
+    arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": {"name": "ssmax", "init": 2}}}
+    said = other_runs(open_experiment(written(tmp_path, tune=tune, arms=arms), given))
+    assert said.startswith("8 ended runs here are of another configuration: model.normalizer.init="), "an arm that changed is a note"
+
+
+def test_steps_that_follow_from_tokens_are_those_of_the_first_start(tmp_path, runs):
+    given = ["data.source.paths=[.]", runs]
+    path = written(tmp_path, tune=None, sizes=SIZES)
+    procedure = ended(path, given)
+    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": given})
+    longer = {name: {"trainer.max_steps": 2 * one["trainer.max_steps"]} for name, one in SIZES.items()}
+    with pytest.raises(
+        RunError, match=r"8 ended runs .*: trainer\.max_steps=4 \(asked for: 8\); to train what is asked for now, add --anew$"
+    ):
+        open_experiment(written(tmp_path, tune=None, sizes=longer), given)
+    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": [*given, "a=b"]})
+    with pytest.raises(RunError, match=r"goes on with them: .* a=b; to train"):
+        open_experiment(written(tmp_path, tune=None, sizes=longer), given)
+
+
+def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
+    path = written(tmp_path, tune=None)
+    procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", runs, *SHORT]))
+    for run in procedure.known():
+        run.config.run_folder.mkdir(parents=True)
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    assert not other_runs(open_experiment(path, ["data.source.paths=[.]", runs]))
+
+
+def test_the_first_start_keeps_its_overrides(tmp_path, arguments):
+    from lm.experiments.opening import start
+
+    path = written(tmp_path, tune=None)
+    folder = start(path, arguments[1:]).experiment.folder
+    start(path, [*arguments[1:], "log.progress=none"])
+    assert read_json(folder / RESOLVED)["overrides"] == json.loads(json.dumps(arguments[1:]))
