@@ -15,7 +15,6 @@ from reported import build_run
 from lm.config.load import to_yaml
 from lm.experiments.definition import read_experiment
 from lm.experiments.judging import judge
-from lm.experiments.outcomes import selects
 from lm.experiments.page import write_page
 from lm.experiments.page_tables import cost_table
 from lm.experiments.procedure import Procedure, Run
@@ -27,7 +26,7 @@ from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, METRICS, step_path
 from lm.runs.metric_log import DIVERGED
-from lm.runs.series import Axis, Sample, Series, Shown
+from lm.runs.series import Axis, Sample, Series, Shown, selects
 
 STEPS = 200
 FILE = {
@@ -135,7 +134,7 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     assert {one["arm"]: one["value"] for one in table} == {arm: f"{mean:.4f}" for arm, mean in found.items()}
     run = procedure.known()[0]
     whole = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
-    kept = [not selects(whole["data_fingerprint"], group) for group in whole["samples"][0]["groups"]]
+    kept = ~selects(whole["data_fingerprint"], np.array(whole["samples"][0]["groups"]))
     assert 0 < sum(kept) < len(kept)
     series = Series.of(whole)
     assert report_part(series).means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())

@@ -13,12 +13,11 @@ from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.opening import open_experiment
-from lm.experiments.outcomes import selects
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
-from lm.runs.series import Sample
+from lm.runs.series import Sample, selects
 from lm.runs.validation import validation_series
 from lm.statistics.intervals import over_seeds_and_documents
 
@@ -85,7 +84,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         sample = Sample("held-out", values, np.ones(40), np.arange(40))
         series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
         evaluated(run, "validation", run.outcome.last_step, series)
-    report = [document for document in range(40) if not selects(FINGERPRINT, document)]
+    report = np.flatnonzero(~selects(FINGERPRINT, np.arange(40))).tolist()
     apart = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report)).interval()
     assert summary(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)

@@ -23,7 +23,7 @@ from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
 from lm.experiments.jobs import Jobs, Stopped
 from lm.experiments.opening import open_experiment, start
-from lm.experiments.outcomes import SELECTION, Outcome, selects
+from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
@@ -395,13 +395,6 @@ def dumped(folder: Path, config: Config) -> Path:
     path = folder / "run.yaml"
     path.write_text(to_yaml(config))
     return path
-
-
-def test_about_a_third_of_the_documents_select_and_always_the_same():
-    chosen = [selects("fingerprint", document) for document in range(3000)]
-    assert 0.3 < sum(chosen) / 3000 < 0.37
-    assert chosen == [selects("fingerprint", document) for document in range(3000)]
-    assert chosen != [selects("another", document) for document in range(3000)]
 
 
 def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):

@@ -6,8 +6,10 @@ python -m pytest tests/test_resume.py tests/test_stops.py -m "slow or not slow" 
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
 from jobs import train_each
@@ -22,9 +24,11 @@ from lm.evaluation.measurement import Measurement
 from lm.evaluation.numbers import logged
 from lm.evaluation.results import write_evaluation
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation
-from lm.runs.folder import steps_saved
+from lm.runs.evaluations import Evaluation, evaluation_files
+from lm.runs.folder import read_json, steps_saved
 from lm.runs.loading import load
+from lm.runs.series import Series
+from lm.runs.validation import selecting, selection_loss
 from lm.training.train import train
 
 # options, and the steps that the run is killed after
@@ -248,6 +252,51 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     assert "note: cosine now ends at step 12, it was headed for 8" in capsys.readouterr().out
 
 
+def validations(folder: Path) -> dict[int, Series]:
+    """The validation of each step."""
+    files = {step: path for (kind, step), path in evaluation_files(folder).items() if kind == "validation"}
+    return {step: Evaluation.of(read_json(path)).series[0] for step, path in files.items()}
+
+
+def selection_losses(folder: Path) -> dict[int, float]:
+    """By step, the validation loss on the documents that choose the best checkpoint."""
+    return {step: selection_loss(one)[0] for step, one in validations(folder).items()}
+
+
+DIVIDED = ["data.val_fraction=0.5", "eval.sequences=64", "eval.long_context.length_factor=0"]  # held-out documents of both parts
+
+
+def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys: pytest.CaptureFixture):
+    config = tiny("name=chosen", *DIVIDED, "eval.every=1")
+    train(config)
+    assert "best.ckpt" not in capsys.readouterr().out
+    chosen_by, every = selection_losses(config.run_folder), validations(config.run_folder)
+    best = load_checkpoint(config.run_folder / "checkpoints" / "best.ckpt")["lm"]["best"]
+    assert best["step"] == min(chosen_by, key=chosen_by.get)
+    assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
+    (sample,) = every[best["step"]].samples
+    chosen = selecting(every[best["step"]].data_fingerprint, sample.groups)
+    assert 0 < chosen.sum() < len(chosen) == 64
+    changed = sample.values + np.where(chosen, 0, 1)[:, None]
+    assert selection_loss(replace(every[best["step"]], samples=(replace(sample, values=changed),))) == (
+        pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
+    )  # fmt: skip
+    assert curve(config.run_folder, "val/loss") == [(step, pytest.approx(one.means[0])) for step, one in sorted(every.items())]
+    train(tiny("name=undivided", "data.val_fraction=0.05", "trainer.max_steps=2", "eval.long_context.length_factor=0"))
+    assert "too few held-out documents to choose best.ckpt on some of them" in capsys.readouterr().out
+
+
+def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny):
+    config = tiny("name=older", *DIVIDED)
+    train(config)
+    checkpoints = config.run_folder / "checkpoints"
+    whole = validations(config.run_folder)[4].samples[0].sha256
+    older = {"step": 4, "loss": 0.0, "sequences_sha256": whole}
+    rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
+    train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
+    assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] == 8
+
+
 def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: pytest.CaptureFixture):
     options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=3"]
     config = tiny("name=back", *options)
@@ -265,8 +314,8 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     assert not (config.run_folder / "evaluations" / "validation.step-000008.json").exists()
     best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
     assert best["best"] == load_checkpoint(checkpoints / "last.ckpt")["lm"]["best"]
-    validations = dict(curve(config.run_folder, "val/loss"))
-    assert (best["step"], best["best"]["loss"]) == min(validations.items(), key=lambda item: item[1])
+    chosen_by = selection_losses(config.run_folder)
+    assert best["step"] == min(chosen_by, key=chosen_by.get)
 
 
 def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
@@ -311,9 +360,10 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     train(config)
     checkpoints = config.run_folder / "checkpoints"
     assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000018.ckpt", "step-000020.ckpt"]
-    validations = {step: loss for step, loss in curve(config.run_folder, "val/loss")}
+    chosen_by = selection_losses(config.run_folder)
     best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
-    assert best["best"]["loss"] == min(validations.values()) == validations[best["step"]]
+    assert best["best"]["loss"] == pytest.approx(min(chosen_by.values()), abs=1e-6)
+    assert best["best"]["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     last = load_checkpoint(checkpoints / "last.ckpt")["lm"]
     assert (last["step"], last["tokens"], last["phase"], last["best"]) == (20, 20 * 256, 1, best["best"])
     assert last["wandb_id"] == json.loads((config.run_folder / "environment.json").read_text())["wandb_id"]

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lm.runs.series import Axis, Sample, Series, Shown
+from lm.runs.series import Axis, Sample, Series, Shown, selects
+from lm.runs.validation import selecting
 
 
 def by_position() -> Series:
@@ -71,3 +72,18 @@ def test_what_is_no_series_is_refused():
     del content["means"]
     with pytest.raises(KeyError, match="means"):
         Series.of(content)
+
+
+def test_about_a_third_of_the_documents_select_and_always_the_same():
+    documents = np.arange(3000)
+    chosen = selects("fingerprint", documents)
+    assert 0.3 < chosen.mean() < 0.37
+    np.testing.assert_array_equal(selects("fingerprint", np.repeat(documents, 2)), np.repeat(chosen, 2))
+    assert (chosen != selects("another", documents)).any()
+    assert chosen[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], "as in experiments so far"
+
+
+@pytest.mark.parametrize("selects_all", [True, False])
+def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(selects_all: bool):
+    (document,) = np.flatnonzero(selects("fingerprint", np.arange(40)) == selects_all)[:1]
+    assert selecting("fingerprint", np.full(5, document)).all()

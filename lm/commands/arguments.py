@@ -9,7 +9,7 @@ import typer
 from lm.errors import ConfigError, LMError
 
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
-Checkpoint = Annotated[str, typer.Option(help="last, best (lowest validation loss), a step, or a checkpoint's path")]
+Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
 New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
 

@@ -1,6 +1,5 @@
 """What became of a run of an experiment, read from its run folder alone."""
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from lm.errors import RunError, one_line
 from lm.runs.evaluations import Evaluation, evaluation_files
 from lm.runs.folder import CHECKPOINTS, METRICS, read_json, step_path
 from lm.runs.metric_log import DIVERGED, curve, read_metrics
-from lm.runs.series import Series
+from lm.runs.series import Series, selects
 from lm.runs.validation import UNIGRAM
 from lm.schema import Plain
 from lm.statistics.reach import tokens_to_reach
@@ -52,7 +51,7 @@ class UnitValues:
         """
         if not self.held_out:
             return self
-        chosen = np.array([selects(self.identity[0], group) for group in self.groups.tolist()]) == selection
+        chosen = selects(self.identity[0], self.groups) == selection
         if not chosen.any():
             use = "choose learning rates" if selection else "report"
             raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
@@ -62,11 +61,6 @@ class UnitValues:
     def mean(self) -> float:
         """The weighted mean over units."""
         return float(np.average(self.values, weights=self.weights))
-
-
-def selects(data: str, document: object) -> bool:
-    """Whether a held-out document is of the third on which learning rates are chosen."""
-    return hashlib.sha256(f"{data} {document}".encode()).digest()[0] % 3 == 0
 
 
 @dataclass(frozen=True)

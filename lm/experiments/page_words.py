@@ -3,15 +3,18 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
-from lm.experiments.outcomes import SELECTION, selects
+from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.report.comparison import show
 from lm.report.methods import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
+from lm.runs.series import selects
 from lm.schema import Plain
 from lm.statistics.tuning import EXTENSIONS
 from lm.statistics.verdicts import ALPHA, Verdict
@@ -183,8 +186,8 @@ def _held_out(run: Run) -> str:
     values = run.outcome.values(SELECTION)
     if values is None:
         return ""
-    labels = set(values.groups.tolist())
-    chosen = sum(selects(values.identity[0], label) for label in labels)
+    labels = np.unique(values.groups)
+    chosen = selects(values.identity[0], labels).sum()
     what = "sequences of tasks" if run.config.data.symbolic else "documents"
     return (
         f"Of {len(labels)} held-out {what}, {chosen} select (learning rates) and {len(labels) - chosen} report, by a hash of the document."

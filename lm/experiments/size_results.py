@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.experiments.outcomes import selects
 from lm.experiments.procedure import Procedure, Run
 from lm.report.comparison import Comparison, comparison_of
 from lm.report.sections import Arm
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord, read_run
-from lm.runs.series import Sample, Series
+from lm.runs.series import Sample, Series, selects
 from lm.statistics.verdicts import Verdict
 
 
@@ -93,18 +92,13 @@ def report_part(series: Series) -> Series | None:
     bins become as coarse as the bins are."""
     if not series.data_fingerprint:
         return series
-    samples = [_part(one, series.data_fingerprint) for one in series.samples]
+    samples = [one.part(~selects(series.data_fingerprint, one.groups)) for one in series.samples]
     if not all(len(one.weights) and one.weights.sum() for one in samples):
         return None
     means = np.concatenate([_mean(one) for one in samples])
     means[~np.isfinite(series.means)] = np.nan
     curve = np.repeat(means, np.diff(series.axis.values).astype(int)) if series.bins else None
     return replace(series, samples=tuple(samples), means=means, curve=curve)
-
-
-def _part(sample: Sample, data: str) -> Sample:
-    kept = np.array([not selects(data, group) for group in sample.groups.tolist()], dtype=bool)
-    return replace(sample, values=sample.values[kept], weights=sample.weights[kept], groups=sample.groups[kept])
 
 
 def _mean(sample: Sample) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone."""
 
+import hashlib
 import typing
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -56,6 +57,22 @@ class Sample:
     values: np.ndarray  # (units, columns); NaN where not finite
     weights: np.ndarray  # (units,) how many tokens or questions count in each
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as those of one document
+
+    def part(self, chosen: np.ndarray) -> "Sample":
+        """The units where `chosen` (units,) bool is true, under a hash of their own."""
+        sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(chosen).tolist()}".encode()).hexdigest()
+        own = self.sha256 if chosen.all() else sha256
+        return Sample(own, self.values[chosen], self.weights[chosen], self.groups[chosen])
+
+
+def selects(data: str, documents: np.ndarray) -> np.ndarray:
+    """Which units of held-out text select (best checkpoints, learning rates), (units,) bool; results are of the others.
+
+    A hash of the data's fingerprint `data` and the label of the document, `documents` (units,), decides: about a third of them.
+    """
+    labels, of_unit = np.unique(documents, return_inverse=True)
+    chosen = [hashlib.sha256(f"{data} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
+    return np.array(chosen, dtype=bool)[of_unit]
 
 
 @dataclass(frozen=True, eq=False)

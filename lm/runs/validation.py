@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lm.runs.series import Sample, Series, Shown
+from lm.runs.series import Sample, Series, Shown, selects
 
 KIND, LOSS = "validation", "val loss"
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
@@ -42,3 +42,16 @@ def validation_series(
             Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common)
         )
     return found
+
+
+def selecting(data: str, documents: np.ndarray) -> np.ndarray:
+    """Which validation sequences, (sequences,) bool, choose the best checkpoint: those that `selects`; all where none or each does."""
+    chosen = selects(data, documents)
+    return chosen if chosen.any() else ~chosen
+
+
+def selection_loss(series: Series) -> tuple[float, str]:
+    """The validation loss on the sequences that choose the best checkpoint, nats per token, and the hash of these."""
+    (sample,) = series.samples
+    part = sample.part(selecting(series.data_fingerprint, sample.groups))
+    return float(np.average(part.values[:, 0], weights=part.weights)), part.sha256

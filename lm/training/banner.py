@@ -22,9 +22,11 @@ from lm.config.tree import Config
 from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
+from lm.evaluation.held_out import validation_sequences
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.runs.folder import command_line
+from lm.runs.validation import selecting
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups
@@ -40,6 +42,7 @@ FEW = (
 # Four times as often as text may be read without loss (Muennighoff et al. 2023) a run is warned.
 MOST_EPOCHS = 16
 MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
+UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
@@ -55,6 +58,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     epochs = _epochs(store, config)
     few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)
     notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
+    documents = validation_sequences(store, config).document_labels
+    notes += bool(selecting(store.fingerprint, documents).all()) * [UNDIVIDED]
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "

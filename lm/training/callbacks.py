@@ -19,6 +19,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.metric_log import PEAK_MEMORY
+from lm.runs.validation import selection_loss
 from lm.training.clock import Clock
 from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.module import TrainModule
@@ -189,13 +190,13 @@ class Validate(Evaluations):
     """Loss at the training length, every `eval.every` steps and at the end."""
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure if it is time, and remember the best."""
+        """Measure if it is time, and remember the best, by the documents that select: the others report."""
         if not self.validation.asked.is_due(step, self.max_steps):
             return
         result = self.run(trainer, module, self.validation, module.decoder)
         if result is None:
             return
-        state, loss, sha256 = module.start.state, result.series[0].whole, result.series[0].samples[0].sha256
+        state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
         other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
         if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
             state.best = Best(step, loss, sha256)

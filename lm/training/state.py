@@ -11,7 +11,7 @@ from lm.schema import Plain
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss (nats per target) so far, the step, and the sequences that it was measured on."""
+    """The lowest validation loss (nats per target) so far on the documents that select, its step, and the sequences that it is of."""
 
     step: int
     loss: float
