@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from lm.runs.checkpoints import load_checkpoint
+from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import step_of, steps_saved
 from lm.runs.series import Series
@@ -63,8 +64,19 @@ def rewritten(path: Path, change: Callable[[dict], object]) -> None:
     """A checkpoint with something changed in it, as whole as before."""
     content = load_checkpoint(path)
     change(content)
-    torch.save(content, path.with_name("changed"))  # not in place: what was loaded is a map of the file
-    os.replace(path.with_name("changed"), path)
+    save_checkpoint(content, path)  # not in place: what was loaded is a map of the file
+
+
+def members(path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED) -> None:
+    """A checkpoint written again with other members, by their names without the archive's own, such as `data/0`: all CRCs hold."""
+    with zipfile.ZipFile(path) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        content = {member.filename.partition("/")[2]: archive.read(member) for member in archive.infolist()}
+    change(content)
+    with zipfile.ZipFile(path.with_name("changed"), "w", compression) as archive:
+        for name, data in content.items():
+            archive.writestr(f"{root}/{name}", data)
+    os.replace(path.with_name("changed"), path)  # `last.ckpt` is one of two links
 
 
 def differences(a: Path, b: Path) -> list[str]:

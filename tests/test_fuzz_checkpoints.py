@@ -26,7 +26,7 @@ from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.errors import LMError
-from lm.runs.checkpoints import load_checkpoint
+from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import read_config, read_sealed, write_json, write_sealed
 from lm.runs.loading import export
 from lm.runs.record import read_run
@@ -162,7 +162,7 @@ def damage_field(finished: Finished, file: float, place: float, value: object) -
     found = list(places(content))
     content = changed(content, found[int(place * len(found))], value)
     if path == finished.checkpoint:
-        finished.check(path, lambda: torch.save(content, path))
+        finished.check(path, lambda: save_checkpoint(content, path))
     elif path.suffix == ".yaml":
         finished.check(path, yaml.safe_dump(content).encode())
     else:

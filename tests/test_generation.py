@@ -6,6 +6,7 @@ from conftest import lm
 
 from lm.attention.options import SSMax
 from lm.config.model_config import ModelConfig
+from lm.errors import RunError
 from lm.evaluation.generation import generate, sample
 from lm.model.decoder import Decoder
 from lm.training.train import train
@@ -34,6 +35,13 @@ def test_draws_stay_within_top_k_and_top_p():
     assert seen(top_k=2) == {0, 1}
     assert seen(top_p=0.79) == {0, 1}
     assert seen(top_p=0.81) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float):
+    with pytest.raises(RunError, match="logits are not finite"):
+        sample(torch.tensor([0.0, value]), temperature, None, None, torch.Generator())
 
 
 def test_lm_generate_writes_text_as_it_comes(tiny):

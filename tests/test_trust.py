@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from folders import rewritten
+from folders import members, rewritten, same, weights
 
 import lm
 from lm.config.load import load as configured
@@ -20,9 +20,9 @@ from lm.config.load import parse, to_yaml
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
-from lm.runs.checkpoints import load_checkpoint, load_metadata, verify
+from lm.runs.checkpoints import FORMAT, load_checkpoint, load_metadata, save_checkpoint, verify
 from lm.runs.folder import read_config, read_json, read_sealed, write_json, write_sealed
-from lm.runs.loading import export
+from lm.runs.loading import export, save_model
 from lm.training.checkpointing import Checkpoints
 from lm.training.train import train
 
@@ -148,6 +148,63 @@ def test_a_checkpoint_that_says_it_is_encrypted_is_refused(run: Path, tmp_path: 
         load_checkpoint(damaged)
 
 
+def exchanged(*names: str) -> Callable[[dict[str, bytes]], object]:
+    return lambda content: content.update(zip(names, [content[name] for name in reversed(names)], strict=True))
+
+
+WEIGHTS, MOMENTS = "its weights were altered", "its tensors of the optimizer were altered"
+REWRITTEN = {  # an archive whose CRCs hold; data/2 and data/8 are of one shape, data/16 and data/17 are moments of one parameter
+    "shortened": (lambda content: content.update({"data/0": content["data/0"][:-4]}), r"embedding\.weight was altered \(it has not its"),
+    "cut to nothing": (lambda content: content.update({"data/3": b""}), "was altered"),
+    "lengthened": (lambda content: content.update({"data/0": content["data/0"] + bytes(64)}), r"embedding\.weight was altered"),
+    "weights exchanged": (exchanged("data/2", "data/8"), WEIGHTS),
+    "moments exchanged": (exchanged("data/16", "data/17"), MOMENTS),
+    "bytes of another": (lambda content: content.update({"data/0": bytes(len(content["data/0"]))}), WEIGHTS),
+    "without one": (lambda content: content.pop("data/2"), "not a readable checkpoint"),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_checkpoint_whose_archive_was_written_anew_is_refused(run: Path, use, user: str):
+    path = run / "checkpoints" / "last.ckpt"
+    whole = path.read_bytes()
+    for change, words in REWRITTEN.values():
+        path.unlink()
+        path.write_bytes(whole)
+        members(path, change)
+        refuses(use, user, run, rf"last\.ckpt: .*{words}.*; the newest beside it is .*step-000004\.ckpt")
+
+
+def test_an_archive_written_anew_with_all_that_it_held_is_no_other(run: Path):
+    whole = weights(run)
+    members(run / "checkpoints" / "last.ckpt", lambda content: None)
+    assert same(weights(run), whole)
+    members(run / "checkpoints" / "last.ckpt", lambda content: None, zipfile.ZIP_DEFLATED)  # which torch would take for the numbers
+    with pytest.raises(RunError, match=r"embedding\.weight was altered"):
+        lm.load(run)
+
+
+def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_older_ones_have_none(run: Path):
+    path = run / "checkpoints" / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    (measured,) = evaluate_runs([run])
+    assert content.pop("sha256")["state_dict"] == measured.evaluation.weights_sha256
+    torch.save(content, path.with_name("older"))
+    assert load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() == content.keys()
+    content["sha256"] = None
+    torch.save(content, path.with_name("older"))
+    with pytest.raises(RunError, match=WEIGHTS):
+        load_checkpoint(path.with_name("older"))
+
+
+def test_empty_tensors_and_shared_ones_keep_their_places(tmp_path: Path):
+    shared = torch.arange(3.0)
+    tensors = {"a": torch.zeros(0), "b": torch.zeros(0), "c": shared, "d": shared, "e": torch.ones(())}
+    metadata = {"format": FORMAT, "step": 0, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": "", "config": "", "plugins": {}}
+    save_checkpoint({"state_dict": tensors, "lm": metadata}, tmp_path / "step-000000.ckpt")
+    assert same(load_checkpoint(tmp_path / "step-000000.ckpt")["state_dict"], tensors)
+
+
 def test_the_checkpoint_that_a_phase_begins_with_is_verified(tiny, monkeypatch: pytest.MonkeyPatch):
     save = Checkpoints.save
 
@@ -268,6 +325,28 @@ def test_what_a_resumed_run_goes_by_in_its_environment_has_its_type(run: Path, u
     refuses(use, "resume", run, rf"environment\.json: its `{name}` must be .*, not '{re.escape(str(value))}'")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("user", USERS)
+def test_weights_that_are_not_finite_are_refused(run: Path, use, user: str, value: float, tmp_path: Path):
+    decoder = lm.load(run).decoder
+    decoder.norm.weight.data[3] = value
+    rewritten(run / "checkpoints" / "last.ckpt", lambda content: content.update(state_dict=decoder.state_dict()))
+    refuses(use, user, run, r"last\.ckpt: norm\.weight holds numbers that are not finite; use weights from before")
+    with pytest.raises(RunError, match=r"norm\.weight holds numbers that are not finite"):
+        save_model(decoder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("user", OF_EXPORTS)
+def test_an_export_of_weights_that_are_not_finite_is_refused(run: Path, use, user: str, monkeypatch: pytest.MonkeyPatch):
+    decoder = lm.load(run).decoder
+    decoder.norm.weight.data[3] = float("nan")
+    with monkeypatch.context() as patched:
+        patched.setattr("lm.runs.loading.check_finite", lambda weights, path: None)
+        save_model(decoder, run.parent / "diverged", run / "tokenizer.json")
+    refuses(use, user, run.parent / "diverged", r"diverged: norm\.weight holds numbers that are not finite")
+
+
 # ---------------------------------------------------------------- configurations are data
 
 SECRET = "${oc.env:LM_TEST_SECRET}"
@@ -345,6 +424,21 @@ def test_a_swapped_export_knows_its_data(run: Path, tmp_path: Path):
     swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "out", [])
     file = tmp_path / "out" / "environment.json"
     assert read_json(file)["data_fingerprint"] == read_json(run / "environment.json")["data_fingerprint"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("user", OF_EXPORTS)
+def test_a_file_that_an_export_has_a_digest_of_must_be_there(run: Path, use, user: str, file: str):
+    (run.parent / "exported" / file).unlink()
+    refuses(use, user, run.parent / "exported", rf"{file}: (missing, and the model was trained with it|not readable)")
+
+
+@pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew
+def test_the_tokenizer_that_a_run_records_must_be_there(run: Path, use, user: str, tmp_path: Path):
+    swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "swapped", [])
+    for folder in (run, tmp_path / "swapped"):
+        (folder / "tokenizer.json").unlink()
+        refuses(use, user, folder, r"tokenizer\.json: missing, and the model was trained with it; bring it back")
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, RunError
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.runs.loading import load
@@ -33,6 +33,9 @@ def generate(
         top_k: draw among the k most probable tokens only.
         top_p: draw among the most probable tokens that together have this probability.
         seed: seed of the draws.
+
+    Raises:
+        RunError: the logits are not finite.
     """
     device = decoder.head.weight.device
     drawn = torch.Generator().manual_seed(seed)
@@ -46,7 +49,9 @@ def generate(
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, drawn: torch.Generator) -> int:
-    """One token id from next-token logits (V,) fp32."""
+    """One token id from next-token logits (V,) fp32. Raises RunError if they are not finite."""
+    if not logits.isfinite().all():
+        raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
     order = logits.argsort(descending=True)[:top_k]

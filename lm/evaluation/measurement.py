@@ -1,12 +1,10 @@
 """What every evaluation is: options that decide its numbers, and the series it gives. `lm.config.eval_config` names one class a kind."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from lm.attention.plugins import PLUGINS
@@ -18,6 +16,7 @@ from lm.data.store import Store
 from lm.evaluation.pictures import draw
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.runs import weights_file
 from lm.runs.series import Series
 from lm.schema import Plain
 
@@ -91,9 +90,5 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """A sha256 over all parameters and buffers with their names and types."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    """A sha256 over all parameters and buffers with their names and types: that of `state_dict` in a checkpoint of the model."""
+    return weights_file.weights_sha256(model.state_dict())

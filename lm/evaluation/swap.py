@@ -10,6 +10,7 @@ from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_sequences
+from lm.data.hashes import file_sha256
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import Swap
@@ -26,6 +27,7 @@ from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
+from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # what `--init fit` reads
@@ -139,6 +141,7 @@ def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, e
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.metadata, **own}}, path)
     link_checkpoint(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
-    write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})
     if loaded.tokenizer:
         shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)
+        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}  # that of an export is empty
+    write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

@@ -3,13 +3,16 @@
 import os
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import replacing, sync_folder
 from lm.runs.folder import BEST, check_fields, step_path, steps_saved
+from lm.runs.weights_file import weights_sha256
 
 FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
@@ -22,12 +25,14 @@ METADATA = {
     "config": str,
     "plugins": dict[str, str],
 }
+PARTS = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # entries of a checkpoint that hold tensors, in words
+SHA256 = "sha256"  # its entry with a sha256 of each part; 0.9 and earlier wrote none
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
-    """Write `checkpoint` whole or not at all. Raises RunError if it can't be written (a full disk, say)."""
+    """Write `checkpoint`, and a sha256 of each part, whole or not at all. Raises RunError if it can't be written (a full disk, say)."""
     with replacing(path, "the checkpoint") as file:
-        torch.save(checkpoint, file)
+        torch.save({**checkpoint, SHA256: _digests(checkpoint)}, file)
 
 
 def link_checkpoint(name: str, path: Path) -> None:
@@ -80,11 +85,20 @@ def verify(path: Path, tensors: bool = True) -> None:
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The checkpoint's plain data and tensors, verified, on the CPU. Nothing in the file is executed.
 
+    Beside CRCs, the sha256 of each part is compared: an archive that was written anew has CRCs that hold, whatever became of its tensors.
+
     Raises:
         RunError: no file, a damaged one, or not a checkpoint of ours; names the last intact one beside it.
     """
     verify(path)
-    return _read(path)
+    checkpoint = _read(path)
+    _check_sizes(path, checkpoint)
+    if SHA256 in checkpoint:
+        expected = checkpoint.pop(SHA256)
+        for part, found in _digests(checkpoint).items():
+            if not isinstance(expected, dict) or expected.get(part) != found:
+                raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){_alternative(path)}")
+    return checkpoint
 
 
 def load_metadata(path: Path) -> dict[str, object]:
@@ -107,17 +121,39 @@ def _tensor_name(path: Path, member: str) -> str:
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
-    names: dict[int, str] = {}
+    names = list(_storages(_read(path)))
+    return names[int(number)].removeprefix("state_dict.") if int(number) < len(names) else member
 
-    def walk(value: object, name: str) -> None:
-        if isinstance(value, torch.Tensor):
-            names.setdefault(value.untyped_storage().data_ptr(), name)
-        elif isinstance(value, dict | list | tuple):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                walk(item, f"{name}.{key}" if name else str(key))
 
-    walk(_read(path), "")
-    return list(names.values())[int(number)].removeprefix("state_dict.") if int(number) < len(names) else member
+def _tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested maps and lists, with the keys that lead to them, in the order in which torch saves them."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
+    """Bytes of each storage that torch saved, in its order, by the first tensor in it: tensors with the same numbers share one."""
+    found: dict[int, tuple[str, int]] = {}
+    for name, tensor in _tensors(checkpoint):
+        found.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
+    return dict(found.values())
+
+
+def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
+    """Raises RunError if a member of the archive has other bytes than its tensor, which torch would fill with those that follow it."""
+    with zipfile.ZipFile(path) as archive:
+        sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
+    for number, (name, size) in enumerate(_storages(checkpoint).items()):
+        if sizes.get(str(number)) != {size}:
+            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){_alternative(path)}")
+
+
+def _digests(checkpoint: dict[str, object]) -> dict[str, str]:
+    """The sha256 of each part's tensors; that of `state_dict` is the `weights_sha256` of evaluations, too."""
+    return {part: weights_sha256(dict(_tensors(checkpoint[part]))) for part in PARTS if part in checkpoint}
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     A model folder is what `lm export` and `save_model` write. Every byte is verified before it is used.
 
     Raises:
-        RunError: nothing of the kind, damaged, weights that don't fit their configuration, or files of different runs.
+        RunError: nothing of the kind, damaged, weights that don't fit their configuration or aren't finite, or files of different runs.
     """
     path, checkpoint = Path(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
@@ -162,6 +163,7 @@ def _build_decoder(
             weights.setdefault("head.weight", weights["embedding.weight"])
         if reason := weights_mismatch(spec, weights):
             raise ValueError(reason)
+        check_finite(weights, path)
         decoder = spec.decoder()
         decoder.load_state_dict(weights)
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -172,8 +174,15 @@ def _build_decoder(
 
 
 def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """The tokenizer beside the weights, if there is one; `sha256`: of the file that they were trained with, if known."""
+    """The tokenizer beside the weights, if there is one; `sha256`: of the file that they were trained with, if known.
+
+    Raises:
+        RunError: it is not that file, or not there.
+        DataError: it can't be used.
+    """
     if not file.is_file():
+        if sha256:
+            raise RunError(f"{file}: missing, and the model was trained with it; bring it back")
         return None
     if sha256 and file_sha256(file) != sha256:
         raise RunError(f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back")
@@ -201,6 +210,13 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
         if not weights[name].is_contiguous():  # an expanded single number claims any size
             return f"{name} is not contiguous"
     return ""
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raises RunError if one of the weights of the model at `path` is not finite: nothing can be computed with them."""
+    for name, value in weights.items():
+        if not value.isfinite().all():
+            raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
 
 
 def _other_shape(name: str, found: Tensor, implied: tuple[int, ...]) -> str:
@@ -249,7 +265,7 @@ def save_model(
         end_of_text: its token that starts a document.
 
     Raises:
-        RunError: RoPE is rescaled (`for_inference`), the tokenizer has more tokens than the model, or as `export`.
+        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the model, or as `export`.
         DataError: the tokenizer can't be used, or has no such token.
     """
     out, tokenizer = Path(out), Path(tokenizer) if tokenizer else None
@@ -257,6 +273,7 @@ def save_model(
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
     if tokenizer and (found := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         raise RunError(f"{tokenizer}: has {found} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
+    check_finite(decoder.state_dict(), out)
     return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None, {})
 
 

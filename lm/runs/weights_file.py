@@ -50,5 +50,14 @@ def tensor_sha256(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+    """The sha256 over tensors with their names, dtypes and shapes, in the order of their names; one of them at a time is on the CPU."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(_bytes(value.cpu().contiguous()))
+    return digest.hexdigest()
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())

@@ -18,7 +18,7 @@ from lm.runs.consistency import trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import BEST, CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER, step_of, steps_saved
 from lm.runs.identity import arm, seeds
-from lm.runs.loading import Loaded, weights_mismatch
+from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metric_log import truncate_metrics
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
@@ -125,7 +125,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 
     Raises:
         ConfigError: other data, or other code of a normalizer from outside.
-        RunError: the checkpoint holds weights alone, or tensors that don't fit its configuration.
+        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
     saved = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
@@ -142,6 +142,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         raise ConfigError([Problem("model.normalizer", name, f"its code is {now}, {path} was trained with {before}", remedy)])
     if reason := weights_mismatch(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
+    check_finite(checkpoint["state_dict"], path)
     with torch.device("meta"):
         decoder = spec.decoder()
     if reason := optimizer_mismatch(decoder, trained, checkpoint["optimizer"]):
