@@ -33,7 +33,7 @@ from lm.report.html import write_report
 from lm.runs.evaluations import Evaluation
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
-from lm.runs.series import Axis, Series
+from lm.runs.series import Axis, Sample, Series
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 
@@ -334,3 +334,14 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
     said = capsys.readouterr().out
     assert re.search(r"two, 8 +entropy, layer 1 +as trained +1 \(2 tokens\) +29 \(30 tokens\)", said)
     assert "116 more numbers" in said
+
+
+def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
+    samples = tuple(Sample("", np.ones((len(groups), 1)), np.ones(len(groups)), np.array(groups)) for groups in ([0, 1, 2], [0, 1, 1]))
+    axis = Axis("sequence length", "tokens", "in sequences of", (64, 128))
+    one = Series("swap", "change of loss", "nats", "lower", 64, np.ones(2), axis=axis, samples=samples, interval="documents")
+    print_results([Evaluated(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (one,)), cached=False)])
+    said = capsys.readouterr().out
+    assert "64 tokens " in said
+    assert "[1.0000, 1.0000]" in said
+    assert re.search(r"128 tokens +1\.0000 \(no interval: fewer than 3 documents\)", said)

@@ -1,6 +1,7 @@
 """Swapping the normalizer: in training, on a checkpoint, and starting from swapped weights."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from folders import curve, same, series, weights
 import lm
 from lm.attention import catalogue
 from lm.attention import options as opt
+from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
@@ -22,7 +24,7 @@ from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.model.head import Head
-from lm.model.swapped import swapped
+from lm.model.swapped import score_factors, swapped
 from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
@@ -76,6 +78,23 @@ def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, ne
     torch.testing.assert_close(found.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
     if new == SSMAX_BIAS:  # a line in ln n follows any other exactly
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample")])
+def test_score_factors_are_those_of_the_scores(tiny, options: object):
+    model = decoder(tiny, options)
+    factors = score_factors(model, [1, 16, 32])
+    for layer, normalizer in enumerate(model.normalizers()):
+        q, k = torch.randn(2, 1, 2, 32, normalizer.layer.head_size, generator=torch.Generator().manual_seed(0)).unbind(0)
+        for place, length in enumerate((1, 16, 32)):
+            with torch.no_grad():
+                scores = normalizer.scores(q[:, :, :length], k[:, :, :length], AttentionLayout.full(length))[0, :, -1]
+            plain = (q @ k.transpose(-2, -1))[0, :, length - 1, :length] / math.sqrt(normalizer.layer.head_size)
+            torch.testing.assert_close(scores, factors[place, layer].unsqueeze(-1) * plain, atol=1e-5, rtol=1e-4)
+
+
+def test_there_are_no_score_factors_where_some_layer_has_other_scores(tiny):
+    assert score_factors(decoder(tiny, opt.Cosine()), [16]) is None
 
 
 def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
@@ -236,6 +255,36 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     refused = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
     assert (refused.returncode, refused.stderr) == (1, f"error: {out}: exists already; choose another\n")
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "s", "at_16", "at_32"),
+    [
+        (["--init", "match"], "0.392", "1.09", "1.36"),
+        (["--init", "unit"], "1", "2.77", "3.47"),
+        (["model.normalizer.bias=true"], "0", "1", "1"),
+    ],
+)
+def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
+    trained: Path, tmp_path: Path, options: list[str], s: str, at_16: str, at_32: str
+):
+    result = command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "out"), *options)
+    lines = result.stdout.splitlines()
+    assert f"s = {s}" in lines
+    assert f"factor on the scores at n = 16: 1 -> {at_16}" in lines
+    assert f"factor on the scores at n = 32: 1 -> {at_32}" in lines
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == ("unit" in options)
+    if warnings:
+        assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
+
+
+def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Path):
+    printed = command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "out")).stdout
+    for length in (32, 64, 128):
+        assert re.search(rf"{length} tokens +-?0\.\d+ \[-?0\.\d+, -?0\.\d+\] ", printed), printed
+    assert re.search("curve +first value \\(at\\) +last value \\(at\\)", printed)
+    assert "inference setting" not in printed  # a swap has none
 
 
 def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path):

@@ -2,8 +2,9 @@
 
 import csv
 import io
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,10 @@ from lm.runs.evaluations import Evaluation
 from lm.runs.folder import json_bytes
 from lm.runs.series import Series, listed, number, series_names
 from lm.schema import Plain
-from lm.statistics.intervals import interval_of
+from lm.statistics.intervals import FEWEST, interval_of
 
+SETTING = "inference setting"  # heading of the column that says how the model was used
+TOO_FEW = f"no interval: fewer than {FEWEST} documents"
 MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
 MOST_LINES = 24  # numbers without an interval in one table; of curves with more than these the ends are printed
 
@@ -36,6 +39,10 @@ class Evaluated:
         """Its numbers."""
         return rows_of(self.evaluation.series)
 
+    def curves(self, metrics: list[str]) -> list[tuple[Series, str]]:
+        """Its series of some metrics, each with what it is measured on."""
+        return list(series_names([one for one in self.evaluation.series if one.metric in metrics]).items())
+
 
 @dataclass(frozen=True)
 class Row:
@@ -47,22 +54,29 @@ class Row:
     value: float
     low: float | None = None  # ends of its 95 % interval, if it has one
     high: float | None = None
-    over: str = ""  # what the interval covers
+    over: str = ""  # what the interval covers, or why there is none
 
 
 def rows_of(series: Iterable[Series]) -> list[Row]:
     """All means of series, with their intervals and the levels to compare them with; of bins those of the whole axis and of octaves."""
-    found = []
-    for one, name in series_names(series).items():
-        for place, (start, stop) in one.places.items():
-            where = ", ".join(filter(None, (name, _place(one, start, stop))))
-            interval = None if one.bins else interval_of(one, one.column_at(place))
-            ends = (interval.low, interval.high, interval.over) if interval else ()
-            found.append(Row(one.setting, where, one.metric, one.mean_at(place), *ends))
-            found += [Row(one.setting, where, f"{one.metric}: {level}", value) for level, value in one.references.items()]
-        if one.bins:
-            found.append(Row(one.setting, name, one.metric, one.whole))
-    return found
+    return [row for one, name in series_names(series).items() for row in _rows(one, name)]
+
+
+def _rows(one: Series, name: str) -> Iterator[Row]:
+    """The rows of a series; name: what it is measured on."""
+    for place, (start, stop) in one.places.items():
+        where = ", ".join(filter(None, (name, _place(one, start, stop))))
+        interval = interval_of(one, one.column_at(place)) if _has_intervals(one) else None
+        ends = (interval.low, interval.high, interval.over) if interval else (None, None, TOO_FEW * _has_intervals(one))
+        yield Row(one.setting, where, one.metric, one.mean_at(place), *ends)
+        yield from (Row(one.setting, where, f"{one.metric}: {level}", value) for level, value in one.references.items())
+    if one.bins:
+        yield Row(one.setting, name, one.metric, one.whole)
+
+
+def _has_intervals(one: Series) -> bool:
+    """Whether its means are given with intervals where they have units enough."""
+    return one.interval != "none" and not one.bins
 
 
 def _place(one: Series, start: float, stop: float) -> str:
@@ -95,28 +109,35 @@ def print_results(found: list[Evaluated], out: Path | None = None) -> None:
             if len(metrics) > MOST_COLUMNS:
                 left_out += _print_by_metric(console, title, metrics, same)
                 continue
-            if max(sum(row.metric in metrics and row.low is None for row in one.rows) for one in same) > MOST_LINES:
-                left_out += _print_ends(console, title, metrics, same, several)
-                continue
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-            for name in ("run, step", "used", "where")[not several :]:
-                table.add_column(name)
-            over = {row.metric: row.over for one in same for row in one.rows if row.over}
-            for metric in metrics:
-                table.add_column(f"{metric}\n[95% over {over[metric]}]" if metric in over else metric, justify="right")
-            for one in same:
-                lines: dict[tuple[str, str], dict[str, str]] = {}
-                for row in one.rows:
-                    if row.metric in metrics:
-                        interval = "" if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
-                        lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
-                for index, (of, values) in enumerate(lines.items()):
-                    name = [f"{one.folder.name}, {one.evaluation.step}" if index == 0 else ""] if several else []
-                    table.add_row(*name, *of, *(values.get(metric, "") for metric in metrics))
-            console.print(table)
+            rows = [[row for row in one.rows if row.metric in metrics] for one in same]
+            if long := max(sum(row.low is None for row in some) for some in rows) > MOST_LINES:
+                rows = [[row for curve, name in one.curves(metrics) if _has_intervals(curve) for row in _rows(curve, name)] for one in same]
+            if any(rows):
+                _print_places(console, title, same, rows, several)
+            left_out += _print_ends(console, title, metrics, same, several) if long else 0
         if left_out:
             where = out or "in a table with -o table.csv"
             print(f"{left_out:,} more numbers, by layer, position or the like, and all intervals: {where}")
+
+
+def _print_places(console: Console, title: str, found: list[Evaluated], rows: list[list[Row]], several: bool) -> None:
+    """A line for each place that the rows of an evaluation are of, and a column for each metric, with its interval."""
+    of_settings = any(row.setting for some in rows for row in some)
+    table = _table(title, *["run, step"] * several, *[SETTING] * of_settings, "measured at")
+    over: dict[str, str] = {}
+    for row in itertools.chain(*rows):
+        over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
+    for metric, what in over.items():
+        table.add_column(f"{metric}\n[95% over {what}]" if what else metric, justify="right")
+    for one, some in zip(found, rows, strict=True):
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for row in some:
+            interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
+            lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
+        for index, ((setting, where), values) in enumerate(lines.items()):
+            name = [f"{one.folder.name}, {one.evaluation.step}" if index == 0 else ""] if several else []
+            table.add_row(*name, *[setting] * of_settings, where, *(values.get(metric, "") for metric in over))
+    console.print(table)
 
 
 def _print_by_metric(console: Console, title: str, metrics: list[str], found: list[Evaluated]) -> int:
@@ -130,8 +151,7 @@ def _print_by_metric(console: Console, title: str, metrics: list[str], found: li
             if row.metric in metrics and not row.where:
                 columns.setdefault((f"{one.folder.name}, {one.evaluation.step}", row.setting), {})[row.metric] = row
     several = len({name for name, _ in columns}) > 1
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
+    table = _table(title, "metric")
     for name, setting in columns:
         table.add_column(f"{name}\n{setting}" if several else setting, justify="right")
     for metric in metrics:
@@ -143,20 +163,29 @@ def _print_by_metric(console: Console, title: str, metrics: list[str], found: li
 
 
 def _print_ends(console: Console, title: str, metrics: list[str], found: list[Evaluated], several: bool) -> int:
-    """A line for each curve, with its values where it begins and where it ends. Returns how many numbers are left out."""
-    table, left_out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD), 0
-    for name in ("run, step", "", "used", "from", "to")[not several :]:
-        table.add_column(name, justify="right" if name in ("from", "to") else "left")
-    for one in found:
-        for curve, name in series_names([curve for curve in one.evaluation.series if curve.metric in metrics]).items():
-            known = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-            ends = dict.fromkeys((known[0], known[-1])) if known else ()
-            cells = [f"{curve.mean_at(place):.4g}" + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in ends]
-            label = ", ".join(filter(None, (curve.metric, name)))
-            table.add_row(*[f"{one.folder.name}, {one.evaluation.step}"] * several, label, curve.setting, *cells)
-            left_out += len(curve.places) - len(ends)
+    """A line for each curve, with its values where it begins and where it ends. Returns how many numbers are left out.
+
+    Series with intervals are in a table of their own.
+    """
+    curves = [(one, curve, name) for one in found for curve, name in one.curves(metrics) if not _has_intervals(curve)]
+    of_settings = any(curve.setting for _, curve, _ in curves)
+    table, left_out = _table(title, *["run, step"] * several, "curve", *[SETTING] * of_settings), 0
+    for end in ("first value (at)", "last value (at)"):
+        table.add_column(end, justify="right")
+    for one, curve, name in curves:
+        known = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
+        ends = dict.fromkeys((known[0], known[-1])) if known else ()
+        cells = [f"{curve.mean_at(place):.4g}" + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in ends]
+        label = ", ".join(filter(None, (curve.metric, name)))
+        table.add_row(*[f"{one.folder.name}, {one.evaluation.step}"] * several, label, *[curve.setting] * of_settings, *cells)
+        left_out += len(curve.places) - len(ends)
     console.print(table)
     return left_out
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first columns say what its lines are of."""
+    return Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
 
 
 def together(rows: Iterable[Row]) -> list[list[str]]:

@@ -1,9 +1,13 @@
 """`lm swap`: a copy of a trained model with another normalizer, and what that did to it."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.plugins import PLUGINS
@@ -21,7 +25,7 @@ from lm.evaluation.results import measured, write_evaluation
 from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
-from lm.model.swapped import fit, swapped
+from lm.model.swapped import fit, score_factors, swapped
 from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
@@ -30,6 +34,8 @@ from lm.runs.loading import Loaded, load
 from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
+SHORT_LENGTHS = (16, 256)  # tokens, as of prompts, at which the factor on the scores is printed
+FAR = 2.0  # a factor on the scores that is more than so many times the old one, or less than that part of it, is warned of
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # what `--init fit` reads
 
 
@@ -77,13 +83,53 @@ def swap_run(
         numbers = out / write_evaluation(made, swap, evaluation).relative_to(made)
         _write_run(made, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
     print(f"{facts['normalizer']} -> {new.config.normalizer.label()}, step {evaluation.step}")
+    print(*_parameters(new), sep="\n")
+    warning = _print_factors(old, new)
     if not evaluation.series:
         print("nothing measured: eval.swap_lengths names no length that a held-out document has")
     print_results([Evaluated(out, evaluation, cached=False)], numbers)
     if init == "fit":
         print(f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     print(f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=...")
+    if warning:
+        print(warning, file=sys.stderr)
     return evaluation
+
+
+def _parameters(decoder: Decoder) -> list[str]:
+    """A line for each parameter of the normalizers that has a value a head: its mean over layers and heads, and its range."""
+    values: dict[str, list[float]] = {}
+    for normalizer in decoder.normalizers():
+        for name, parameter in normalizer.named_parameters():
+            if parameter.shape == (normalizer.layer.n_head,):
+                values.setdefault(name, []).extend(parameter.tolist())
+    return [f"{name} = {_over_heads(torch.tensor(found))}" for name, found in values.items()]
+
+
+def _over_heads(values: Tensor) -> str:
+    """A mean over layers and heads, with its range where they differ."""
+    low, high = f"{values.min():.3g}", f"{values.max():.3g}"
+    return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)
+
+
+def _print_factors(old: Decoder, new: Decoder) -> str:
+    """Print the factor on the scores before and after, at short lengths and at the training length; a warning where they are far apart.
+
+    Nothing of scores that are no multiple of q.k / sqrt(D).
+    """
+    lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
+    before, after = score_factors(old, lengths), score_factors(new, lengths)
+    if before is None or after is None:
+        return ""
+    for place, length in enumerate(lengths):
+        print(f"factor on the scores at n = {length:,}: {_over_heads(before[place])} -> {_over_heads(after[place])}")
+    far = [
+        f"{ratio:.2g} times the old one at n = {length:,}"
+        for length, ratio in zip(lengths, (after.mean((1, 2)) / before.mean((1, 2))).tolist(), strict=True)
+        if not 1 / FAR <= ratio <= FAR
+    ]
+    remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
+    return f"warning: the factor on the scores is {', '.join(far)}: documents of such lengths may get much worse; {remedy}" if far else ""
 
 
 def _text_config(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:

@@ -1,10 +1,12 @@
 """Replacing the normalizer of a trained decoder: which parameters are kept, which are initialised, which pairs are refused."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.data.batches import Batch
 from lm.errors import RunError
@@ -39,6 +41,23 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
     for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
         ours.init_from(theirs)
     return new.train(old.training)
+
+
+@torch.no_grad()
+def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor | None:
+    """The factor c of the scores c q.k / sqrt(D) that the last token of a document of each length has: (lengths, layers, H) on the CPU.
+
+    None if the scores of some layer are no such multiple (`Normalizer.scale_by_position`).
+    """
+    normalizers = decoder.normalizers()
+    if any(normalizer.scale_by_position() is None for normalizer in normalizers):
+        return None
+    heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
+    q = torch.full((1, heads, 1, size), size**-0.25, device=device)  # q.q / sqrt(D) = 1: scores are the factor
+    layouts = [AttentionLayout.full(length, device).select(slice(length - 1, length), length) for length in lengths]
+    return torch.stack(
+        [torch.stack([n.scores(q, q, replace(at, key_positions=at.positions))[0, :, 0, 0].cpu() for n in normalizers]) for at in layouts]
+    )
 
 
 def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
