@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from lm.runs.evaluations import Evaluation
 from lm.runs.series import Series
-from lm.statistics.intervals import Interval, paired_difference, wilson
+from lm.statistics.intervals import Interval, interval_of, paired_difference
 
 SWAPPED = {"ssmax": "SSMax, `match`", "fit": "SSMax, `fit`", "bias": "SSMax with b, `match`", "log_n": "log n"}
 WORDS = {
@@ -191,9 +191,7 @@ class Results:
 
     def over_depths(self, part: str, column: int) -> Interval:
         """Fraction of exact answers at a length over all depths: questions are asked once at each, and count once."""
-        one = self.series(part, "accuracy", "needle")
-        values = one.column(column)[1]
-        return wilson(values.sum(), len(values))
+        return interval_of(self.series(part, "accuracy", "needle"), column)
 
     @cached_property
     def heads(self) -> np.ndarray | None:

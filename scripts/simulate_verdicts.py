@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 from scipy.stats import binom
 
-from lm.statistics.intervals import Interval, mean_ends, over_seeds_and_documents
+from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
 from lm.statistics.learned import Learned, learned_verdicts
 from lm.statistics.tuning import Tuned, best_rate, crossed_rates, elsewhere, tuned
 from lm.statistics.verdicts import Comparison, enclosing, seeds_needed, verdicts
@@ -184,7 +184,8 @@ def all_worlds() -> list[World]:
 
 
 def report_intervals(trials: int) -> None:
-    """Print how often intervals over documents hold the truth: `mean_ends`, and the percentile bootstrap with 1,000 resamples."""
+    """Print how often intervals hold the truth. Over documents: `mean_ends`, and the percentile bootstrap with 1,000 resamples. Of
+    fractions over sequences that ask several questions: Wilson's of `effective_trials`, and of all questions as if independent."""
     random = np.random.default_rng(0)
     print("| documents | their lengths | coverage, % | percentile bootstrap, % |\n|---:|---|---:|---:|")
     for documents, spread in ((4, 0.0), (4, 0.6), (8, 0.0), (8, 0.6), (20, 0.0), (20, 0.6)):
@@ -198,6 +199,22 @@ def report_intervals(trials: int) -> None:
             covered += low[0] <= 0.1 <= high[0], np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
         lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
         print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in covered / trials) + " |", flush=True)
+    correlations = (0.0, 0.1, 0.4, 0.8)
+    print("\n| sequences | questions in each | right | " + " | ".join(f"correlation {one:g}" for one in correlations) + " |")
+    print("|---:|---:|---:|" + "---:|" * len(correlations))
+    for sequences, size, chance in product((8, 32, 128), (1, 8), (0.5, 0.95)):
+        cells = []
+        for correlation in correlations[: len(correlations) if size > 1 else 1]:
+            covered, asked = np.zeros(2), np.full(sequences, size)
+            for _ in range(trials):
+                rest = 1 / correlation - 1 if correlation else math.inf  # sum of the beta distribution's parameters
+                chances = random.beta(chance * rest, (1 - chance) * rest, sequences) if correlation else chance
+                right = random.binomial(size, chances, sequences)
+                for column, number in enumerate((effective_trials(right, asked), asked.sum())):
+                    found = wilson(right.sum() / asked.sum() * number, number)
+                    covered[column] += found.low <= chance <= found.high
+            cells.append(", ".join(f"{100 * fraction:.1f}" for fraction in covered / trials))
+        print(f"| {sequences} | {size} | {chance:g} | {' | '.join(cells + [''] * (len(correlations) - len(cells)))} |", flush=True)
 
 
 def report_learned() -> None:

@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
-from lm.statistics.intervals import mean_ends, over_seeds, over_seeds_and_documents, paired_difference, sampled, wilson
+from lm.runs.series import Sample, Series
+from lm.statistics.intervals import (
+    Interval,
+    effective_trials,
+    interval_of,
+    mean_ends,
+    over_seeds,
+    over_seeds_and_documents,
+    paired_difference,
+    sampled,
+    wilson,
+)
 
 
 def test_the_mean_of_alike_units_has_students_interval():
@@ -136,3 +147,55 @@ def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: flo
     assert 0 <= found.low <= found.mean <= found.high <= 1
     mirrored = wilson(trials - round(share * trials), trials)
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
+
+
+def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval:
+    """The interval of a series of a fraction."""
+    sample, mean = Sample("questions", values[:, None], weights, groups), np.average(values, weights=weights)
+    return interval_of(Series("probe", "accuracy", "fraction", "higher", 64, np.array([mean]), samples=(sample,), interval="wilson"), 0)
+
+
+@pytest.mark.parametrize("right", range(12))
+def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
+    found = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
+    assert found.over == "questions, 1 seed"
+    assert found.listed() == pytest.approx(wilson(right, 11).listed(), rel=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [0, 1])
+@pytest.mark.parametrize("as_units", [True, False])
+def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, as_units: bool):
+    units = (np.ones(72), np.repeat(np.arange(9), 8)) if as_units else (np.full(9, 8), np.arange(9))
+    found = fraction_interval(np.full(len(units[0]), fraction), *units)
+    assert found.over == "sequences, 1 seed"
+    assert found.listed() == pytest.approx(wilson(9 * fraction, 9).listed(), rel=1e-12)
+
+
+@given(data=st.data(), sequences=st.integers(1, 20), size=st.integers(1, 8))
+def test_questions_of_a_sequence_are_worth_between_one_trial_and_their_number(data: st.DataObject, sequences: int, size: int):
+    asked = np.array(data.draw(st.lists(st.integers(1, size), min_size=sequences, max_size=sequences)))
+    right = np.array([data.draw(st.integers(0, most)) for most in asked])
+    trials = effective_trials(right, asked)
+    assert 0 < trials <= asked.sum()
+    if (asked == asked[0]).all():
+        assert trials >= sequences * (1 - 1e-9)
+    found, mirrored = (fraction_interval(one / asked, asked, np.arange(sequences)) for one in (right, asked - right))
+    assert 0 <= found.low <= found.mean <= found.high <= 1
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-9)
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.9])
+@pytest.mark.parametrize("correlation", [0.1, 0.5, 0.9])
+def test_intervals_over_sequences_hold_the_chance_where_those_over_questions_do_not(chance: float, correlation: float):
+    drawn, rest, held = np.random.default_rng(0), 1 / correlation - 1, np.zeros(2)
+    for _ in range(400):
+        right = drawn.binomial(8, drawn.beta(chance * rest, (1 - chance) * rest, 40))
+        both = fraction_interval(right / 8, np.full(40, 8), np.arange(40)), wilson(right.sum(), 320)
+        held += [one.low <= chance <= one.high for one in both]
+    assert held[0] / 400 > 0.93
+    assert held[1] / 400 < 0.91
+
+
+def test_a_fraction_that_is_not_finite_has_no_interval():
+    found = fraction_interval(np.array([1, np.nan]), np.full(2, 4), np.arange(2))
+    assert np.isnan(found.listed()).all()

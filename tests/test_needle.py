@@ -15,13 +15,14 @@ from lm.config.task_config import Needle
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answers import score
+from lm.evaluation.answers import SCORED, score
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import generate
 from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, trials
 from lm.evaluation.numbers import rows_of
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.statistics.intervals import interval_of
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -154,6 +155,17 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     heads = [one for one in result if one.metric == "attention to the number"]
     assert [(one.what, one.samples[0].values.shape) for one in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
     assert json.loads(json.dumps([one.plain() for one in result])) == [one.plain() for one in result]
+
+
+def test_questions_of_one_sequence_are_one_group(tiny):
+    config = tiny(*NEEDLES, "eval.needle.needles=3", "eval.needle.trials=7", "eval.needle.length_factors=[12]", "eval.needle.heads_at=null")
+    needle = NeedleMeasurement(config, store := prepare(config.data))
+    result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
+    asked = [one for one in result if one.axis and one.axis.name == "sequence length"]
+    assert {one.metric for one in asked} == {"accuracy", *(name for name, _ in SCORED)}
+    assert {tuple(sample.groups) for one in asked for sample in one.samples} == {(0, 0, 0, 1, 1, 1, 2)}
+    accuracy = next(one for one in asked if one.metric == "accuracy")
+    assert interval_of(accuracy, 0).over == "sequences, 1 seed"
 
 
 def test_numbers_beside_the_needle_make_a_chance(tiny):

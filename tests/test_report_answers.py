@@ -12,17 +12,23 @@ from lm.report.plots import overview
 from lm.runs.record import read_run
 from lm.runs.series import Sample
 from lm.runs.validation import validation_series
-from lm.statistics.intervals import Interval, wilson
+from lm.statistics.intervals import Interval, effective_trials, wilson
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
+
+
+def of_sequences(fraction: float) -> Interval:
+    """The interval of a fraction in 16 sequences of 8 questions, as `build_run` has them."""
+    trials = effective_trials(8 * np.linspace(fraction - 0.1, fraction + 0.1, 16), np.full(16, 8))
+    return wilson(fraction * trials, trials)
 
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
     comparison, found = compared(*folders)
     assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
-    assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(wilson(0.3 * 128, 128).listed())
+    assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(of_sequences(0.3).listed())
     assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
     assert CONTROL not in {one.line.of for one in comparison.differences}, "a control says nothing about an arm"
@@ -81,7 +87,7 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     spread = arm("spread", 0.6875, 0.8125, 0.75)
     assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
     assert arm("wide", 0.8, 0.8, 0.2).high == 1
-    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(wilson(96, 128).listed()), "seeds that agree are no certainty"
+    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(of_sequences(0.75).listed()), "seeds that agree are no certainty"
 
 
 def test_sequences_with_more_answers_weigh_more(tmp_path):

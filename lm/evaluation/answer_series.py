@@ -59,12 +59,6 @@ def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
-def each(sha256: str, values: np.ndarray) -> Sample:
-    """Units that count alike, such as trials, with their values: (units,) or (units, columns)."""
-    units = len(values)
-    return Sample(sha256, values.reshape(units, -1), np.ones(units), np.arange(units))
-
-
 def check_room(task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain) -> None:
     """Raises ConfigError, naming `key` and its value `factors`, unless a task makes `count` different sequences of `length` tokens."""
     try:

@@ -117,6 +117,7 @@ class Trial:
     others: list[np.ndarray]
     number: str
     spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
+    sequence: int  # index of its sequence, of which other trials may ask, too
 
 
 SCORED = (  # metric and unit of each column of `score`

@@ -21,7 +21,7 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, each
+from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room
 from lm.evaluation.answers import SCORED, Trial, scored
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence, tokens_sha256
@@ -62,7 +62,7 @@ def _trial(made: Example, which: int, index: int, text: Text) -> Trial:
         if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
             drawn.add(other)
     others = [text.encode(f" {other}") for other in sorted((in_text | drawn) - {number})]
-    return Trial(made.tokens[:start], answer, others, number, np.stack((made.evidence[which], made.needles[which])))
+    return Trial(made.tokens[:start], answer, others, number, np.stack((made.evidence[which], made.needles[which])), index)
 
 
 def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, where: Device) -> Decoder:
@@ -124,7 +124,7 @@ class NeedleMeasurement(AnswerMeasurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
-    version = 4
+    version = 5
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -199,7 +199,7 @@ class NeedleMeasurement(AnswerMeasurement):
             candidates = 1 / float(np.mean([one.candidates for one in scores[name]]))
             references = {"exact": chance, "first of candidates": candidates}
             for column, (metric, unit) in enumerate(SCORED):
-                samples = [each(one.sha256, one.values[:, column]) for one in scores[name]]
+                samples = [one.sample(one.values[:, [column]]) for one in scores[name]]
                 level = references.get(metric)
                 given = {"what": name, "options": options, "setting": setting, "interval": "wilson" if unit == "fraction" else "none"}
                 found.append(self.at_lengths(metric, unit, samples, references={} if level is None else {"chance": level}, **given))
@@ -213,7 +213,7 @@ class NeedleMeasurement(AnswerMeasurement):
         """Exact answers by trial. A trial asks the same at each depth: it counts once."""
         sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(one.sha256 for one in depths)]).encode()).hexdigest()
         exact = np.mean([one.values[:, EXACT] for one in depths], axis=0)
-        return each(sha256, exact)
+        return replace(depths[0].sample(exact[:, None]), sha256=sha256)
 
     def _heads(self, decoder: Decoder, label: str, where: Device) -> list[Series]:
         """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
@@ -235,7 +235,7 @@ class NeedleMeasurement(AnswerMeasurement):
         def series(metric: str, what: str, values: np.ndarray, axis: Axis | None, references: dict[str, float]) -> Series:
             return Series(
                 metric=metric, unit="fraction", means=values.mean(0, dtype=np.float64), what=what,
-                options=place, axis=axis, samples=(each(outcomes.sha256, values),),
+                options=place, axis=axis, samples=(outcomes.sample(values),),
                 references=references, **common,
             )  # fmt: skip
 
@@ -262,6 +262,10 @@ class _Scores:
     def sha256(self) -> str:
         """Of prompts and answers."""
         return tokens_sha256(part for one in self.asked for part in (one.prompt, one.answer))
+
+    def sample(self, values: np.ndarray) -> Sample:
+        """Values (trials, columns) by trial; trials of one sequence depend on each other."""
+        return Sample(self.sha256, values, np.ones(len(values)), np.array([one.sequence for one in self.asked]))
 
     @property
     def candidates(self) -> float:

@@ -10,7 +10,9 @@ from lm.runs.record import RunRecord
 from lm.runs.series import Series, Shape, series_names
 from lm.statistics.intervals import Interval, interval_of, over_seeds
 
-WILSON = "Wilson's over questions (as if independent), for several seeds each end of Student's t over seeds that lies farther out"
+WILSON = (
+    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
+)
 
 
 @dataclass(frozen=True, eq=False)

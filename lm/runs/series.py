@@ -12,7 +12,9 @@ import numpy as np
 from lm.config.task_config import task_names
 from lm.schema import Plain
 
-IntervalKind = Literal["none", "documents", "wilson"]  # how a mean's interval is made: Student t over documents; Wilson's over questions
+IntervalKind = Literal[
+    "none", "documents", "wilson"
+]  # how a mean's interval is made: Student t over documents; Wilson's over sequences with questions
 Better = Literal["lower", "higher", "none"]  # which direction is better; none: it describes
 Shape = Literal["number", "bins", "points"]
 

@@ -73,8 +73,9 @@ def interval_of(one: Series, column: int, mean: float | None = None) -> Interval
         return None
     sample, values = one.column(column)
     if one.interval == "wilson":
-        asked = int(sample.weights.sum())
-        return replace(wilson(mean * asked, asked), over="questions, 1 seed")
+        right, asked = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
+        trials, unit = effective_trials(right, asked), "sequences" if asked.max() > 1 else "questions"
+        return replace(wilson(mean * trials, trials), over=f"{unit}, 1 seed")
     if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST:
         return None
     (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)
@@ -188,10 +189,37 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     return Estimate(mean, np.sqrt(variance), degrees, f"{seeds} seeds and {kept.sum()} documents")
 
 
-def wilson(right: float, trials: int) -> Interval:
+def by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Sums of values (units,) over the units of each label in `groups` (units,): (groups,)."""
+    return np.bincount(np.unique(groups, return_inverse=True)[1], values)
+
+
+def effective_trials(right: np.ndarray, asked: np.ndarray) -> float:
+    """How many independent trials the questions of several sequences are worth: at most as many as there are questions.
+
+    That is their number over the design effect, the variance of the right answers between sequences over the binomial one (Kish 1965;
+    Korn and Graubard 1998). It is taken with two more sequences of mean size, one all right and one all wrong, as Agresti and Coull (1998)
+    add to a fraction: where nearly all are right or wrong it is that of sequences which are so as a whole, and all right (or wrong) of M
+    sequences are M trials. With one question in each sequence the effect is 1.
+
+    Args:
+        right, asked: (sequences,) questions that were answered right, which may be fractional, and all of them.
+    """
+    total = float(asked.sum())
+    if not total:
+        return 0.0
+    size = asked[asked > 0].mean()
+    right, asked = np.append(right, [size, 0]), np.append(asked, [size, size])
+    fraction = right.sum() / asked.sum()
+    binomial = fraction * (1 - fraction) * asked.sum()
+    return total / float(np.maximum(1.0, ((right - fraction * asked) ** 2).sum() / binomial))
+
+
+def wilson(right: float, trials: float) -> Interval:
     """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
 
-    `right` may be fractional where each trial is a mean, over depths, say: the interval is then as wide as if they were all alike.
+    `right` may be fractional where each trial is a mean, over depths, say: the interval is then as wide as if they were all alike. So may
+    `trials`, of dependent ones (`effective_trials`).
     """
     if not trials:
         return Interval(np.nan, np.nan, np.nan)
