@@ -1,18 +1,59 @@
 """Atomic writes: files and folders are written completely or not at all, and synced to disk."""
 
 import fcntl
-import glob
+import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from lm.errors import RunError, one_line
+from lm.machine import born, this_machine
 
-UNFINISHED = "unfinished"  # in the names of folders that are being filled
+UNFINISHED = "unfinished"  # in the names of files and folders that are being filled
+ABANDONED_SECONDS = 86_400.0  # after which nothing of another machine is being filled any more
+
+
+@contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """An empty file beside `path` to write, and its path; it is deleted at the end, unless it was renamed. What killed processes have left
+    beside it is deleted, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _delete_abandoned(Path(name))
+            yield file, Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> str:
+    """How the name of what this process fills in place of `path` begins: it says which machine and process that is."""
+    return f".{path.name[:100]}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
+
+
+def _delete_abandoned(mine: Path) -> None:
+    """Delete the unfinished files and folders beside `mine`, which was made just now, of processes that have ended: those of this machine,
+    and of others what is `ABANDONED_SECONDS` old by the file system's clock. No file lock says so, as not all file systems have them."""
+    name = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
+    for left in mine.parent.glob(f".*-{UNFINISHED}-*"):
+        with suppress(OSError):  # deleted meanwhile
+            if match := name.fullmatch(left.name):
+                machine, pid, since = match.groups()
+                here, age = machine == _machine(), mine.stat().st_mtime - left.stat().st_mtime
+                if (here and born(int(pid)) != since) or (not here and age > ABANDONED_SECONDS):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+@cache
+def _machine() -> str:
+    return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -24,24 +65,18 @@ def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
     Raises:
         RunError: it can't be written (no permission, a full disk), naming the path and the reason.
     """
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary_file(path) as (file, temporary):
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = getattr(cause, "strerror", None) or one_line(error, 200)
         raise RunError(f"{path}: can't save {what}: {reason}; what was there before is intact") from None
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,31 +96,25 @@ def write_new(path: Path, content: bytes) -> bool:
     Raises:
         RunError: it can't be written.
     """
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary_file(path) as (file, temporary):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return os.stat(temporary).st_nlink == 2  # over NFS the reply may have been lost, and the link made by an earlier try
-        except OSError:
-            with open(path, "xb") as file:
-                file.write(content)
+            os.chmod(temporary, 0o644)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return os.stat(temporary).st_nlink == 2  # over NFS the reply may have been lost, and the link made by an earlier try
+            except OSError:
+                with open(path, "xb") as exclusive:
+                    exclusive.write(content)
         sync_folder(path.parent)
         return True
     except FileExistsError:
         return False
     except OSError as error:
         raise RunError(f"{path}: can't save the file: {error.strerror}") from None
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> None:
@@ -117,13 +146,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _delete_abandoned(path)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-{UNFINISHED}-"))
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=unfinished(path)))
+        _delete_abandoned(temporary)
     except OSError as error:
         raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
     try:
-        with locked_folder(temporary, "another process fills it"):
-            yield temporary
+        yield temporary
         os.chmod(temporary, 0o755)
         os.replace(temporary, path)
         sync_folder(path.parent)
@@ -131,18 +159,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise RunError(f"{path}: can't be written: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _delete_abandoned(path: Path) -> None:
-    """Delete unfinished folders for `path` that no process has locked: those who made them have ended."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}-{UNFINISHED}-*"):
-        with suppress(OSError):  # in use, deleted meanwhile, or on a file system without locks
-            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-            finally:
-                os.close(descriptor)
 
 
 @contextmanager

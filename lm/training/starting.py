@@ -162,10 +162,9 @@ def truncate_after(run: Path, step: int) -> list[str]:
     """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
     evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
     """
-    for part in (run, run / CHECKPOINTS, run / EVALUATIONS):
-        for leftover in part.glob(".*"):
-            if leftover.is_file():
-                leftover.unlink()
+    for leftover in [*run.glob(".*"), *(run / CHECKPOINTS).glob(".*"), *(run / EVALUATIONS).rglob(".*")]:
+        if leftover.is_file():  # no process has it: the folder is this one's
+            leftover.unlink(missing_ok=True)
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
