@@ -17,12 +17,13 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
-from lm.experiments.claims import born
 from lm.experiments.definition import read_experiment
+from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, Stopped
-from lm.experiments.procedure import Procedure
+from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
-from lm.runs.folder import read_json
+from lm.machine import born
+from lm.runs.folder import read_json, step_path
 from lm.runs.metric_log import MetricTail
 from lm.training.train import find_checkpoint, train
 
@@ -64,6 +65,46 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
     (checkpoints / "step-000008.ckpt").touch()
     with pytest.raises(RunError, match=r"last\.ckpt: missing, but the run has other checkpoints; go on .*step-000008\.ckpt"):
         find_checkpoint(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS])
+def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, number):
+    procedure = with_one_run_left(file, overrides)
+    run, launched = procedure.known()[0], []
+
+    def crash(_: Run) -> int:
+        launched.append(number)
+        return -number
+
+    def saves_and_crashes(_: Run) -> int:
+        path = step_path(run.config.run_folder / "checkpoints", 5 * (len(launched) + 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return crash(run)
+
+    for launch in (saves_and_crashes, saves_and_crashes):
+        with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
+            Jobs(procedure, 1, launch).work()
+    for _ in range(2):
+        with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
+            Jobs(procedure, 1, crash).work()
+    assert len(launched) == 3, "it is left alone from then on"
+    assert "twice" in read_failure(procedure.experiment.folder, run).reason
+    again = Jobs(procedure, 1, crash)
+    again.retry()
+    with pytest.raises(RunError, match=r"the same command goes on"):
+        again.work()
+    assert read_failure(procedure.experiment.folder, run) is None
+    Jobs(procedure, 1, lambda one: finish(one, 5.0) or 0).work()
+    assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
+
+
+@pytest.mark.parametrize("status", [-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGUSR1])
+def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, status):
+    procedure = with_one_run_left(file, overrides)
+    for _ in range(3):
+        with pytest.raises(RunError, match=r"the same command goes on"):
+            Jobs(procedure, 1, lambda _: int(status)).work()
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
@@ -108,7 +149,9 @@ import sys
 from pathlib import Path
 from lm.experiments.jobs import Jobs
 from lm.experiments.opening import start
-Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), 2).work()
+jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), 2)
+jobs.retry()  # two kills may meet a run at the same place
+jobs.work()
 """
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 from lm.errors import RunError
 from lm.experiments.children import Children
 from lm.experiments.claims import Claim, Claims
-from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, log_path, read_failure, write_failure
+from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, read_failure, write_failure
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.timing import whole
@@ -138,6 +138,7 @@ class Jobs:
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
         try:
             if outcome.ended:
+                forget_failure(self.folder, run)
                 self.procedure.check_direction(outcome)
                 self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
                 diverged = outcome.state == "diverged"
@@ -152,10 +153,9 @@ class Jobs:
             elif not status:
                 raise RunError(f"{folder}: {self._lacks(outcome)}")
             elif not claim.lost:
-                failure = failure_of(log_path(self.folder, run), status)
+                failure = failure_of(self.folder, run, status)
                 self.failed[folder] = failure
-                if not failure.interrupted:
-                    write_failure(self.folder, run, failure)
+                write_failure(self.folder, run, failure)
                 print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
         finally:
             self.claims.release(claim)
