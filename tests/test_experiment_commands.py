@@ -1,17 +1,21 @@
 """What is left to do of a run: weights swapped before training, measurements after it, and nothing twice."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, lm
-from fabricated import finish
+from fabricated import finish, finish_all
 
 from lm.errors import ConfigError
 from lm.experiments.commands import commands
 from lm.experiments.definition import read_experiment
+from lm.experiments.experiment import config_hash
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
+from lm.runs.consistency import config_problems
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_config, read_json
 
@@ -70,6 +74,31 @@ def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     assert Evaluation.of(read_json(path)).asked == {}, "as older versions wrote it"
     finish(softmax, 5.0, asked={"sequences": 4})
     assert procedure.known()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
+
+
+STARTS = {
+    "softmax": {"model.normalizer": "softmax"},
+    "more": {"from": "softmax", "optim.lr": 2e-3},
+    "swapped": {"from": "more", "swap": {"to": "ssmax"}},
+    "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
+}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"1m": {}}], ids=["one size", "sizes"])
+def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
+    before = finish_all(experiment(tmp_path, arms=STARTS, sizes=sizes), lambda run: 5.0)
+    shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
+    after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
+    assert [one.config.name for one in after.known()] == [one.config.name for one in before.known()]
+    assert all(one.outcome.ended for one in after.known())
+    for ours, theirs in zip(after.known(), before.known(), strict=True):
+        metadata = {"step": 4, "phase": 0}
+        assert not config_problems(ours.config, theirs.config, metadata, tmp_path), "an unfinished one goes on"
+    other = replace(after.known()[1].config, init_from=str(tmp_path / "other"))
+    assert [one.path for one in config_problems(other, before.known()[1].config, metadata, tmp_path)] == ["init_from"]
+    default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
+    assert all(one.config.name.endswith(config_hash(one.config)) for one in default.known()), "as earlier versions named them"
+    assert [one.config.name for one in default.known()] == [one.config.name for one in before.known()]
 
 
 def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):

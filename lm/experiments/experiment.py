@@ -151,7 +151,8 @@ def _leaves(plain: dict[str, Plain], above: str = "") -> Iterator[tuple[str, Pla
 
 def config_hash(config: Config) -> str:
     """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run. Keys that are
-    null (off) are left out, so that a later version's new keys do not make other runs of the same experiment."""
+    null (off) are left out, so that a later version's new keys do not make other runs of the same experiment. `init_from` counts as it is:
+    of a run that starts from another of its experiment it must not hold where the experiment lies (`lm.experiments.procedure`)."""
     return hashlib.sha256(json.dumps(deciding(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

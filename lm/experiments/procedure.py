@@ -117,8 +117,15 @@ class Procedure:
                 changes["init_from"] = str(start)
             config = self.experiment.config(size, arm, seed, rate, changes)
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
-            self._configs[known] = replace(config, name=f"{at}-{config_hash(config)}", experiment=place)
+            self._configs[known] = replace(config, name=f"{at}-{config_hash(self._unmoved(config, start))}", experiment=place)
         return self._configs[known]
+
+    def _unmoved(self, config: Config, start: Path | None) -> Config:
+        """A configuration whose starting weights, of a run of this experiment, have the path that they have below the default folder of
+        runs: its hash stays as it is when the experiment is moved."""
+        if start is None:
+            return config
+        return replace(config, init_from=str(Path(Config().runs, self.experiment.name, Path(config.init_from).relative_to(self._folder))))
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
         """What the evaluations of an arm's runs must have been asked for with; {} where those in training will do."""

@@ -40,11 +40,16 @@ def config_problems(config: Config, trained: Config, metadata: dict[str, Plain],
     problems = [
         Problem(key, ours, f"the checkpoint was trained with {shown(theirs)}", "resume it with that, or choose another name")
         for key, (ours, theirs) in differences(to_plain(config), to_plain(trained)).items()
-        if effect_of(key).on_resume == "same"
+        if effect_of(key).on_resume == "same" and not (key == "init_from" and _moved(config, trained))
     ]
     # Normalizers and phases are compared up to the step: later ones may change.
     problems += _length_problems(config, trained, metadata["step"], path)
     return problems + _plan_problems(config, trained, metadata["phase"], metadata["step"], path)
+
+
+def _moved(config: Config, trained: Config) -> bool:
+    """Whether both start from the same run of their experiment, which lies elsewhere now: its name says all that decides its weights."""
+    return bool(config.experiment.name) and Path(config.init_from).name == Path(trained.init_from).name
 
 
 def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
