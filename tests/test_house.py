@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...
 ROOMS = (
     "errors",
-    "files",
     "machine",
+    "files",
     "schema",
     "progress",
     "attention",
