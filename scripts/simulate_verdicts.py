@@ -1,15 +1,16 @@
 """The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts are false.
 
-python scripts/simulate_verdicts.py [--trials 10000] [--jobs 2]
+python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
 python scripts/simulate_verdicts.py --learned           of metrics that a run has learned or not: the chance of each verdict
 python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
 
 Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
-where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`, and judged by
-`verdicts`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data),
-of arm x rate x seed, of the document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4
-degrees of freedom) and differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential
-amount is added to their loss.
+where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`, and judged by `verdicts`. A final loss is:
+the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data), of arm x rate x seed, of the
+document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4 degrees of freedom) and
+differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential amount is added to their
+loss. Other experiments are not tuned, take their rates from a table, have several sizes, judge another metric than the one that chooses
+rates, or an accuracy in steps of 1/128 with a ceiling, lose runs, or take a second look.
 """
 
 import argparse
@@ -24,12 +25,14 @@ from scipy.stats import binom
 
 from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
 from lm.statistics.learned import Learned, learned_verdicts
-from lm.statistics.tuning import Tuned, best_rate, crossed_rates, elsewhere, tuned
-from lm.statistics.verdicts import Comparison, enclosing, seeds_needed, verdicts
+from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
+from lm.statistics.verdicts import Comparison, Kind, Verdict, enclosing, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
 UNLUCKY_FROM = 4e-3
+QUESTIONS = 128  # of an accuracy
+KINDS = ("better", "worse", "different but below what matters", "equivalent", "undecided", "unstable", "not tuned")
 
 
 @dataclass(frozen=True)
@@ -53,117 +56,219 @@ class World:
     unlucky: float = 0.0  # the chance that a run at 4e-3 or more is
     unlucky_by: float = 0.1  # the mean of what it loses by that
     growing: bool = False  # arm_seed grows in proportion to the rate: it is what is said at 1e-3
+    tuning: str = "grid"  # or `table`: the grid does not grow; `none`: all arms at 4e-3
+    sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
+    other_metric: bool = False  # rates are chosen by another metric, whose best rates are an octave higher
+    ceiling: bool = False  # the metric is an accuracy near 1: at most 1, of 128 questions
+    lost: float = 0.0  # the chance that a final run diverges
+    more_seeds: int = 0  # of a second look
 
 
-def simulated(world: World, trial: int) -> tuple[list[str], list[tuple[bool, bool, bool]]]:
-    """One experiment: each arm's verdict, and whether its intervals hold the truth: over seeds; over seeds and documents (or none is made);
-    and whether tuning chose different rates for the two."""
+def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], list[tuple[float, ...]], int]:
+    """One experiment.
+
+    Returns:
+        Each comparison's verdict; what is true of it, NaN where it was not tuned; of each tuned one, whether its intervals alone hold the
+        truth, over seeds, and over seeds and documents (NaN without), whether tuning chose different rates, and whether the interval that
+        the verdict follows from holds the truth; seeds that were trained.
+    """
     random = np.random.default_rng((*world.name.encode(), world.seeds, trial))
+    sizes = [_Size(world, random) for _ in range(world.sizes)]
+    looks = 2 if world.more_seeds else 1
+    for seeds in dict.fromkeys((world.seeds, world.seeds + world.more_seeds)):
+        comparisons = {(number, arm): one for number, size in enumerate(sizes) for arm, one in size.compared(seeds).items()}
+        judged = verdicts(comparisons, MATTERS, "lower", looks=looks)
+        if all(one.kind != "undecided" for one in judged.values()):
+            break
+    truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]
+    held = []
+    for (comparison, verdict), (text, population), differ in zip(
+        zip(comparisons.values(), judged.values(), strict=True), truths, [one for size in sizes for one in size.differ], strict=True
+    ):
+        if comparison.tuned and not comparison.diverged:
+            over_both = comparison.over_documents
+            both = over_both and enclosing(over_both, comparison.place, comparison.every, comparison.shared)
+            held.append(
+                (_holds(verdict.alone, text), _holds(both, population) if both else math.nan, differ, _holds(verdict.interval, text))
+            )
+    return list(judged.values()), [text for text, _ in truths], held, seeds
 
-    def draw(scale: float, *shape: int) -> np.ndarray:
-        return scale * (random.standard_t(4, shape) / math.sqrt(2) if world.heavy else random.standard_normal(shape))
 
-    arms = ["base", *(f"arm {number}" for number in range(len(world.effects)))]
-    effects, optima = (0.0, *world.effects), world.optima or (0.0,) * len(arms)
-    noise = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
+class _Size:
+    """The runs of one size: tuned, and trained with all seeds that there may be."""
 
-    def expected(arm: int, rate: float) -> float:
-        unlucky = world.unlucky * world.unlucky_by if rate >= UNLUCKY_FROM else 0.0
-        return 4 + effects[arm] + world.curvature * (math.log2(rate / 3e-3) - optima[arm]) ** 2 + unlucky
+    def __init__(self, world: World, random: np.random.Generator):
+        self.world, self.random = world, random
+        self.arms = ["base", *(f"arm {number}" for number in range(len(world.effects)))]
+        self.effects, self.optima = (0.0, *world.effects), world.optima or (0.0,) * len(self.arms)
+        self.noise = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
+        self._tune()
+        self._train(world.seeds + world.more_seeds)
 
-    def of_runs(arm: int, rate: float, seeds: int) -> np.ndarray:
+    def draw(self, scale: float, *shape: int) -> np.ndarray:
+        """Noise of a standard deviation."""
+        return scale * (self.random.standard_t(4, shape) / math.sqrt(2) if self.world.heavy else self.random.standard_normal(shape))
+
+    def expected(self, arm: int, rate: float, octaves: float = 0.0) -> float:
+        """The mean of an arm at a rate; the metric's best rate may be some octaves from the one that chooses."""
+        unlucky = self.world.unlucky * self.world.unlucky_by if rate >= UNLUCKY_FROM else 0.0
+        return 4 + self.effects[arm] + self.world.curvature * (math.log2(rate / 3e-3) - self.optima[arm] - octaves) ** 2 + unlucky
+
+    def of_runs(self, arm: int, rate: float, seeds: int) -> np.ndarray:
         """What the runs of an arm at a rate have for themselves, of mean 0."""
-        own = draw(noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
+        world = self.world
+        own = self.draw(self.noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
         if world.unlucky and rate >= UNLUCKY_FROM:
+            random = self.random
             own += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
         return own
 
-    # Tuning: the mean over the selection text, whose documents are the same at every rate and seed.
-    shared, shift = draw(world.seed, 2), draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
-    losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
-    choice = Tuned({}, GRID)
-    while choice.missing:
-        for rate in choice.missing:
-            for number, arm in enumerate(arms):
-                losses[arm][rate] = list(expected(number, rate) + shift[number] + shared + of_runs(number, rate, 2))
-        choice = tuned(GRID, losses)
+    def _tune(self) -> None:
+        """The rates of the arms: by the mean over the selection text, whose documents are the same at every rate and seed."""
+        world, arms = self.world, self.arms
+        shared, self.shift = self.draw(world.seed, 2), self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
+        octaves = 1.0 if world.other_metric else 0.0
+        losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
+        self.choice = Tuned(dict.fromkeys(arms, 4e-3)) if world.tuning == "none" else Tuned({}, GRID)
+        while self.choice.missing:
+            for rate in self.choice.missing:
+                for number, arm in enumerate(arms):
+                    mean = self.expected(number, rate, octaves) + self.shift[number]
+                    losses[arm][rate] = list(mean + shared + self.of_runs(number, rate, 2))
+            self.choice = tuned(GRID, losses) if world.tuning == "grid" else chosen(losses)
+        self.crossed = crossed_rates("base", self.choice.rates) if world.tuning != "none" else {arm: (4e-3,) for arm in arms}
 
-    # The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean.
-    weights = random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
-    weights /= weights.sum()
-    by_seed, by_document = draw(world.seed, world.seeds, 1), draw(world.document, world.documents)
-    crossed, values, means, truth, place = crossed_rates("base", choice.rates), {}, {}, {}, {}
-    for number, arm in enumerate(arms):
-        if arm not in crossed:
-            continue
-        on_text = draw(world.arm_document, world.documents)
-        if world.equal_on_text:
-            on_text -= weights @ on_text
-        values[arm], selected, best = np.empty((len(crossed[arm]), world.seeds, world.documents)), {}, math.inf
-        for of_rate, rate in zip(values[arm], crossed[arm], strict=True):
-            own, at = of_runs(number, rate, world.seeds)[:, None], expected(number, rate)
-            of_rate[:] = at + own + draw(noise[number] * world.arm_seed_document, world.seeds, world.documents)
-            rest = draw(noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), world.seeds)
-            selected[rate], best = list(at + by_seed[:, 0] + own[:, 0] + shift[number] + rest), min(best, at)
-        values[arm] += by_seed + by_document + on_text
-        means[arm], truth[arm] = values[arm] @ weights, np.array([best, best + weights @ on_text])
-        place[arm] = crossed[arm].index(best_rate(selected, crossed[arm]))
+    def _train(self, seeds: int) -> None:
+        """The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean."""
+        world = self.world
+        weights = self.random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
+        self.weights = weights / weights.sum()
+        by_seed, by_document = self.draw(world.seed, seeds, 1), self.draw(world.document, world.documents)
+        self.values, self.selected, self.true, self.lost = {}, {}, {}, {}
+        for number, arm in enumerate(self.arms):
+            if arm not in self.crossed:
+                continue
+            on_text = self.draw(world.arm_document, world.documents)
+            if world.equal_on_text:
+                on_text -= self.weights @ on_text
+            values, selected, means = np.empty((len(self.crossed[arm]), seeds, world.documents)), {}, []
+            for of_rate, rate in zip(values, self.crossed[arm], strict=True):
+                own, at = self.of_runs(number, rate, seeds)[:, None], self.expected(number, rate)
+                of_rate[:] = at + own + self.draw(self.noise[number] * world.arm_seed_document, seeds, world.documents)
+                rest = self.draw(self.noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds)
+                selecting = self.expected(number, rate, 1.0) if world.other_metric else at
+                selected[rate] = selecting + by_seed[:, 0] + own[:, 0] + self.shift[number] + rest
+                means.append(at)
+            self.values[arm], self.selected[arm] = values + by_seed + by_document + on_text, selected
+            self.true[arm] = np.array([[at, at + self.weights @ on_text] for at in means])
+            self.lost[arm] = self.random.random(seeds) < world.lost
 
-    judged = [arm for arm in arms[1:] if {arm, "base"} <= values.keys()]
-    comparisons, covered = {arm: Comparison((), tuned=False) for arm in arms[1:]}, []
-    for arm in judged:
-        tried = {one: dict(losses[one]) for one in (arm, "base")}
-        for one in tried if len(crossed[arm]) > 1 else ():
-            tried[one].update((rate, some) for rate, some in zip(crossed[one], means[one], strict=True) if rate in crossed[arm])
-        order = sorted(range(len(crossed["base"])), key=lambda at: crossed["base"][at] not in crossed[arm])  # those of both come first
-        shared, pair = sum(rate in crossed[arm] for rate in crossed["base"]), (place[arm], order.index(place["base"]))
-        by_rates = means[arm][:, None] - means["base"][order]  # (the arm's rates, the baseline's, seeds)
-        other = elsewhere(arm, "base", choice.rates, tried)
-        comparisons[arm] = Comparison(by_rates[pair], by_rates=by_rates, place=pair, shared=shared, elsewhere=other)
-        population, text = truth[arm] - truth["base"]
-        differences = values[arm][:, None] - values["base"][order]
-        over_both = over_seeds_and_documents(differences, weights, np.arange(world.documents))
-        held = _holds(comparisons[arm].interval, text), _holds(enclosing(over_both, pair, False, shared), population)
-        covered.append((*held, choice.rates[arm] != choice.rates["base"]))
-    return [one.kind for one in verdicts(comparisons, MATTERS, "lower").values()], covered
+    def compared(self, seeds: int) -> dict[str, Comparison]:
+        """What the first seeds show of each arm."""
+        found = {arm: Comparison((), tuned=False) for arm in self.arms[1:]}
+        self.judged_at = {arm: self._best(arm, seeds) for arm in self.values}
+        for arm in self.arms[1:]:
+            if not {arm, "base"} <= self.values.keys():
+                continue
+            lost = int(self.lost[arm][:seeds].sum() + self.lost["base"][:seeds].sum())
+            order = sorted(range(len(self.crossed["base"])), key=lambda at: self.crossed["base"][at] not in self.crossed[arm])
+            shared = sum(rate in self.crossed[arm] for rate in self.crossed["base"])  # the rates of both come first
+            place = self.judged_at[arm], order.index(self.judged_at["base"])
+            ours, theirs = (self.values[name][:, :seeds] for name in (arm, "base"))
+            differences = self._measured(ours)[:, None] - self._measured(theirs)[order]  # (ours, theirs, seeds, documents)
+            by_rates = differences @ self.weights
+            over_both = over_seeds_and_documents(differences, self.weights, np.arange(self.world.documents))
+            found[arm] = Comparison(
+                by_rates[place],
+                lost,
+                by_rates,
+                place,
+                shared,
+                self.world.other_metric,
+                over_documents=None if self.world.ceiling else over_both,
+            )
+        return found
+
+    def _best(self, arm: str, seeds: int) -> int:
+        return self.crossed[arm].index(
+            best_rate({rate: list(some[:seeds]) for rate, some in self.selected[arm].items()}, self.crossed[arm])
+        )
+
+    def _measured(self, losses: np.ndarray) -> np.ndarray:
+        """What is compared: losses by document, or the error rate of questions, of which most have the right answer."""
+        if not self.world.ceiling:
+            return losses
+        wrong = np.round(np.clip((losses @ self.weights)[..., None] - 4.0, 0, 1) * QUESTIONS) / QUESTIONS
+        return np.broadcast_to(wrong, losses.shape)
+
+    def truth(self, arm: str) -> tuple[float, float]:
+        """The difference of the arms at the best of their rates: on this text, and over texts; NaN without a rate. Of another metric than
+        the one that chooses, at the rates that are judged."""
+        if not {arm, "base"} <= self.true.keys():
+            return math.nan, math.nan
+        at = [self.judged_at[name] if self.world.other_metric else int(self.true[name][:, 0].argmin()) for name in (arm, "base")]
+        population, text = self.true[arm][at[0]] - self.true["base"][at[1]]
+        return float(text), float(population)
+
+    @property
+    def differ(self) -> list[bool]:
+        """Of each arm, whether tuning chose another rate than the baseline's."""
+        return [self.choice.rates.get(arm) != self.choice.rates.get("base") for arm in self.arms[1:]]
 
 
 def _holds(interval: Interval, value: float) -> bool:
-    return interval.low <= value <= interval.high
+    return interval.low - 1e-12 <= value <= interval.high + 1e-12
+
+
+def false(kind: Kind, truth: float) -> bool:
+    """Whether a word does not hold of a true difference; the metric is better when lower."""
+    rounding = 1e-12
+    too_large = abs(truth) >= MATTERS - rounding
+    wrong = {
+        "better": truth > -rounding, "worse": truth < rounding, "equivalent": too_large,
+        "different but below what matters": too_large or abs(truth) < rounding,
+    }  # fmt: skip
+    return wrong.get(kind, False)
 
 
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
-    """Of many trials: how many had each verdict on any arm; and, as `simulated` gives them, how often intervals held and rates differed,
-    with the number of intervals last, (4,)."""
-    some, covered = Counter(), []
+    """Of many trials: how many had each verdict on any comparison, and `false` any false word; `together`, in how many all
+    intervals that verdicts follow from hold, and the `seeds` that were trained; and what `simulated` says of intervals, (intervals, 4)."""
+    counts, held = Counter(), []
     for trial in trials:
-        kinds, held = simulated(world, trial)
-        some.update(set(kinds))
-        covered += held
-    return some, np.array([*np.sum(covered, 0), len(covered)])
+        judged, truths, intervals, seeds = simulated(world, trial)
+        counts.update({one.kind for one in judged})
+        counts["false"] += any(false(one.kind, truth) for one, truth in zip(judged, truths, strict=True))
+        counts["together"] += all(own for *_, own in intervals)
+        counts["seeds"] += seeds
+        held += intervals
+    return counts, np.array(held, dtype=float).reshape(-1, 4)
 
 
 def report(worlds: list[World], trials: int, jobs: int) -> None:
     """Print a table, one line a world."""
-    kinds = ("better", "worse", "different but below what matters", "equivalent", "not resolved", "depends on the rate", "not tuned")
     print(f"{trials} experiments a line; % of experiments with such a verdict on any arm; coverage in % of intervals\n")
-    print("| world | seeds | over seeds | over seeds and documents | rates differ | " + " | ".join(kinds) + " |")
-    print("|---|" + "---:|" * (4 + len(kinds)))
+    coverage = ("over seeds", "over seeds and documents", "rates differ", "all together")
+    print("| world | seeds | " + " | ".join((*coverage, "any false word", *KINDS)) + " |")
+    print("|---|" + "---:|" * (len(KINDS) + 6))
     with ProcessPoolExecutor(jobs) as pool:
         for world in worlds:
             pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
             found = list(pool.map(many, [world] * len(pieces), pieces))
-            some, (seeds, both, differ, n) = sum((one[0] for one in found), Counter()), sum(one[1] for one in found)
-            cells = [f"{100 * count / n:.1f}" for count in (seeds, both, differ)] + [f"{100 * some[kind] / trials:.1f}" for kind in kinds]
-            print(f"| {world.name} | {world.seeds} | " + " | ".join(cells) + " |", flush=True)
+            counts, held = sum((counts for counts, _ in found), Counter()), np.concatenate([held for _, held in found])
+            cells = ["" if np.isnan(some).all() else f"{100 * np.nanmean(some):.1f}" for some in held.T[:3]]
+            cells += [f"{100 * counts[kind] / trials:.1f}" for kind in ("together", "false", *KINDS)]
+            seeds = f"{world.seeds} + {world.more_seeds}: {counts['seeds'] / trials:.1f}" if world.more_seeds else world.seeds
+            print(f"| {world.name} | {seeds} | " + " | ".join(cells) + " |", flush=True)
 
 
 def all_worlds() -> list[World]:
-    """Equal arms with plain and with awkward noise, and arms that differ by what matters."""
+    """Equal arms with plain and with awkward noise, arms that differ by what matters, and experiments of other kinds."""
     worlds = []
     for seeds in (3, 5, 10):
         plain = World("4 equal arms", seeds, (0.0,) * 4, equal_on_text=True)
         unlucky = replace(plain, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
+        untuned = replace(plain, name="4 equal arms, not tuned", tuning="none")
         worlds += [
             plain,
             replace(plain, name="4 equal arms, heavy tails", heavy=True),
@@ -175,12 +280,27 @@ def all_worlds() -> list[World]:
             replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.1"),
             replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.2", unlucky_by=0.2),
             replace(unlucky, name="4 equal arms, noise grows with the rate", unlucky=0.0, growing=True),
+            replace(plain, name="4 equal arms, noise as under AdamW", arm_seed=0.03),
+            replace(plain, name="4 equal arms, rates from a table", tuning="table"),
+            untuned,
+            replace(untuned, name="4 equal arms, not tuned, heavy tails", heavy=True),
+            replace(untuned, name="2 equal arms in 3 sizes, not tuned", sizes=3, effects=(0.0,) * 2),
+            replace(untuned, name="4 equal arms, not tuned, an accuracy near 1 in steps of 1/128", ceiling=True),
+            replace(plain, name="4 equal arms, another metric than the one that chooses rates", other_metric=True),
+            replace(untuned, name="4 equal arms, not tuned, one run in 50 diverges", lost=0.02),
+            replace(untuned, name=f"4 arms worse by exactly {MATTERS:g}, not tuned", effects=(MATTERS,) * 4),
+            replace(untuned, name=f"2 arms equal, 2 better by exactly {MATTERS:g}, not tuned", effects=(0.0, 0.0, -MATTERS, -MATTERS)),
             replace(plain, name=f"1 arm better by {MATTERS:g}", effects=(-MATTERS,)),
             replace(unlucky, name="1 arm better by 0.05, a fifth of runs unlucky by 0.1", effects=(-0.05,), optima=(0.4,) * 2),
         ]
+    for effect in (0.0, -MATTERS):
+        words = "equal" if not effect else f"better by {MATTERS:g}"
+        staged = World(f"1 arm {words}, not tuned, noise as under AdamW", 5, (effect,), equal_on_text=True, tuning="none", arm_seed=0.02)
+        worlds += [staged, replace(staged, more_seeds=10), replace(staged, seeds=15)]
+    staged = World("4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
     spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
     planned = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
-    return [*worlds, planned, replace(planned, name=f"{planned.name}, best rate on the grid", optima=(0.4, 0.4))]
+    return [*worlds, staged, planned, replace(planned, name=f"{planned.name}, best rate on the grid", optima=(0.4, 0.4))]
 
 
 def report_intervals(trials: int) -> None:
@@ -235,7 +355,7 @@ def report_learned() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=10_000)
+    parser.add_argument("--trials", type=int, default=4000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--learned", action="store_true")
     parser.add_argument("--intervals", action="store_true")

@@ -179,7 +179,7 @@ def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path,
         if run.arm != "log_n":
             diverge(run) if run.arm == "softmax" else finish(run, losses(run))
     found = {arm: verdict.kind for (_, arm), verdict in judge(procedure).items()}
-    assert found == {"ssmax": "unstable", "log_n": "not resolved"}
+    assert found == {"ssmax": "unstable", "log_n": "incomplete"}
 
 
 def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
@@ -223,7 +223,7 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
 def test_a_page_before_anything_has_ended(tmp_path, undrawn):
     words = text_of(write_page([made(tmp_path)], tmp_path / "out"))
     assert "tuning goes on: 0 of the 18 tuning runs known so far have ended" in words
-    assert "not resolved" in words
+    assert "incomplete" in words
 
 
 def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn):
@@ -240,7 +240,7 @@ def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at
     one = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})
     page = write_page([finish_all(two), finish_all(one)], tmp_path / "out")
     html, words = page.read_text(), text_of(page)
-    assert words.count("ssmax, large: not resolved") == 2, "in the table of contents, and in its own part"
+    assert words.count("ssmax, large: incomplete") == 2, "in the table of contents, and in its own part"
     assert html.index('href="#one"') < html.index('id="two"')
     assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     by_size = [(row["x"], row["of"]) for row in rows(page.parent / "two-differences.csv") if row["kind"] == "dots"]

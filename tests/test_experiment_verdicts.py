@@ -9,10 +9,13 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
+from scipy.stats import t
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
+from lm.experiments.judging import next_look
 from lm.experiments.opening import open_experiment
+from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.runs.evaluations import evaluation_path
@@ -20,6 +23,7 @@ from lm.runs.folder import write_json
 from lm.runs.series import Sample, selects
 from lm.runs.validation import validation_series
 from lm.statistics.intervals import over_seeds_and_documents
+from lm.statistics.verdicts import power
 
 
 def written(folder: Path, **changes: object) -> tuple[Path, list[str]]:
@@ -168,7 +172,7 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
 
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
     line = summary(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
-    assert (line["verdict"], line["reason"]) == ("not resolved", "0 of 3 seeds have ended")
+    assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
 
 
 GRID = {"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102]}
@@ -216,7 +220,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
     assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
-    assert ssmax["verdict"] == "not resolved"
+    assert ssmax["verdict"] == "undecided"
 
 
 def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
@@ -226,7 +230,7 @@ def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(t
     assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
 
 
-def test_a_run_that_diverges_at_the_rate_of_the_other_says_that_it_depends_on_the_rate(tmp_path):
+def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp_path):
     def found(lost: tuple[str, float]) -> dict:
         def loss(run: Run) -> float:
             return math.inf if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
@@ -235,7 +239,7 @@ def test_a_run_that_diverges_at_the_rate_of_the_other_says_that_it_depends_on_th
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
         (tmp_path / name).mkdir()
-    assert found(("ssmax", 2e-3))["verdict"] == "depends on the rate", "with both at the baseline's rate, the arm diverged"
+    assert found(("ssmax", 2e-3))["verdict"] != "unstable", "a rate that tuning did not choose for it"
     assert found(("softmax", 2e-3))["verdict"] == "unstable", "the rate that tuning chose for it"
     assert found(("ssmax", 4e-3))["verdict"] == "unstable"
 
@@ -249,5 +253,59 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
     line = summary(Procedure(procedure.experiment))[1]
-    assert (line["verdict"], line["reason"]) == ("not resolved", "0 of 3 seeds have ended")
+    assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
     assert summary(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
+
+
+def noisy(run: Run) -> float:
+    """The arm is better by 0.03 in the mean, but seeds differ by more with the first three than with further ones."""
+    return 5.0 - (run.arm == "ssmax") * (0.03 + {1: 0.05, 2: -0.05, 3: 0.01}.get(run.seed, 0.001 * run.seed))
+
+
+def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_path):
+    procedure = experiment(tmp_path, more_seeds=[4, 5, 6, 7, 8, 9, 10])
+    for run in procedure.known():
+        assert next_look(procedure) is procedure, "not before all have ended"
+        finish(run, noisy(run))
+    first = summary(Procedure(procedure.experiment))[1]
+    assert (first["verdict"], first["of"]) == ("undecided", 3)
+    second = next_look(Procedure(procedure.experiment))
+    assert (second.experiment.seeds, second.added, second.left_out) == (tuple(range(1, 11)), (), ())
+    assert summary(second)[1]["verdict"] == "incomplete"
+    assert any(note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes())
+    line = summary(finish_all(second, noisy))[1]
+    assert (line["verdict"], line["runs"]) == ("better", 10)
+    values = [-noisy(run) + 5.0 for run in second.known() if run.arm == "ssmax"]
+    half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
+    assert line["difference"] == pytest.approx([-np.mean(values), -np.mean(values) - half, -np.mean(values) + half], abs=1e-6)
+    assert next_look(second) is second
+
+
+def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
+    procedure = experiment(tmp_path, more_seeds=[4, 5])
+    finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))
+    found = Procedure(procedure.experiment)
+    assert next_look(found) is found
+    assert summary(found)[1]["verdict"] == "better"
+
+
+def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
+    def said(procedure: Procedure) -> list[str]:
+        return [line for line in plan(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))]
+
+    primary = {"metric": "val/loss", "matters": 0.02}
+    assert said(experiment(tmp_path, primary=primary)) == [
+        "power: not known before seeds have ended, as the file expects no primary.spread"
+    ]
+    (high,) = said(experiment(tmp_path, primary=primary | {"spread": 0.005}))
+    assert (
+        high
+        == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of 0.005 (primary.spread)"
+    )
+    _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
+    assert low.startswith(
+        "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
+    )
+    measured = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
+    spread = np.std([0.05, -0.05, 0.01], ddof=1)
+    assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(measured)[0]

@@ -65,4 +65,4 @@ def test_frames_hold_runs_tuning_verdicts_and_curves(file, overrides, monkeypatc
     asked = 'open_experiment(Path("configs/experiments/ssmax.yaml"), [])'
     assert asked in example
     exec(example.replace(asked, "procedure"), {"procedure": procedure, "print": lambda value: shown.append(str(value))})
-    assert "not resolved" in shown[0]
+    assert "incomplete" in shown[0]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lm.statistics.tuning import elsewhere, mean_loss, tuned
+from lm.statistics.tuning import differences, mean_loss, tuned
 
 GRID = (1e-3, 2e-3, 4e-3)
 
@@ -63,15 +63,10 @@ def test_what_can_t_be_tuned_is_refused(grid, losses):
         tuned(grid, losses)
 
 
-def test_the_difference_elsewhere_is_at_the_neighbours_of_a_common_rate_or_at_both_chosen_rates():
+def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
     losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in some] for rate, some in bowl(4e-3).items()}}
-    both = elsewhere("a", "base", {"a": 2e-3, "base": 2e-3}, losses)
-    assert {rate: pytest.approx(values) for rate, values in both.items()} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
-    assert sorted(elsewhere("a", "base", {"a": 2e-3, "base": 4e-3}, losses)) == [2e-3, 4e-3]
-
-
-def test_where_one_diverged_elsewhere_the_difference_is_infinite_and_where_both_did_there_is_none():
-    losses = {"a": bowl(2e-3), "base": bowl(2e-3)}
+    both = differences("a", "base", losses)
+    assert {rate: pytest.approx(both[rate]) for rate in (1e-3, 4e-3)} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
     losses["a"][4e-3] = [math.inf, math.inf]
     losses["base"][4e-3] = [5.0, math.inf]
-    assert elsewhere("a", "base", {"a": 2e-3, "base": 2e-3}, losses)[4e-3] == [math.inf]
+    assert differences("a", "base", losses)[4e-3] == [math.inf]

@@ -8,12 +8,13 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import false_discovery_control, nct, t, ttest_1samp
+from scipy.stats import chi2, nct, permutation_test, t, ttest_1samp
 
-from lm.statistics.verdicts import Comparison, holm, p_difference, p_equivalence, power, seeds_needed, verdicts
+from lm.statistics.intervals import mean_ends, over_seeds, over_seeds_and_documents, paired_difference
+from lm.statistics.verdicts import Comparison, p_difference, p_exact, power, seeds_needed, sign_flip, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from simulate_verdicts import World, many
+from simulate_verdicts import World, false, many
 
 MATTERS = 0.02
 
@@ -37,24 +38,20 @@ def kind(*comparisons: Comparison, better: str = "lower") -> str:
     ("one", "expected"),
     [
         (Comparison(spread(-0.03, 0.005, 3)), "better"),
-        (Comparison(spread(-0.03, 0.005, 3), planned=5), "not resolved"),  # a look before the end decides nothing
+        (Comparison(spread(-0.03, 0.005, 3), planned=5), "incomplete"),  # a look before the end decides nothing
         (Comparison(spread(0.03, 0.005, 3)), "worse"),
-        (Comparison(spread(-0.03, 0.005, 2)), "not resolved"),
-        (Comparison([-0.03]), "not resolved"),
-        (Comparison(()), "not resolved"),
+        (Comparison(spread(-0.03, 0.005, 2)), "incomplete"),
+        (Comparison([-0.03]), "incomplete"),
+        (Comparison(()), "incomplete"),
         (Comparison(spread(-0.01, 0.005, 10)), "different but below what matters"),
-        (Comparison(spread(-0.01, 0.005, 10), elsewhere={2e-3: [0.1, 0.1]}), "different but below what matters"),
         (Comparison(spread(-0.019, 0.005, 10)), "better"),  # may be more than matters
         (Comparison(spread(0.001, 0.005, 5)), "equivalent"),
-        (Comparison(spread(0.001, 0.003, 4)), "not resolved"),  # four seeds are too few to say so
-        (Comparison(spread(0.01, 0.03, 5)), "not resolved"),
+        (Comparison(spread(0.001, 0.003, 3)), "equivalent"),  # three seeds are enough for any word
+        (Comparison(spread(0.01, 0.03, 5)), "undecided"),
         (Comparison(spread(-0.03, 0.005, 5), diverged=1), "unstable"),
         (Comparison([-0.03, -0.03, np.inf]), "unstable"),
         (Comparison(spread(-0.03, 0.005, 5), tuned=False), "not tuned"),
-        (Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: [0.01, 0.02], 8e-3: [-0.1, -0.2]}), "depends on the rate"),
-        (Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: [-0.01, -0.02], 8e-3: [-np.inf]}), "better"),
-        (Comparison(spread(-0.03, 0.005, 5), elsewhere={8e-3: [np.inf]}), "depends on the rate"),
-        (Comparison(spread(0.001, 0.005, 5), elsewhere={2e-3: [-0.01, -0.02]}), "equivalent"),
+        (Comparison(spread(-0.03, 0.005, 5), unreached="1 of 5 runs did not reach it"), "not reached"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
@@ -71,8 +68,8 @@ def at_rates(*means: float) -> np.ndarray:
     [
         ((-0.02, -0.02, -0.03, -0.03), False, "better"),  # at both of the baseline's rates, by one of its own
         ((0.02, 0.02, -0.03, -0.03), False, "better"),  # its other rate is worse: that is no rate to take
-        ((-0.02, 0.02, -0.03, 0.002), False, "not resolved"),  # the baseline at 8 is as good
-        ((0.02, 0.02, -0.03, -0.03), True, "not resolved"),  # of a metric that doesn't choose rates every pair must show it
+        ((-0.02, 0.02, -0.03, 0.002), False, "undecided"),  # the baseline at 8 is as good
+        ((0.02, 0.02, -0.03, -0.03), True, "undecided"),  # of a metric that doesn't choose rates every pair must show it
         ((-0.02, -0.02, -0.03, -0.03), True, "better"),
     ],
 )
@@ -89,9 +86,9 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     one = Comparison(by_rates[0, 1], by_rates=by_rates, place=(0, 1))
     assert kind(one) == "worse"
     apart = replace(one, shared=1)
-    assert kind(apart) == "not resolved"
-    assert apart.interval.low < 0 < one.interval.low
-    assert apart.interval.high == one.interval.high
+    assert kind(apart) == "undecided"
+    assert apart.interval().low < 0 < one.interval().low
+    assert apart.interval().high == one.interval().high
     turned = replace(apart, by_rates=-by_rates, differences=-by_rates[0, 0], place=(0, 0))
     assert kind(turned) == "equivalent", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
@@ -103,6 +100,7 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
     one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))
     found = verdicts({"a": one}, MATTERS, "lower")["a"]
+    assert found.alone == found.interval
     half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
     assert found.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - own), -0.01 + half])
     every = verdicts({"a": replace(one, every=True)}, MATTERS, "lower")["a"].interval
@@ -118,26 +116,18 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
     by_rates[0, 1, 2] = lost
     one = replace(one)
     found = verdicts({"a": one}, MATTERS, "lower")["a"]
-    assert (found.kind, found.p, found.p_equivalent) == ("not resolved", 1.0, 1.0)
+    assert (found.kind, found.p) == ("undecided", 1.0)
     assert "at another of the learning rates" in found.reason
     assert found.interval.mean == pytest.approx(-0.03)
-    assert np.isnan([found.interval.low, found.interval.high, p_difference(one), p_equivalence(one, MATTERS)]).all()
+    assert np.isnan([found.interval.low, found.interval.high, p_difference(one)]).all()
 
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
     found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]
-    assert found.reason == "the difference is not shown at the other rates that the arms were trained at"
-
-
-def test_another_sign_elsewhere_is_one_that_is_shown_where_there_are_seeds_for_it():
-    def found(some: list[float]) -> str:
-        return kind(Comparison(spread(-0.03, 0.005, 5), elsewhere={2e-3: some}))
-
-    assert found(spread(0.01, 0.02, 5)) == "better", "5 seeds leave it open"
-    assert found(spread(0.03, 0.01, 5)) == "depends on the rate"
-    assert found([0.01, 0.02]) == "depends on the rate", "2 can't show anything: their mean decides"
-    assert found([0.01, 0.02, np.inf]) == "depends on the rate"
+    assert found.reason.startswith(
+        "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
+    )
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():
@@ -148,39 +138,94 @@ def test_one_of_many_comparisons_needs_more_evidence():
     one, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
     assert p_difference(one) < 0.05 < 5 * p_difference(one)
     assert kind(one) == "better"
-    assert kind(one, *[nothing] * 4) == "not resolved", "what can't be tested counts in the family"
+    assert kind(one, *[nothing] * 4) == "undecided", "what can't be tested counts in the family"
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
-    assert found.seeds_needed == seeds_needed(0.03, MATTERS) == 20
-    assert "takes 20 seeds" in found.reason
-    assert "equivalence takes 5 seeds or more" in verdicts({"a": Comparison(spread(0.001, 0.003, 4))}, MATTERS, "lower")["a"].reason
+    assert found.seeds_needed.by_spread == seeds_needed(0.03, MATTERS) == 20
+    ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
+    assert [found.seeds_needed.fewest, found.seeds_needed.most] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
+    assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 149, as the spread itself is known from few)")
     assert found.interval.over == "5 seeds"
+    few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS, "lower")["a"]
+    assert few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 
 
-def test_p_values_are_those_of_the_t_tests():
+def test_p_values_are_those_of_the_t_tests_and_of_the_sign_flip_test():
     values = np.random.default_rng(0).normal(0.005, 0.01, 7)
     assert p_difference(Comparison(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)
-    one_sided = ttest_1samp(values, -MATTERS, alternative="greater").pvalue, ttest_1samp(values, MATTERS, alternative="less").pvalue
-    assert p_equivalence(Comparison(values), MATTERS) == pytest.approx(max(one_sided))
-    assert (p_difference(same(0.0)), p_difference(same(0.25)), p_equivalence(same(0.0), MATTERS)) == (1.0, 0.0, 0.0)
-    assert p_equivalence(same(MATTERS), MATTERS) >= 0.5
+    assert p_exact(Comparison(values)) == pytest.approx(_flipped(values, "two-sided"))
+    assert sign_flip(values[:6].reshape(2, 3)) == pytest.approx([_flipped(some, "greater") for some in (values[:3], values[3:6])])
+    assert [p_exact(Comparison(values[:n])) is None for n in (5, 6)] == [True, False]
+    assert p_exact(Comparison([0.01] * 30)) == pytest.approx(2**-29)
+    assert p_exact(Comparison([0.01] * 31)) is None
 
 
-def test_holms_adjustment_is_the_textbooks():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.2, 0.9]) == [0.4, 0.9]
-    assert holm([0.5, 0.6]) == [1.0, 1.0]
-    assert holm([]) == []
+def _flipped(values: np.ndarray, alternative: str) -> float:
+    return permutation_test((values,), np.mean, permutation_type="samples", alternative=alternative).pvalue
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_adjusted_p_values_keep_their_order_and_only_rise(p: list[float]):
-    adjusted = holm(p)
-    assert all(0 <= before <= after <= 1 for before, after in zip(p, adjusted, strict=True))
-    assert [adjusted[i] for i in np.argsort(p, kind="stable")] == sorted(adjusted)
-    assert all(one >= other - 1e-12 for one, other in zip(adjusted, false_discovery_control(p), strict=True))
+TIES = {
+    "three of one step": ([1 / 128] * 3, "undecided", 0.25),
+    "three of rounding": ([-1e-16] * 3, "undecided", 0.25),
+    "three with rounding": ([0.1, 0.1 + 1e-16, 0.1 - 1e-16], "undecided", 0.25),
+    "five of one step": ([1 / 128] * 5, "undecided", 1 / 16),
+    "six of one step": ([1 / 128] * 6, "different but below what matters", 1 / 32),
+    "six of much": ([0.25] * 6, "worse", 1 / 32),
+    "six of nothing": ([0.0] * 6, "equivalent", 1.0),
+    "three of nothing": ([0.0] * 3, "undecided", 1.0),
+}
+
+
+@pytest.mark.parametrize(("values", "expected", "p"), TIES.values(), ids=TIES)
+def test_without_spread_the_sign_flip_test_decides(values: list[float], expected: str, p: float):
+    found = verdicts({"a": Comparison(values)}, MATTERS, "lower")["a"]
+    assert (found.kind, found.p) == (expected, p)
+    assert not found.interval.bounded
+
+
+@pytest.mark.parametrize("units", [4, 12])
+def test_no_interval_is_a_point_without_the_sign_flip_test(units: int):
+    """Everywhere that a Student t interval is made: over seeds, over documents, over both."""
+    same, weights = np.full((5, 3, units), 0.25), np.ones(units)
+    ends = [paired_difference(same[0, 0], np.zeros(units)), over_seeds(same[0, :, 0]).interval()]
+    low, high = mean_ends(same[0].T)
+    if (both := over_seeds_and_documents(same[0], weights, np.arange(units))) is not None:
+        ends.append(both.interval())
+    assert not any(one.bounded for one in ends)
+    assert np.isinf(ends[1].low), "three seeds show nothing"
+    assert np.isinf(low).all() == np.isinf(high).all() == np.isinf(ends[0].low) == (units < 6)
+
+
+def families() -> st.SearchStrategy[list[list[float]]]:
+    """Differences of a few comparisons, with ties."""
+    value = st.one_of(st.sampled_from([0.0, 1 / 128, -1 / 128, 0.02, -0.02]), st.floats(-0.1, 0.1))
+    return st.integers(3, 9).flatmap(lambda seeds: st.lists(st.lists(value, min_size=seeds, max_size=seeds), min_size=1, max_size=5))
+
+
+@given(families(), st.sampled_from([1, 2]))
+def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], looks: int):
+    found = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, "lower", looks=looks)
+    for verdict in found.values():
+        low, high = verdict.interval.low, verdict.interval.high
+        without_0, within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
+        expected = {
+            (True, True): ("different but below what matters",), (True, False): ("better", "worse"),
+            (False, True): ("equivalent",), (False, False): ("undecided",),
+        }  # fmt: skip
+        assert verdict.kind in expected[without_0, within]
+        assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
+        assert not verdict.alone.bounded or (low <= verdict.alone.low and verdict.alone.high <= high)
+
+
+def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
+    values = spread(0.01, 0.03, 5)
+    for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
+        found = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, "lower", looks=looks)[0]
+        half = t.ppf(1 - 0.025 / comparisons / looks, 4) * 0.03 / np.sqrt(5)
+        assert found.interval.listed() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
+        assert found.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
 
 
 def test_power_is_that_of_the_noncentral_t():
@@ -202,21 +247,50 @@ def test_a_verdict_takes_a_difference_of_interest(matters: float):
 
 
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold():
-    some, (seeds, *_, n) = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
-    assert (some["better"] + some["worse"]) / 300 <= 0.06
-    assert 0.95 <= seeds / n <= 0.995
+    counts, held = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
+    assert counts["false"] / 300 <= 0.06
+    assert 0.95 <= held[:, 0].mean() <= 0.995
+    assert counts["together"] / 300 >= 0.94
+
+
+def test_simulated_arms_at_the_margin_are_seldom_called_equivalent():
+    world = World("4 arms worse by exactly what matters", 3, (MATTERS,) * 4, equal_on_text=True, tuning="none")
+    counts, held = many(world, range(300))
+    assert counts["equivalent"] <= counts["false"] <= 0.07 * 300
+    assert 0.92 <= held[:, 0].mean() <= 0.98
+
+
+def test_simulated_accuracies_in_steps_have_few_false_verdicts():
+    counts, _ = many(World("an accuracy near 1", 3, (0.0,) * 4, equal_on_text=True, tuning="none", ceiling=True), range(300))
+    assert counts["false"] / 300 <= 0.05
+
+
+def test_a_second_look_shares_the_level_with_the_first():
+    world = World("1 equal arm", 5, (0.0,), equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
+    counts, _ = many(world, range(300))
+    assert counts["false"] / 300 <= 0.06
+    assert 5 < counts["seeds"] / 300 <= 15
 
 
 def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts():
     world = World("unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
-    some, (seeds, _, differ, n) = many(world, range(200))
-    assert (some["better"] + some["worse"]) / 200 <= 0.03, "the rates of tuning alone: 0.17"
-    assert differ / n > 0.2
-    assert seeds / n >= 0.95
+    counts, held = many(world, range(200))
+    assert counts["false"] / 200 <= 0.03
+    assert held[:, 2].mean() > 0.2, "tuning chose different rates"
+    assert held[:, 0].mean() >= 0.95
 
 
 def test_simulated_experiments_find_what_was_planned_for():
     world = World("1 arm better", 6, (-MATTERS,), equal_on_text=True, optima=(0.4, 0.4))
-    some, _ = many(world, range(300))
-    assert (some["better"] + some["different but below what matters"]) / 300 >= 0.72
-    assert not some["worse"]
+    counts, _ = many(world, range(300))
+    assert (counts["better"] + counts["different but below what matters"]) / 300 >= 0.72
+    assert not counts["worse"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "truth", "expected"),
+    [("better", 0.0, True), ("better", -0.1, False), ("worse", -0.1, True), ("equivalent", 0.02, True), ("equivalent", 0.01, False),
+     ("different but below what matters", 0.0, True), ("different but below what matters", 0.01, False), ("undecided", 0.0, False)],
+)  # fmt: skip
+def test_what_the_simulation_calls_false(kind: str, truth: float, expected: bool):
+    assert false(kind, truth) == expected

@@ -52,7 +52,10 @@ def test_a_ratio_that_matters_is_a_factor_either_way():
         differences = np.log(ratio) + np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
         found = verdicts({"arm": Comparison(differences)}, 0.1, "lower", ratio=True)["arm"]
         assert found.kind == kind
-    assert "within a factor of 1.1 of the baseline" in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, "lower", True)["a"].reason
+    assert (
+        "leaves out every difference of a factor of 1.1"
+        in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, "lower", True)["a"].reason
+    )
 
 
 # ---------------------------------------------------------------- in experiments
@@ -75,7 +78,7 @@ def trained(run: Run, tokens: float) -> None:
 
 def reached(run: Run) -> float:
     """SSMax takes about 0.7 of the tokens."""
-    return 1000.0 + 10 * run.seed if run.arm == "softmax" else 700.0 * (1 + 0.01 * run.seed)
+    return 1000.0 + 10 * run.seed if run.arm == "softmax" else 700.0 * (1 + 0.013 * run.seed)
 
 
 def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
@@ -83,21 +86,23 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     for run in procedure.known():
         trained(run, reached(run))
     soft, scalable = summary(procedure)
-    logs = np.log([7 * (100 + seed) / (1000 + 10 * seed) for seed in (1, 2, 3)])
+    logs = np.log([0.7 * (1 + 0.013 * seed) / (1 + 0.01 * seed) for seed in (1, 2, 3)])
     expected = np.exp(over_seeds(logs).interval().listed())
     assert scalable["verdict"] == "better"
     assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
     assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)
     assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
     sizes = [SizeResults(procedure, "", judge(procedure))]
-    assert answers(sizes)[0].because.startswith("0.70 [0.70, 0.70] times the tokens of softmax, 95% interval over 3 seeds; adjusted p = ")
+    assert answers(sizes)[0].because.startswith(
+        "0.70 [0.70, 0.71] times the tokens of softmax, interval over 3 seeds. The interval leaves out 0"
+    )
     assert question(procedure.experiment) == (
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
     )
     headings = [column.name for column in summary_table(sizes, [soft, scalable]).columns]
     assert headings[2:5] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
     cells = [[cell for _, cell in row] for row in seeds_table(sizes[0]).rows]
-    assert cells[0] == ["1", "1,010", "707", "0.7"]
+    assert cells[0] == ["1", "1,010", "709", "0.702"]
 
 
 def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
@@ -106,10 +111,10 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
         trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
     soft, scalable = summary(procedure)
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
-    assert (scalable["verdict"], scalable["reason"]) == ("not resolved", expected)
+    assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
     cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", judge(procedure))).rows]
-    assert cells[0][1:] == ["at the first evaluation", "707", None]
+    assert cells[0][1:] == ["at the first evaluation", "709", None]
     assert cells[4][2:] == ["not reached", None]
 
 
@@ -133,7 +138,7 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
     assert "had reached 4.6 at the first evaluation" in judge(upwards)["", "ssmax"].reason
 
 
-def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
+def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.panels._drawn", lambda *given: "<svg />")
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     procedure = experiment(tmp_path, tune=tune)
@@ -142,7 +147,6 @@ def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkey
         for run in left:
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
     _, scalable = summary(procedure)
-    assert scalable["verdict"] == "depends on the rate"
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     at_end, at_rates = (
         [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
@@ -157,7 +161,6 @@ def test_other_rates_are_judged_by_tokens_on_the_selection_text(tmp_path, monkey
     assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
     again = experiment(tmp_path, tune={"table": "rates.csv"})
     assert summary(again) == summary(procedure)
-    assert not any("was not looked at" in note for note in again.notes())
 
 
 @pytest.mark.parametrize(

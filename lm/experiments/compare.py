@@ -15,6 +15,7 @@ from lm.errors import DataError, RunError
 from lm.experiments.commands import commands
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
+from lm.experiments.judging import next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, other_runs, start
@@ -66,22 +67,30 @@ def compare(
         procedures, times = _planned(procedures, work, working)
     if plan_only:
         return
-    failures = []
+    failures, judged = [], []
     for procedure, each in zip(procedures, times, strict=True):
         if working:
-            jobs = Jobs(procedure, work.jobs)
             if work.retry:
-                jobs.retry()
+                Jobs(procedure, work.jobs).retry()
             try:
-                with live_table(jobs, each):
-                    jobs.work()
+                procedure = _work(procedure, work.jobs, each)
             except RunsFailed as error:
                 failures.append(str(error))
-        _conclude(procedure)
+        judged.append(next_look(procedure))
+        _conclude(judged[-1])
     if out:
-        print(f"report of all experiments: {write_page(procedures, out)}")
+        print(f"report of all experiments: {write_page(judged, out)}")
     if failures:
         raise RunsFailed("; ".join(failures))
+
+
+def _work(procedure: Procedure, jobs: int, times: Times) -> Procedure:
+    """Train what an experiment needs, its second look included where there is one. Raises RunsFailed."""
+    at_work = Jobs(procedure, jobs)
+    with live_table(at_work, times):
+        at_work.work()
+    following = next_look(procedure)
+    return procedure if following is procedure else _work(following, jobs, times)
 
 
 def submit_workers(files: list[Path], overrides: list[str], work: Work, number: int, options: str, engine: Engine) -> None:
@@ -193,22 +202,26 @@ def _conclude(procedure: Procedure) -> None:
 
 
 def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
-    """A line of the summary as it is printed: the difference with its unadjusted interval."""
+    """A line of the summary as it is printed: the difference with the interval that its verdict follows from."""
     shown = {name: line[name] for name in ("size", "arm", "rate") if line[name] not in (None, "")}
     shown |= {"runs": f"{line['runs']} of {line['of']}", "mean": line["mean"]}
     if "learned" in line:
         _, low, high = (math.nan if value is None else value for value in line["fraction_learned"])
         shown["learned (95 %)"] = f"{line['learned']} of {line['ended']} [{low:.2f}, {high:.2f}]"
     if line.get("difference"):
-        mean, low, high = (f"{value:+.4f}" if value is not None else "not finite" for value in line["difference"])
-        shown["difference (95 % over seeds, unadjusted)"] = f"{mean} [{low}, {high}]"
+        shown["difference (interval over seeds, together 95 %)"] = _with_ends(line["difference"], "+.4f")
     if line.get("factor"):
-        mean, low, high = line["factor"]
-        shown["factor (95 % over seeds, unadjusted)"] = f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+        shown["factor (interval over seeds, together 95 %)"] = _with_ends(line["factor"], ".3g")
     if line.get("over_seeds_and_documents"):
-        _, low, high = line["over_seeds_and_documents"]
-        shown["(over seeds and documents)"] = f"[{low:+.4f}, {high:+.4f}]"
+        shown["(over seeds and documents)"] = _with_ends(line["over_seeds_and_documents"], "+.4f")
     return shown | {"verdict": line["verdict"]} if "verdict" in line else shown
+
+
+def _with_ends(interval: list[float | None], digits: str) -> str:
+    """A mean with the ends of its interval; without spread it has none."""
+    mean, low, high = interval
+    ends = "[no interval]" if low is None or high is None or low == high else f"[{low:{digits}}, {high:{digits}}]"
+    return "not finite" if mean is None else f"{mean:{digits}} {ends}"
 
 
 def _print(title: str, lines: list[dict[str, Plain]]) -> None:

@@ -23,6 +23,7 @@ class _File:
     """The keys of an experiment file but for `base`, `arms`, `sizes` and `evaluate`, which hold keys of configurations."""
 
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
+    more_seeds: list[int] = key([], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31)
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: Primary = section(Primary, "what decides")
 
@@ -61,7 +62,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     problems += own_problems(made)
     if len(set(made.seeds)) < len(made.seeds) or not made.seeds:
         problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
-    if made.tune.grid and (both := sorted({*made.seeds} & {*made.tune.seeds})):
+    if len({*made.seeds, *made.more_seeds}) < len({*made.seeds}) + len(made.more_seeds):
+        problems.append(Problem("more_seeds", made.more_seeds, "must be different seeds, and none of `seeds`"))
+    if made.tune.grid and (both := sorted({*made.seeds, *made.more_seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
     fixed = {"seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     if made.tune.key in fixed:
@@ -86,7 +89,20 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     base = merge(base, read_overrides(overrides))
     sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
     table = read_table(file.parent / made.tune.table, made.primary.quantity) if made.tune.table else ()
-    return Experiment(file.stem, base, arms, sizes, seeds, made.tune, made.primary, file, tuple(overrides), table, nested(evaluate))
+    return Experiment(
+        file.stem,
+        base,
+        arms,
+        sizes,
+        seeds,
+        made.tune,
+        made.primary,
+        file,
+        tuple(overrides),
+        table,
+        nested(evaluate),
+        more_seeds=tuple(made.more_seeds),
+    )
 
 
 def _with_steps(experiment: Experiment) -> Experiment:

@@ -50,6 +50,7 @@ class Primary:
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
     matters: float = key(0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0)
+    spread: float | None = key(None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0)
     learned: float | None = key(None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are")
     reach: float | None = key(None, "compare the tokens at which the metric first reaches this; null: its values at the end")
 
@@ -76,6 +77,8 @@ class Experiment:
         table: the lines of `tune.table`.
         planned: the seeds at its first start, of an experiment that was started.
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
+        more_seeds: seeds of the second look, which are trained if the first leaves a comparison undecided.
+        look: which of the looks `seeds` are of; those of the second include the first's.
         dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
         dropped_late: whether that was decided when final runs had ended already.
     """
@@ -91,6 +94,8 @@ class Experiment:
     overrides: tuple[str, ...]
     table: tuple[Tried, ...] = ()
     evaluate: dict[str, Plain] = field(default_factory=dict)
+    more_seeds: tuple[int, ...] = ()
+    look: Literal[1, 2] = 1
     planned: tuple[int, ...] | None = None
     dropped: tuple[int, ...] = ()
     dropped_note: str = ""
@@ -100,6 +105,16 @@ class Experiment:
     def command(self) -> str:
         """What trains and judges it, or goes on with it, in a shell."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides])
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """The final seeds of both looks, with those that `--minutes` dropped."""
+        return tuple(dict.fromkeys((*self.seeds, *self.dropped, *self.more_seeds)))
+
+    @property
+    def looks(self) -> int:
+        """How often the data may be judged, which the 5 % are shared out among."""
+        return 2 if self.more_seeds else 1
 
     @property
     def tuned(self) -> bool:

@@ -12,11 +12,11 @@ from lm.experiments.experiment import Primary
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run, check_alike
 from lm.experiments.tuning_tables import by_arm_and_rate
-from lm.statistics.intervals import Interval, over_seeds_and_documents
+from lm.statistics.intervals import Estimate, over_seeds_and_documents
 from lm.statistics.learned import Counts, Learned, has_learned, learned_verdicts
 from lm.statistics.reach import factor, log_tokens
-from lm.statistics.tuning import differences, elsewhere
-from lm.statistics.verdicts import Comparison, Verdict, enclosing, verdicts
+from lm.statistics.tuning import differences
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ByRate = dict[float | None, list[Run]]  # final runs of an arm by seed, at each rate; first the one that tuning chose
 Pair = tuple[float | None, float | None]  # the rates of an arm and of the baseline
@@ -32,12 +32,13 @@ def judge(procedure: Procedure) -> dict[tuple[str, str], Verdict]:
     primary, (_, *others) = experiment.primary, experiment.arms
     places = {(size, arm.name): (size, arm) for size in experiment.sizes for arm in others}
     if primary.learned is not None:
-        found = learned_verdicts({name: counted(procedure, *place) for name, place in places.items()})
+        found = learned_verdicts({name: counted(procedure, *place) for name, place in places.items()}, experiment.looks)
     else:
         ratio = primary.reach is not None
         found = {name: compared(procedure, *place) for name, place in places.items()}
-        found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio)
-        found = {name: replace(one, interval=factor(one.interval)) if ratio else one for name, one in found.items()}
+        found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio, experiment.looks)
+        if ratio:
+            found = {name: replace(one, interval=factor(one.interval), alone=factor(one.alone)) for name, one in found.items()}
     seeds = procedure.added + procedure.left_out
     return {
         (size, arm): replace(one, exploratory=seeds, reason=one.reason + _not_learned(procedure, size, arm))
@@ -50,6 +51,17 @@ def _not_learned(procedure: Procedure, size: str, arm: str) -> str:
     runs = [one for one in procedure.final(size) if one.arm in (arm, procedure.experiment.arms[0].name)]
     lost = [f"{one.label}: {one.outcome.not_learned}" for one in runs if one.outcome.state == "finished" and one.outcome.not_learned]
     return f"; did not learn: {'; '.join(lost[:3])}{'; ...' if len(lost) > 3 else ''}" if lost else ""
+
+
+def next_look(procedure: Procedure) -> Procedure:
+    """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else as it
+    is. Under `--minutes` there is no second look."""
+    experiment = procedure.experiment
+    if not experiment.more_seeds or experiment.look == 2 or experiment.dropped:
+        return procedure
+    if not all(run.outcome.ended for run in procedure.known()) or all(one.kind != "undecided" for one in judge(procedure).values()):
+        return procedure
+    return Procedure(replace(experiment, seeds=experiment.seeds + experiment.more_seeds, look=2))
 
 
 def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
@@ -67,7 +79,6 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
     begun = any(one.arm == arm.name and one.outcome.ended for one in decisive)  # else a baseline that diverged says nothing of the arm
     diverged = [one for one in decisive if begun and one.outcome.state == "diverged"]
     why = "; ".join(f"{one.label}: {one.outcome.divergence}" for one in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
-    other = _elsewhere(procedure, size, arm, ours, theirs)
     if diverged:  # nothing can be claimed: what there is at the rates that are judged is shown
         ours, theirs = {at[0]: ours[at[0]]}, {at[1]: theirs[at[1]]}
     else:
@@ -82,10 +93,10 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         unreached = _unreached(procedure, [one for by_rate in (ours, theirs) for runs in by_rate.values() for one in runs])
         shown = shown[np.isfinite(shown)]
     elif seeds and not experiment.first_config.data.symbolic:
-        on_other_text = _over_documents(experiment.primary.metric, ours, theirs, place, every, shared)
+        on_other_text = _over_documents(experiment.primary.metric, ours, theirs)
     return Comparison(
         shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, every,
-        other, planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
+        planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
     )  # fmt: skip
 
 
@@ -105,8 +116,7 @@ def counted(procedure: Procedure, size: str, arm: Arm) -> Learned:
         return learned[0], len(seeds), learned[1], len(seeds)
 
     diverged = sum(one.outcome.state == "diverged" for one in _decisive(at, ours, theirs))
-    other = {rate: float(np.mean(some)) for rate, some in _elsewhere(procedure, size, arm, ours, theirs).items() if some}
-    return Learned(*counts(at), [*map(counts, _pairs(ours, theirs))], diverged, other, planned=planned)
+    return Learned(*counts(at), [*map(counts, _pairs(ours, theirs))], diverged, planned=planned)
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float, list[float]]:
@@ -193,18 +203,6 @@ def _has_learned(procedure: Procedure, run: Run) -> bool:
     return has_learned(_value(procedure, run), primary.learned, primary.better)
 
 
-def _elsewhere(procedure: Procedure, size: str, arm: Arm, ours: ByRate, theirs: ByRate) -> dict[float, list[float]]:
-    """Arm minus baseline with both at one rate, at the rates of `elsewhere`: of the tuning seeds, or of the final ones where these were
-    trained there. Of runs that learn or don't, the difference of 1 and 0."""
-    base, primary, tried = procedure.experiment.arms[0], procedure.experiment.primary, _tried_values(procedure, size)
-    values = {one.name: dict(tried.get(one.name, {})) for one in (arm, base)}
-    for rate in ours.keys() & theirs.keys() if len(ours) > 1 else ():
-        pairs = [pair for pair in zip(ours[rate], theirs[rate], strict=True) if all(one.outcome.ended for one in pair)]
-        for number, one in enumerate((arm, base)):
-            values[one.name][rate] = [_compared_value(primary, procedure.quantity(pair[number].outcome)) for pair in pairs]
-    return elsewhere(arm.name, base.name, {arm.name: next(iter(ours)), base.name: next(iter(theirs))}, values)
-
-
 def _compared_value(primary: Primary, value: float) -> float:
     """What differences are of: 1 or 0 for a run that has learned or not, the logarithm of tokens, else the metric; `value` is infinite if
     the run diverged."""
@@ -231,13 +229,11 @@ def _differences(ours: ByRate, theirs: ByRate, value: Callable[[Run], float | np
         return mine[:, None] - others
 
 
-def _over_documents(metric: str, ours: ByRate, theirs: ByRate, place: tuple[int, int], every: bool, shared: int | None) -> Interval | None:
-    """The difference over seeds and documents, of the pair of rates at a place and of all; None without held-out documents, or with too few
-    seeds or documents."""
+def _over_documents(metric: str, ours: ByRate, theirs: ByRate) -> Estimate | None:
+    """The difference over seeds and documents at each pair of rates; None without held-out documents, or with too few of either."""
     first = next(iter(ours.values()))[0].outcome.values(metric)
     if not first.held_out:
         return None
     first = first.part(selection=False)
     values = _differences(ours, theirs, lambda run: run.outcome.values(metric).part(selection=False).values)
-    found = over_seeds_and_documents(values, first.weights, first.groups)
-    return found and enclosing(found, place, every, shared)
+    return over_seeds_and_documents(values, first.weights, first.groups)

@@ -13,6 +13,7 @@ from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
 from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import Experiment, deciding
+from lm.experiments.judging import next_look
 from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
@@ -27,8 +28,9 @@ _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
-    Final seeds that an earlier `--minutes` dropped are left out. Where the file leaves precision, compilation and threads open, they are
-    as the first start has settled them; before it, as they would be settled on this machine for so many runs at a time.
+    Final seeds that an earlier `--minutes` dropped are left out; those of the second look are in where the first was undecided. Where the
+    file leaves precision, compilation and threads open, they are as the first start has settled them; before it, as they would be settled
+    on this machine for so many runs at a time.
 
     Args:
         anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
@@ -49,7 +51,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
     if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
         raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
-    return procedure
+    return next_look(procedure)
 
 
 def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
@@ -63,7 +65,7 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     experiment = open_experiment(path, overrides, jobs, anew=True).experiment  # the vocabulary is known now
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    settled |= {"seeds": [*experiment.seeds, *experiment.dropped], _OVERRIDES: list(overrides)}
+    settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides)}
     write_new(kept, json_bytes(settled))
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"

@@ -145,7 +145,7 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
         label = ", ".join(filter(None, (found.size, arm.name)))
         if len(single):
             traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), single, "dots"))
-        if interval:
+        if interval and interval.bounded:
             traces.append(_bar(number, label, x + 0.06, ends.tolist()))
     if not traces:
         return None
@@ -155,7 +155,7 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
         dict(enumerate(places)), zero=True, small=small,
     )  # fmt: skip
     rates = " and rates" if any(procedure.choice(found.size).crossed for found in sizes) else ""
-    caption = f"Dots: single seeds. Bars: mean with its 95% Student t interval over seeds{rates}, not adjusted."
+    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates}; all of them hold together with 95%."
     caption += f" Shaded: differences below {small:g}."
     return picture([panel], names, caption)
 

@@ -45,15 +45,17 @@ def summary_table(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Ta
         made += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
         fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
         made.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
-    over, intervals = "95% interval over seeds, not adjusted", [one and one.interval for one in verdicts]
+    over, intervals = "interval over seeds, all together 95%", [one and one.interval for one in verdicts]
     if primary.reach is None:
         made += column(f"difference to {base}", intervals, over, "difference")
     else:
         made += column(f"factor to {base}", intervals, over, "mean")
     if primary.learned is None:
         both = [one and one.over_documents for one in verdicts]
-        made += column("on other text of the kind", both, "95% interval over seeds and documents", "difference")
+        made += column("on other text of the kind", both, "interval over seeds and documents, all together 95%", "difference")
     made += column("p", [one and f"{one.p:.2g}" for one in verdicts], "adjusted")
+    exact = [None if one is None or one.p_exact is None else f"{one.p_exact:.2g}" for one in verdicts]
+    made += column("p of the sign-flip test", exact, "adjusted")
     made += column("verdict", [one and one.words for one in verdicts], kind="words")
     return Table("Summary", "", tuple(made))
 

@@ -16,8 +16,9 @@ from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
 from lm.runs.series import selects
 from lm.schema import Plain
+from lm.statistics.intervals import ALPHA
 from lm.statistics.tuning import EXTENSIONS
-from lm.statistics.verdicts import ALPHA, Verdict
+from lm.statistics.verdicts import Verdict
 
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
@@ -77,11 +78,10 @@ def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
         return Answer(name, "no verdict yet", "Rates are being tuned.")
     because = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
     if interval := verdict.interval:
-        because = verdict.reason if verdict.reason.startswith("p =") else f"p = {verdict.p:.2g}. {because[:-1]}"
         reach = found.experiment.primary.reach is not None
         difference = f"{FACTOR.shown(interval)} times the tokens of" if reach else "Difference to"
         difference += f" {found.arm_names[0]}" + ("" if reach else f": {DIFFERENCE.shown(interval)}")
-        because = f"{difference}, 95% interval over {interval.over}; adjusted {because}."
+        because = f"{difference}, interval over {interval.over}. {because}"
     return Answer(name, verdict.words, because)
 
 
@@ -89,11 +89,17 @@ def family(experiment: Experiment) -> str:
     """Which comparisons were adjusted for each other."""
     count = (len(experiment.arms) - 1) * len(experiment.sizes)
     if count == 1:
-        return "There is one comparison: p needs no adjustment."
+        return "There is one comparison: nothing is adjusted." + _looks(experiment)
     sizes = f", {len(experiment.sizes)} sizes" if len(experiment.sizes) > 1 else ""
     of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.quantity}"
-    apart = "" if experiment.primary.learned is not None else ", of differences and of equivalence apart"
-    return f"Family: {of}. p values are adjusted after Holm over all of them{apart}; intervals are not."
+    together = (
+        "" if experiment.primary.learned is not None else ": all intervals hold together with 95%, and each word follows from its interval"
+    )
+    return f"Family: {of}. p values and intervals are adjusted for their number{together}.{_looks(experiment)}"
+
+
+def _looks(experiment: Experiment) -> str:
+    return " Two looks were planned, and each has half of the 5%." if experiment.looks == 2 else ""
 
 
 def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -151,18 +157,20 @@ def methods(procedure: Procedure, found: SizeResults) -> str:
 def _tests(experiment: Experiment) -> str:
     primary, base = experiment.primary, experiment.arms[0].name
     text = f"The primary metric, {primary.metric}, was settled in the experiment's file, with "
-    test = "paired t tests over seeds of no difference and two one-sided t tests of a difference that matters"
+    test = "Student t intervals of paired differences over seeds"
     if primary.reach is not None:
         text += f"the value whose tokens are compared, {primary.reach:g}, and the smallest ratio of interest, {1 + primary.matters:g}. "
         text += "The tokens at which a run first reached it are interpolated between evaluations, linearly in their logarithm."
-        test = test.replace("t tests", "t tests of log tokens", 1)
+        test = test.replace("differences", "differences of log tokens")
     elif primary.learned is None:
         text += f"the smallest difference of interest, {primary.matters:g}."
     else:
         text += f"the level at which a run has learned, {primary.learned:g}."
         test = "Fisher's exact test of the numbers of runs that have learned, with Clopper-Pearson intervals of their fractions"
     text += f" Final runs used seeds {', '.join(map(str, experiment.seeds))}, the same for every arm."
-    return f"{text} Arms are compared with {base} by {test}, at {ALPHA:g} after Holm's adjustment over arms and sizes."
+    return (
+        f"{text} Arms are compared with {base} by {test}, which hold together with {1 - ALPHA:.0%} over arms, sizes and looks (Bonferroni)."
+    )
 
 
 def _options(block: Plain) -> str:

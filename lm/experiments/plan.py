@@ -4,13 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from lm.data.prepare import vocabulary
 from lm.experiments.costs import Cost, cost
 from lm.experiments.experiment import Experiment, Primary
+from lm.experiments.judging import compared
 from lm.experiments.opening import SHARED
 from lm.experiments.procedure import Procedure
+from lm.statistics.intervals import ALPHA
 from lm.statistics.learned import fewest_seeds
-from lm.statistics.verdicts import ALPHA, POWER, seeds_needed
+from lm.statistics.verdicts import MOST_SEEDS, POWER, power, seeds_needed
 
 Costs = dict[tuple[str, str], Cost]  # of a run, by size and arm
 
@@ -59,7 +63,8 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     yield f"time: {time}"
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, (len(experiment.arms) - 1) * len(sizes))}"
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, _family(experiment))}"
+    yield from _power(procedure)
     yield from procedure.notes()
     yield f"runs compute with {_settings(experiment)}"
 
@@ -78,7 +83,7 @@ def _settings(experiment: Experiment) -> str:
 
 def _seeds(primary: Primary, comparisons: int) -> str:
     """How many seeds a difference takes."""
-    family = ALPHA / max(1, comparisons)
+    family = ALPHA / comparisons
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(family)} seeds on"
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
@@ -87,6 +92,37 @@ def _seeds(primary: Primary, comparisons: int) -> str:
         margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
     needed = ", ".join(f"{seeds_needed(each, margin, family)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
     return f"seeds to find {what} with probability {POWER:g}, by the standard deviation of differences between {runs}: {needed}"
+
+
+def _family(experiment: Experiment) -> int:
+    """How many intervals hold together."""
+    return max(1, len(experiment.arms) - 1) * len(experiment.sizes) * experiment.looks
+
+
+def _power(procedure: Procedure) -> Iterator[str]:
+    """The chance that the experiment finds a difference of its own margin, loudly where that is less likely than not: by the spread of the
+    differences that have been measured, else by the one that its file expects."""
+    experiment, primary = procedure.experiment, procedure.experiment.primary
+    if primary.learned is not None:
+        return
+    measured = [compared(procedure, size, arm).differences for size in experiment.sizes for arm in experiment.arms[1:]]
+    measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
+    spread, source = primary.spread, "primary.spread"
+    if measured:
+        degrees = [len(differences) - 1 for differences in measured]
+        spread = math.sqrt(np.average([np.var(differences, ddof=1) for differences in measured], weights=degrees))
+        source = "the seeds that have ended"
+    if spread is None:
+        yield "power: not known before seeds have ended, as the file expects no primary.spread"
+        return
+    margin, seeds = math.log1p(primary.matters) if primary.reach else primary.matters, experiment.all_seeds
+    chance = power(len(seeds), spread, margin, ALPHA / _family(experiment)) if len(seeds) > 1 else 0.0
+    found = f"{len(seeds)} seeds find a difference of {primary.matters:g} with probability {chance:.2f}"
+    yield f"power: {found}, by a spread of {spread:.2g} ({source})"
+    if chance < 0.5:
+        needed = seeds_needed(spread, margin, ALPHA / _family(experiment)) or f"more than {MOST_SEEDS}"
+        remedy = f"probability {POWER:g} takes {needed} seeds: add seeds, or ask about a larger difference"
+        yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
 def _bytes(number: float) -> str:

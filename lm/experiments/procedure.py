@@ -245,15 +245,20 @@ class Procedure:
             if keys := sorted({key for one in theirs for key in differing_keys(ours, one)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 found.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        if experiment.table and all(one.primary is None for one in experiment.table) and experiment.primary.quantity != SELECTION:
-            missing = f"{experiment.tune.table} has no {experiment.primary.quantity}"
-            found.append(f"{missing}: whether a difference depends on the rate was not looked at")
         if self.added:
             seeds = ", ".join(map(str, self.added))
             found.append(f"exploratory: seeds {seeds} were added after the first start; p values are too small")
         if self.left_out:
             seeds = ", ".join(map(str, self.left_out))
             found.append(f"exploratory: seeds {seeds} were planned at the first start and are left out; p values are too small")
+        if experiment.more_seeds and not experiment.dropped:
+            n, more = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
+            why = (
+                "the first left a comparison undecided"
+                if experiment.look == 2
+                else "that is trained if the first leaves a comparison undecided"
+            )
+            found.append(f"look {experiment.look} of 2, each with half of the 5 %: {n} seeds, then {more} more; {why}")
         for size in experiment.sizes:
             choice = self.choice(size)
             for arm, tried in choice.crossed.items():
@@ -325,7 +330,7 @@ class Procedure:
         """Seeds that were planned at the first start and that the file has no longer, or that `--minutes` dropped after a look; those
         that it dropped before any final run had ended count as never planned."""
         experiment = self.experiment
-        kept = experiment.seeds if experiment.dropped_late else experiment.seeds + experiment.dropped
+        kept = set(experiment.all_seeds) - set(experiment.dropped if experiment.dropped_late else ())
         return tuple(seed for seed in experiment.planned or () if seed not in kept)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:

@@ -48,8 +48,10 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
             if number:
                 verdict = judged[size, arm.name]
                 line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
-                line |= {"over_seeds_and_documents": _finite(verdict.over_documents)}
-                line |= {"p": verdict.p, "p_equivalent": verdict.p_equivalent, "seeds_needed": verdict.seeds_needed}
+                line |= {"alone": _finite(verdict.alone), "over_seeds_and_documents": _finite(verdict.over_documents)}
+                needed = verdict.seeds_needed
+                line |= {"p": verdict.p, "p_exact": verdict.p_exact}
+                line["seeds_needed"] = needed and [needed.by_spread, needed.fewest, needed.most]
                 by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in differences_by_rate(procedure, size, arm).items() if some}
                 finite = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
                 line["factors_by_rate" if reach else "differences_by_rate"] = {

@@ -80,8 +80,8 @@ def differences_along(pairs: list[tuple[Series, Series]]) -> AlongAxis | None:
     ]
     seeds = np.array([[one.mean for one in row] for row in differences])
     low, high, over = _ends(differences, seeds)
-    if pairs[0][0].unit == "fraction":
-        low, high = (np.where(low == high, np.nan, np.clip(some, -1, 1)) for some in (low, high))
+    without, limit = np.isinf(low) | (low == high), 1 if pairs[0][0].unit == "fraction" else np.inf
+    low, high = (np.where(without, np.nan, np.clip(ends, -limit, limit)) for ends in (low, high))
     return AlongAxis(x, seeds, low, high, over)
 
 

@@ -38,9 +38,7 @@ def _of_line(arm: Arm, base: Arm, section: Section, line: Line) -> Difference:
     ours, theirs = ({label for one in some for label in one.places} for some in measured)
     place = [label for label in section.places if label in (ours & theirs or ours | theirs)][-1]
     one = next(one for some in measured for one in some if place in one.places)
-    interval, note = _difference(arm, base, section, line, place)
-    if one.unit == "fraction":
-        interval, note = _of_fractions(interval, note)
+    interval, note = _shown(*_difference(arm, base, section, line, place), one.unit == "fraction")
     return Difference(arm.label, section, line, place, _in_words(one, line, place), interval, note)
 
 
@@ -52,11 +50,11 @@ def _in_words(one: Series, line: Line, place: str) -> str:
     return ", ".join(filter(None, (line.metric, line.what))) + where + (line.setting and f", {line.setting}")
 
 
-def _of_fractions(interval: Interval | None, note: str) -> tuple[Interval | None, str]:
-    """A difference of fractions lies within -1 and 1, and its interval is not a point because all units, at 0 or 1 say, agree."""
-    if interval is None or interval.low == interval.high:
+def _shown(interval: Interval | None, note: str, fraction: bool) -> tuple[Interval | None, str]:
+    """An interval as it may be shown: none without spread, and of a difference of fractions within -1 and 1."""
+    if interval is None or not interval.bounded:
         return None, "all sequences, or all seeds, agree: their spread gives no interval" if interval else note
-    return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)), note
+    return replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high)) if fraction else interval, note
 
 
 def _difference(arm: Arm, base: Arm, section: Section, line: Line, place: str) -> tuple[Interval | None, str]:

@@ -250,7 +250,8 @@ def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
     low, high, band = values.min(axis=0), values.max(axis=0), f"lowest to highest of {_seeds(len(found))}" if len(found) > 1 else ""
     if len(found) == 1 and found[0].interval != "none" and len(np.unique(found[0].samples[0].groups)) >= FEWEST:
         (sample,) = found[0].samples
-        low, high = mean_ends(sample.values[:, keep], sample.weights, sample.groups)
+        ends = mean_ends(sample.values[:, keep], sample.weights, sample.groups)
+        low, high = (np.where(np.isinf(some), np.nan, some) for some in ends)
         band = f"95% interval over {sampled(sample.groups)}, 1 seed"
     return _Drawn(index, line, x[keep], values.mean(axis=0), low, high, band)
 

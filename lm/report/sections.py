@@ -1,7 +1,7 @@
 """Sections of a report: the series of all runs that are shown together, and their numbers by arm."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -133,6 +133,8 @@ class Section:
         seeds = over_seeds(np.array([one.mean_at(place) for one in found])).interval()
         if found[0].interval != "wilson":
             return seeds
+        if not seeds.bounded:
+            return replace(alone, over=seeds.over)
         return Interval(mean, min(alone.low, max(0.0, seeds.low)), max(alone.high, min(1.0, seeds.high)), seeds.over)
 
 

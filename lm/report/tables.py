@@ -45,7 +45,9 @@ class Column:
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The interval alone, as `[low, high]`."""
+        """The interval alone, as `[low, high]`; without spread there is none."""
+        if np.isinf(cell.low) or cell.low == cell.high:
+            return "[no interval: all agree]"
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
 

@@ -1,4 +1,4 @@
-"""95 % intervals: over documents, over training seeds, over both, and of fractions of trials.
+"""Intervals over documents, over training seeds, over both, and of fractions of trials; 95 % unless several hold together.
 
 Everything here is in closed form: no resampling, no seed.
 """
@@ -6,10 +6,11 @@ Everything here is in closed form: no resampling, no seed.
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from lm.runs.series import Series
 
+ALPHA = 0.05  # the chance that an interval, or any of several that hold together, does not hold what it is of
 FEWEST = 3  # documents; below, an interval over them says nothing
 FEWEST_CROSSED = 8  # documents, for an interval over seeds and documents at once
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -27,6 +28,11 @@ class Interval:
     high: float
     over: str = ""
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the interval says something: without spread it has no length, or no ends (`Estimate.half`)."""
+        return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
+
     def listed(self) -> list[float]:
         """As results keep it: [mean, low, high]."""
         return [self.mean, self.low, self.high]
@@ -36,29 +42,51 @@ class Interval:
 class Estimate:
     """Means of one or of many samples of the same size, of which intervals and tests are made; NaN where a value was not finite.
 
+    Student's t takes the spread of a sample as an estimate. A sample without spread gives none, however many ties made it so: the exact
+    sign-flip test decides in its place, by which n equal values have p = 2^-n on the side where they lie.
+
     Attributes:
         mean, error, degrees: (...,), the standard errors of the means, and degrees of freedom of Student's t.
         over: as of `Interval`.
+        floors: estimates of the same means whose intervals are not longer than this one's.
     """
 
     mean: np.ndarray
     error: np.ndarray
     degrees: np.ndarray
     over: str
+    floors: tuple["Estimate", ...] = ()
 
-    def __getitem__(self, at: int | slice | tuple[int, ...]) -> "Estimate":
-        """Those of some of the samples, as an array is indexed."""
-        return Estimate(self.mean[at], self.error[at], self.degrees[at], self.over)
+    def __getitem__(self, at: int | slice | tuple[int | slice, ...]) -> "Estimate":
+        """The estimates of some of the samples, as an array is indexed."""
+        return Estimate(self.mean[at], self.error[at], self.degrees[at], self.over, tuple(floor[at] for floor in self.floors))
 
     def half(self, together: int = 1) -> np.ndarray:
-        """Half the length of the 95 % interval, (...,). Each of so many intervals `together` is longer, so that all of them hold with 95 %
-        (Bonferroni)."""
-        return stdtrit(self.degrees, 1 - 0.025 / together) * self.error
+        """Half the length of the interval, (...,), so that so many `together` hold with 95 % (Bonferroni). Without spread it is 0, or
+        infinite where so few values can't bring the sign-flip test to that level."""
+        tail = ALPHA / 2 / together
+        unspread = np.where(0.5 ** (self.degrees + 1) <= tail, 0.0, np.inf)
+        half = np.where(self.error == 0, unspread, stdtrit(self.degrees, 1 - tail) * self.error)
+        return np.maximum.reduce([half, *(floor.half(together) for floor in self.floors)])
 
-    def interval(self) -> Interval:
-        """That of a single sample."""
-        mean, half = float(self.mean), float(self.half())
+    def p(self, at: float, sign: int) -> np.ndarray:
+        """One-sided p, (...,), that a mean is not below (`sign` 1), or not above (-1), a value: at most 0.025 / together where `half` of so
+        many leaves the value out on that side."""
+        distance = sign * (self.mean - at)
+        unspread = np.where(distance < 0, 0.5 ** (self.degrees + 1), 1.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.error == 0, unspread, stdtr(self.degrees, distance / self.error))
+
+    def interval(self, together: int = 1) -> Interval:
+        """The interval of a single sample."""
+        mean, half = float(self.mean), float(self.half(together))
         return Interval(mean, mean - half, mean + half, self.over)
+
+
+def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest: np.ndarray, over: str = "") -> Estimate:
+    """The estimate from the variance of a mean; a spread that rounding alone makes, beside the `largest` of the values, is none."""
+    error = np.sqrt(variance)
+    return Estimate(mean, np.where(error <= 1e-9 * largest, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), over)
 
 
 def sampled(groups: np.ndarray) -> str:
@@ -120,8 +148,9 @@ def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.
     finite = np.isfinite(values).all(axis=0)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    mean, variance, degrees = _mean_variance(np.where(finite, values, 0.0), weights, labels)
-    half = stdtrit(degrees, 0.975) * np.sqrt(variance)
+    values = np.where(finite, values, 0.0)
+    mean, variance, degrees = _mean_variance(values, weights, labels)
+    half = _estimate(mean, variance, degrees, np.abs(values).max(0)).half()
     return np.where(finite, mean - half, np.nan), np.where(finite, mean + half, np.nan)
 
 
@@ -149,8 +178,7 @@ def over_seeds(values: np.ndarray) -> Estimate:
     values = np.asarray(values, dtype=float)
     seeds, finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(finite, values, np.nan)
-    mean, error = values.mean(-1), values.std(-1, ddof=1) / np.sqrt(seeds)
-    return Estimate(mean, error, np.full(mean.shape, seeds - 1), f"{seeds} seeds")
+    return _estimate(values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds")
 
 
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
@@ -182,11 +210,11 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     sums = sums.T[..., kept]
     interaction = sums - sums.mean(-2, keepdims=True) - (per_seed - per_seed.mean(-1, keepdims=True))[..., None] * within[kept]
     of_both = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
-    total = of_seeds + of_documents
-    variance = np.maximum(total - of_both, np.maximum(of_seeds, of_documents))
+    total, largest, over = of_seeds + of_documents, np.abs(values).max((-2, -1)), f"{seeds} seeds and {kept.sum()} documents"
     below = of_seeds**2 / seed_degrees + of_documents**2 / document_degrees
-    degrees = np.divide(total**2, below, out=np.ones(outer), where=below > 0)
-    return Estimate(mean, np.sqrt(variance), degrees, f"{seeds} seeds and {kept.sum()} documents")
+    degrees = np.divide(total**2, below, out=np.full(total.shape, float(seed_degrees)), where=below > 0)
+    floors = _estimate(mean, of_seeds, seed_degrees, largest, over), _estimate(mean, of_documents, document_degrees, largest, over)
+    return replace(_estimate(mean, np.maximum(total - of_both, 0.0), degrees, largest, over), floors=floors)
 
 
 def by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:

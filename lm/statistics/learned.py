@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from scipy.special import betaincinv
 
-from lm.statistics.intervals import Interval
-from lm.statistics.verdicts import ALPHA, Name, Verdict, holm
+from lm.statistics.intervals import ALPHA, Interval
+from lm.statistics.verdicts import Name, SeedsNeeded, Verdict
 
 Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of them; those of the baseline
 
@@ -23,7 +23,6 @@ class Learned:
             has not learned.
         others: the same four numbers at further pairs of rates, of arms that were trained at several: each must show the difference.
         diverged: how many of them all diverged.
-        elsewhere: by other rates, the arm's fraction minus the baseline's, both at that rate.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned for each.
     """
@@ -34,7 +33,6 @@ class Learned:
     of_theirs: int
     others: Sequence[Counts] = ()
     diverged: int = 0
-    elsewhere: Mapping[float, float] = field(default_factory=dict)
     tuned: bool = True
     planned: int = 0
 
@@ -49,17 +47,18 @@ class Learned:
         return self.ours / self.of_ours - self.theirs / self.of_theirs if self.of_ours and self.of_theirs else math.nan
 
 
-def learned_verdicts(counts: Mapping[Name, Learned]) -> dict[Name, Verdict]:
-    """The verdict on each arm (or arm and size), all taken as one family: Fisher's exact test of equal chances to learn, p values adjusted
-    after Holm. There is no verdict of equivalence: a handful of runs can't show that two chances are alike.
+def learned_verdicts(counts: Mapping[Name, Learned], looks: int = 1) -> dict[Name, Verdict]:
+    """The verdict on each arm (or arm and size), all taken as one family: Fisher's exact test of equal chances to learn, p times the number
+    of comparisons and of `looks` (as of `verdicts`). There is no verdict of equivalence: a handful of runs can't show two chances alike.
 
     Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's, which pairs them, rests on the seeds
     alone of which one arm has learned and the other not, and can't reach 0.05 with fewer than 6. If a seed is good or bad for both, the
     arms' results are more alike, and equal arms differ less often than the test allows for: it errs to the safe side.
     """
-    tested = [_p(one) if one.tuned and one.whole else 1.0 for one in counts.values()]
-    needed = fewest_seeds(ALPHA / max(1, len(counts)))
-    return {name: _verdict(one, p, needed) for (name, one), p in zip(counts.items(), holm(tested), strict=True)}
+    family = max(1, len(counts)) * looks
+    needed = fewest_seeds(ALPHA / family)
+    tested = {name: _p(learned) if learned.tuned and learned.whole else 1.0 for name, learned in counts.items()}
+    return {name: _verdict(learned, min(1.0, family * tested[name]), needed) for name, learned in counts.items()}
 
 
 def _p(one: Learned) -> float:
@@ -75,23 +74,18 @@ def _p(one: Learned) -> float:
 def _verdict(one: Learned, p: float, needed: int) -> Verdict:
     found = f"{one.ours} of {one.of_ours} have learned, {one.theirs} of {one.of_theirs} of the baseline"
     found += f"; {one.diverged} diverged, and count as not learned" if one.diverged else ""
-    kind, reason = "not resolved", f"{found}; Fisher's exact test: p = {p:.2g}"
+    kind, reason = "undecided", f"{found}; Fisher's exact test: p = {p:.2g}"
     if not one.tuned:
         kind, reason = "not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged"
     elif not one.whole:
-        reason = f"{min(one.of_ours, one.of_theirs)} of {one.planned} seeds have ended"
+        kind, reason = "incomplete", f"{min(one.of_ours, one.of_theirs)} of {one.planned} seeds have ended"
     elif p <= ALPHA:
-        turned = [rate for rate, difference in one.elsewhere.items() if difference * one.difference < 0]
-        if turned:
-            at = " and ".join(f"{rate:g}" for rate in turned)
-            kind, reason = "depends on the rate", f"{found}; more runs of the other learn with both at rate {at}"
-        else:
-            kind = "better" if one.difference > 0 else "worse"
+        kind = "better" if one.difference > 0 else "worse"
     elif fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) <= ALPHA < _p(one):
         reason = f"{found}; but not so at the other rates that the arms were trained at"
     elif min(one.of_ours, one.of_theirs) < needed:
         reason = f"{found}; Fisher's exact test can show a difference from {needed} seeds on"
-    return Verdict(kind, reason, None, p, 1.0, needed)
+    return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed))
 
 
 def fisher_exact(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:

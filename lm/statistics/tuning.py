@@ -99,26 +99,8 @@ def mean_loss(losses: Sequence[float]) -> float:
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
-def next_rate(rate: float, measured: Iterable[float], direction: str) -> float | None:
-    """The measured learning rate next to `rate` that is `lower` or `higher`; None at the edge."""
-    if direction == "lower":
-        return max((each for each in measured if each < rate), default=None)
-    return min((each for each in measured if each > rate), default=None)
-
-
-def elsewhere(arm: str, base: str, rates: Mapping[str, float], losses: Mapping[str, Losses]) -> dict[float, list[float]]:
-    """Arm minus baseline at other learning rates than those chosen, both at the same: by rate, one value a seed.
-
-    At the baseline's rate and the arm's where they differ, else at the neighbours of the one they have in common; only where both were
-    measured. Infinite where only one
-    of them diverged; seeds of which both did are left out.
-    """
-    chosen = {rates[arm], rates[base]}
-    others = chosen if len(chosen) == 2 else {next_rate(rates[base], losses[base], direction) for direction in ("lower", "higher")}
-    return {rate: some for rate, some in differences(arm, base, losses).items() if rate in others}
-
-
 def differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[float, list[float]]:
-    """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed, as `elsewhere`."""
+    """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed. Infinite where only
+    one of them diverged; seeds of which both did are left out."""
     pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}
     return {rate: [ours - theirs for ours, theirs in both if math.isfinite(ours) or math.isfinite(theirs)] for rate, both in pairs.items()}

@@ -1,24 +1,25 @@
-"""Verdicts on arms against one baseline: what paired differences over seeds show, all comparisons taken together."""
+"""Verdicts on arms against one baseline: each word follows from one interval, and all intervals hold together with 95 %."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
 import numpy as np
-from scipy.special import nctdtr, ndtri, stdtr, stdtrit
+from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 
-from lm.statistics.intervals import Estimate, Interval, over_seeds
+from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
-ALPHA = 0.05  # the chance of any false verdict of difference over all comparisons, and that of any of equivalence
 POWER = 0.8
-FEWEST_SEEDS = 3  # seeds of a verdict `better` or `worse`
-FEWEST_EQUIVALENT = 5  # seeds of a verdict that what there is does not matter
+FEWEST_SEEDS = 3  # seeds of a verdict: the spread of two is off by a factor of up to 32 (95 %), that of three by up to 6
+FEWEST_EXACT = 6  # seeds from which the sign-flip test can reach 0.05
+MOST_EXACT = 30  # seeds up to which its p is worked out
 MOST_SEEDS = 1000  # that `seeds_needed` counts to
 
 Kind = Literal[
-    "better", "worse", "different but below what matters", "equivalent", "not resolved", "depends on the rate", "unstable", "not tuned"
+    "better", "worse", "different but below what matters", "equivalent", "undecided", "incomplete", "not reached", "unstable", "not tuned"
 ]
 Name = TypeVar("Name", bound=Hashable)  # of an arm, or of an arm and its size
 
@@ -37,11 +38,10 @@ class Comparison:
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
             at one of these. None: all.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
-        elsewhere: differences with both at another learning rate, one value a seed (`lm.statistics.tuning.elsewhere`).
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
-        over_documents: the difference with its interval over seeds and documents, where there are enough of both.
+        over_documents: (the arm's rates, the baseline's rates) the same over seeds and documents, where there are enough of both.
         unreached: which runs have no value, as they did not reach a level, in words: then there is no verdict.
     """
 
@@ -51,11 +51,10 @@ class Comparison:
     place: tuple[int, int] = (0, 0)
     shared: int | None = None
     every: bool = False
-    elsewhere: Mapping[float, Sequence[float]] = field(default_factory=dict)
     tuned: bool = True
     planned: int | None = None
     why: str = ""
-    over_documents: Interval | None = None
+    over_documents: Estimate | None = None
     unreached: str = ""
 
     @property
@@ -68,15 +67,41 @@ class Comparison:
         """Whether all differences are finite, at every pair of rates."""
         return all(np.isfinite(some).all() for some in (self.differences, self.by_rates) if some is not None)
 
+    @property
+    def at_rates(self) -> np.ndarray:
+        """The differences, (the arm's rates, the baseline's rates, seeds)."""
+        return np.array(self.differences)[None, None] if self.by_rates is None else self.by_rates
+
     @cached_property
     def estimates(self) -> Estimate:
-        """Over seeds, (the arm's rates, the baseline's)."""
-        return over_seeds(np.array(self.differences)[None, None] if self.by_rates is None else self.by_rates)
+        """The mean differences over seeds, (the arm's rates, the baseline's rates)."""
+        return over_seeds(self.at_rates)
+
+    def interval(self, family: int = 1) -> Interval:
+        """The interval of the mean difference over seeds, of the arms at their best rates; so many intervals hold together with 95 %."""
+        return enclosing(self.estimates, self.place, self.every, self.shared, family)
+
+
+@dataclass(frozen=True)
+class SeedsNeeded:
+    """How many seeds find a difference that matters with probability `POWER`; None where they are more than `MOST_SEEDS`.
+
+    Attributes:
+        by_spread: the number by the spread as it was measured.
+        fewest, most: the numbers by the ends of the 95 % interval of that spread (chi squared).
+    """
+
+    by_spread: int | None
+    fewest: int | None
+    most: int | None
 
     @property
-    def interval(self) -> Interval:
-        """Of the mean difference over seeds, of the arms at their best rates."""
-        return enclosing(self.estimates, self.place, self.every, self.shared)
+    def words(self) -> str:
+        """The number with its interval."""
+        by_spread, fewest, most = (
+            f"{n:,}" if n is not None else f"more than {MOST_SEEDS:,}" for n in (self.by_spread, self.fewest, self.most)
+        )
+        return f"{by_spread} seeds" + (f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else "")
 
 
 @dataclass(frozen=True)
@@ -84,13 +109,15 @@ class Verdict:
     """What may be said of an arm.
 
     Attributes:
-        kind: the verdict in words.
-        reason: what it rests on.
-        interval: of the difference, Student t over seeds, not adjusted for other comparisons; None with fewer than two seeds.
-        p: two-sided, of no difference, adjusted after Holm over all comparisons; 1 where nothing was tested.
-        p_equivalent: of a difference that matters, adjusted likewise.
-        seeds_needed: for a difference that matters to be found with probability `POWER`, judged by the spread so far; None: unknown.
-        over_documents: the difference with its interval over seeds and documents; None where there is none.
+        kind: the verdict.
+        reason: what it rests on, with the smallest difference of interest in it.
+        interval: the interval of the difference from which the verdict follows: all intervals of the experiment hold together with 95 %;
+            None with fewer than two seeds.
+        alone: the 95 % interval of this difference taken alone, at all looks.
+        p: two-sided, of no difference, times the number of comparisons; 1 where nothing was tested.
+        p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
+        seeds_needed: for a difference that matters; None: unknown.
+        over_documents: as `interval`, over seeds and documents; None where there is none.
         exploratory: seeds that were added after the first start, or planned then and left out: p is too small.
     """
 
@@ -98,8 +125,9 @@ class Verdict:
     reason: str
     interval: Interval | None
     p: float
-    p_equivalent: float
-    seeds_needed: int | None
+    seeds_needed: SeedsNeeded | None
+    alone: Interval | None = None
+    p_exact: float | None = None
     over_documents: Interval | None = None
     exploratory: tuple[int, ...] = ()
 
@@ -110,18 +138,20 @@ class Verdict:
 
 
 def verdicts(
-    comparisons: Mapping[Name, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False
+    comparisons: Mapping[Name, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False, looks: int = 1
 ) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family.
 
-    Paired t tests of no difference, and two one-sided t tests (Schuirmann 1987) of |difference| >= `matters`; Holm's (1979) adjustment
-    over all comparisons, of each kind of test apart. One that can't be tested counts in the family with p = 1.
+    Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its word follows from that
+    interval alone: with 95 % all intervals hold what they are of, and then no word is false, of whatever kind. A comparison that can't be
+    tested counts in the family.
 
     Args:
         comparisons: by name.
         matters: smallest difference of interest, in the metric's unit, settled before any run.
         better: which direction of the metric is better.
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
+        looks: how often the data may be judged: 2 with a planned second stage, of which each has half of the 0.05.
 
     Raises:
         ValueError: no `matters` above 0.
@@ -129,74 +159,70 @@ def verdicts(
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
     margin, amount = (math.log1p(matters), f"a factor of {1 + matters:g}") if ratio else (matters, f"{matters:g}")
-    tested = {name: _testable(one) for name, one in comparisons.items()}
-    differs = holm([p_difference(one) if tested[name] else 1.0 for name, one in comparisons.items()])
-    alike = holm([p_equivalence(one, margin) if tested[name] else 1.0 for name, one in comparisons.items()])
-    return {
-        name: _verdict(one, p, q, margin, amount, better, len(comparisons))
-        for (name, one), p, q in zip(comparisons.items(), differs, alike, strict=True)
-    }
+    return {name: _verdict(comparison, margin, amount, better, len(comparisons), looks) for name, comparison in comparisons.items()}
 
 
-def _testable(one: Comparison) -> bool:
-    if not one.tuned or not one.whole or one.diverged or one.unreached:
-        return False
-    return len(one.differences) >= FEWEST_SEEDS and one.finite
-
-
-def _verdict(one: Comparison, p: float, q: float, margin: float, amount: str, better: str, family: int) -> Verdict:
-    seeds = len(one.differences)
-    interval = one.interval if seeds > 1 and not one.unreached else None
-    spread = float(np.std(one.differences, ddof=1)) if seeds > 1 and np.isfinite(one.differences).all() else None
-    together = 1 if one.every or one.by_rates is None else max(one.by_rates[:, : one.shared].shape[:2])
-    needed = None if spread is None else seeds_needed(spread, margin, ALPHA / family / together)
+def _verdict(comparison: Comparison, margin: float, amount: str, better: str, comparisons: int, looks: int) -> Verdict:
+    family = comparisons * looks
+    seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
+    shown = seeds > 1 and not comparison.unreached
+    interval = comparison.interval(family) if shown else None
+    needed = _needed(comparison, margin, family) if seeds > 1 and finite else None
+    both = comparison.over_documents
+    tested = comparison.tuned and comparison.whole and not comparison.diverged and shown and seeds >= FEWEST_SEEDS and comparison.finite
+    p = min(1.0, family * p_difference(comparison)) if tested else 1.0
+    exact = p_exact(comparison) if tested else None
 
     def verdict(kind: Kind, reason: str) -> Verdict:
-        return Verdict(kind, reason, interval, p, q, needed, one.over_documents)
+        return Verdict(
+            kind, reason, interval, p, needed,
+            alone=comparison.interval(looks) if shown else None,
+            p_exact=None if exact is None else min(1.0, family * exact),
+            over_documents=both and enclosing(both, comparison.place, comparison.every, comparison.shared, family),
+        )  # fmt: skip
 
-    if one.diverged or not np.isfinite(one.differences).all():
-        return verdict(
-            "unstable", f"{one.diverged} final runs diverged{one.why and ': '}{one.why}" if one.diverged else "a difference is not finite"
-        )
-    if not one.tuned:
+    if comparison.diverged:
+        return verdict("unstable", f"{comparison.diverged} final runs diverged{comparison.why and ': '}{comparison.why}")
+    if not finite:
+        return verdict("unstable", "a difference is not finite")
+    if not comparison.tuned:
         return verdict("not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged")
-    if one.unreached:
-        return verdict("not resolved", one.unreached)
-    if not one.whole:
-        return verdict("not resolved", f"{seeds} of {one.planned} seeds have ended")
+    if comparison.unreached:
+        return verdict("not reached", comparison.unreached)
+    if not comparison.whole:
+        return verdict("incomplete", f"{seeds} of {comparison.planned} seeds have ended")
     if seeds < FEWEST_SEEDS:
-        return verdict("not resolved", f"{seeds} seeds in common: a verdict needs at least {FEWEST_SEEDS}")
-    if not one.finite:
-        return verdict("not resolved", "a difference at another of the learning rates, all of which a verdict is on, is not finite")
-    mean = interval.mean
-    if p <= ALPHA:
-        if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
-            return verdict("different but below what matters", f"within {amount} of the baseline (p = {q:.2g})")
-        if turned := other_sign(mean, one.elsewhere):
-            at = " and ".join(f"{rate:g}" for rate in turned)
-            return verdict("depends on the rate", f"the difference has the other sign with both at rate {at}")
-        return verdict("better" if (mean < 0) == (better == "lower") else "worse", f"p = {p:.2g} over {seeds} seeds")
-    if q <= ALPHA and seeds >= FEWEST_EQUIVALENT:
-        return verdict("equivalent", f"within {amount} of the baseline (p = {q:.2g} over {seeds} seeds)")
-    if p_difference(Comparison(one.differences)) <= ALPHA / family < p_difference(one):
-        return verdict("not resolved", "the difference is not shown at the other rates that the arms were trained at")
-    if needed is not None and needed <= seeds:
-        more = f"; equivalence takes {FEWEST_EQUIVALENT} seeds or more" if seeds < FEWEST_EQUIVALENT else ""
-        return verdict("not resolved", f"neither a difference (p = {p:.2g}) nor equivalence (p = {q:.2g}) is shown{more}")
-    how_many = f"more than {MOST_SEEDS}" if needed is None else f"{needed}"
-    return verdict("not resolved", f"finding a difference of {amount} 4 times in 5 takes {how_many} seeds, by the spread of these {seeds}")
+        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}")
+    if not comparison.finite:
+        return verdict("undecided", "a difference at another of the learning rates, all of which a verdict is on, is not finite")
+    within = -margin < interval.low and interval.high < margin
+    over = f"over {seeds} seeds" if interval.bounded else f"by the sign-flip test, as all {seeds} seeds differ by the same"
+    if interval.low > 0 or interval.high < 0:
+        if within:
+            return verdict(
+                "different but below what matters", f"the interval leaves out 0, and every difference of {amount} (p = {p:.2g} {over})"
+            )
+        more = f", and every smaller one than {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
+        return verdict(
+            "better" if (interval.mean < 0) == (better == "lower") else "worse", f"the interval leaves out 0{more} (p = {p:.2g} {over})"
+        )
+    if within:
+        return verdict("equivalent", f"the interval leaves out every difference of {amount} ({over})")
+    if not interval.bounded:
+        return verdict(
+            "undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test, which so few can't bring below {ALPHA}"
+        )
+    rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
+    beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
+    return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}")
 
 
-def other_sign(mean: float, elsewhere: Mapping[float, Sequence[float]]) -> list[float]:
-    """The learning rates at which the mean difference has not the sign of `mean`: where there are `FEWEST_SEEDS` seeds or more, by a t test
-    at `ALPHA` alone, else by the mean as it is."""
-    found = []
-    for rate, some in elsewhere.items():
-        if not len(some) or mean * float(np.mean(some)) > 0:
-            continue
-        if len(some) < FEWEST_SEEDS or not np.isfinite(some).all() or p_difference(Comparison(some)) <= ALPHA:
-            found.append(rate)
-    return found
+def _needed(comparison: Comparison, margin: float, family: int) -> SeedsNeeded:
+    """Seeds with which a difference of `margin` is found, by the spread so far and by the ends of its 95 % interval."""
+    seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
+    rates = 1 if comparison.every or comparison.by_rates is None else max(comparison.by_rates[:, : comparison.shared].shape[:2])
+    ends = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
+    return SeedsNeeded(*(seeds_needed(spread * each, margin, ALPHA / family / rates) for each in (1.0, *ends)))
 
 
 def hardest(values: np.ndarray, every: bool) -> float:
@@ -213,53 +239,63 @@ def hardest(values: np.ndarray, every: bool) -> float:
     return float(values.max() if every else values.min(0).max())
 
 
-def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None) -> Interval:
-    """The interval of the difference between two arms at their best rates: from that of one pair of rates and those of all, (the one's,
-    the other's); NaN where one of these is. `every`: as of `hardest`; `shared`: as of `Comparison`, for the lower end."""
-    one, both = by_rates[place].interval(), by_rates[:, :shared]
+def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None, family: int = 1) -> Interval:
+    """The interval of the difference between two arms at their best rates.
+
+    Args:
+        by_rates: (the arm's rates, the baseline's), the difference at each pair; the interval is NaN where one is.
+        place: the pair whose mean is shown.
+        every: as of `hardest`.
+        shared: as of `Comparison`, for the lower end.
+        family: how many such intervals hold together with 95 %.
+    """
+    shown, both = by_rates[place].interval(family), by_rates[:, :shared]
     own, others = (1, 1) if every else both.mean.shape
-    high, low = hardest(by_rates.mean + by_rates.half(own), every), -hardest((both.half(others) - both.mean).T, every)
-    return replace(one, low=float(np.minimum(one.low, low)), high=float(np.maximum(one.high, high)))
+    high, low = hardest(by_rates.mean + by_rates.half(own * family), every), -hardest((both.half(others * family) - both.mean).T, every)
+    return replace(shown, low=float(np.minimum(shown.low, low)), high=float(np.maximum(shown.high, high)))
 
 
-def p_difference(one: Comparison) -> float:
-    """Two-sided p of the paired t test of mean 0, of the arms at their best rates. Differences that are all the same have p 0, or 1 where
-    they are 0; NaN where one is not finite."""
-    return float(np.minimum(1.0, 2 * np.minimum(_p_below(one, 0.0), _p_above(one, 0.0))))
+def p_difference(comparison: Comparison) -> float:
+    """Two-sided p of the paired t test of mean 0, of the arms at their best rates: it is at most 0.05 / family where `Comparison.interval`
+    of that family leaves out 0. Without spread that of the sign-flip test; NaN where a difference is not finite."""
+    estimates = comparison.estimates
+    return _two_sided(comparison, estimates.p(0.0, 1), estimates.p(0.0, -1))
 
 
-def p_equivalence(one: Comparison, matters: float) -> float:
-    """The greater p of the two one-sided t tests of a mean at or beyond -matters, and at or beyond +matters; NaN as in `p_difference`."""
-    return float(np.maximum(_p_below(one, matters), _p_above(one, -matters)))
+def p_exact(comparison: Comparison) -> float | None:
+    """Two-sided p of the sign-flip test of mean 0, of the arms at their best rates: exact where differences are symmetric about 0 (Fisher
+    1935); None with fewer than `FEWEST_EXACT` or more than `MOST_EXACT` seeds."""
+    values = comparison.at_rates
+    if not FEWEST_EXACT <= values.shape[-1] <= MOST_EXACT:
+        return None
+    return _two_sided(comparison, sign_flip(-values), sign_flip(values))
 
 
-def _p_below(one: Comparison, at: float) -> float:
-    """One-sided, that the difference is at or above a value."""
-    p = _p(one.estimates, at, 1)
-    return float(np.maximum(p[one.place], hardest(p if one.every else np.minimum(1.0, len(p) * p), one.every)))
+def _two_sided(comparison: Comparison, below: np.ndarray, above: np.ndarray) -> float:
+    """The two-sided p of the arms at their best rates, from the one-sided p at each pair of rates, (the arm's, the baseline's): that the
+    difference is not below 0, and that it is not above."""
+
+    def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
+        both = p[:shared]
+        return float(np.maximum(p[place], hardest(both if comparison.every else np.minimum(1.0, len(both) * both), comparison.every)))
+
+    lower, higher = claim(below, comparison.place, None), claim(above.T, comparison.place[::-1], comparison.shared)
+    return float(np.minimum(1.0, 2 * np.minimum(lower, higher)))
 
 
-def _p_above(one: Comparison, at: float) -> float:
-    """One-sided, that the difference is at or below a value."""
-    p = _p(one.estimates, at, -1).T
-    both = p[: one.shared]
-    return float(np.maximum(p[one.place[::-1]], hardest(both if one.every else np.minimum(1.0, len(both) * both), one.every)))
-
-
-def _p(estimate: Estimate, at: float, sign: int) -> np.ndarray:
-    """One-sided p of each, (...,): that its mean is not below (`sign` 1), or not above (-1), a value."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        distance = sign * (estimate.mean - at)
-        return stdtr(estimate.degrees, np.where(distance == 0, 0.0, distance / estimate.error))
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """p values adjusted so that rejecting those at most alpha keeps the chance of any false rejection at alpha (Holm 1979)."""
-    order, adjusted, highest = np.argsort(p, kind="stable"), [1.0] * len(p), 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
-        adjusted[index] = float(highest)
-    return adjusted
+def sign_flip(values: np.ndarray) -> np.ndarray:
+    """One-sided p, (...,), that the mean of (..., seeds) is not above 0: the fraction of the 2^seeds choices of their signs whose sum is at
+    least as high. Sums of each half of the seeds are sorted, so that no more than 2^(seeds / 2) are kept."""
+    values = np.asarray(values, dtype=float)
+    *outer, seeds = values.shape
+    if outer:
+        return np.array([sign_flip(each) for each in values])
+    first, second = (
+        (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in np.array_split(values, 2)
+    )
+    second = np.sort(second)
+    least = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
+    return (len(second) - np.searchsorted(second, least - first)).sum() / 2**seeds
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
@@ -275,4 +311,5 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int 
     """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` is `POWER`; None: more than `MOST_SEEDS`."""
     known = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)  # its square: of a test that knows the spread, and takes fewer
     some = range(max(FEWEST_SEEDS, math.floor(min(known, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
-    return next((seeds for seeds in some if power(seeds, spread, difference, alpha) >= POWER), None)
+    fewest = bisect_left(some, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
+    return some[fewest] if fewest < len(some) else None
