@@ -212,7 +212,7 @@ def elementwise_alone(route: Callable[..., torch.Tensor], f: ScoreFunction, argu
     """Forward and backward of one `route` of `lm.attention.elementwise_sums.elementwise_attention`, as `attention`."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
-    leaves = [x.detach().requires_grad_() for x in (q / 8, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step() -> None:
         torch.autograd.grad(route(f, *leaves), leaves, grad)

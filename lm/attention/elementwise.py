@@ -1,7 +1,5 @@
 """Elementwise attention: each weight is a function of its own score, and of n or the sum of its row."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +30,7 @@ class ElementwiseNormalizer(DividedNormalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         if not layout.causal:
             return super().forward(q, k, v, layout)
-        q, factor = q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1)), self.factor(layout)
+        factor = self.factor(layout)
         out = elementwise_attention(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 

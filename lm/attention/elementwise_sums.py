@@ -1,4 +1,4 @@
-"""Elementwise attention, sums of f(q.k + b) v: by the Triton kernel where it is supported and works, else by tiles."""
+"""Elementwise attention, sums of f(q.k / sqrt(D) + b) v: by the Triton kernel where it is supported and works, else by tiles."""
 
 import os
 import warnings
@@ -80,10 +80,11 @@ def _agree(f: ScoreFunction, x: list[Tensor], shift: Tensor | None, over_sum: bo
 
 @torch.compiler.disable
 def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """sum_{j <= i} f(q_i.k_j + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
+    """sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 
     q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or None for 0.
-    Scores are not scaled: scale q. `over_sum`: each row divided by its sum of f, which f must keep from being negative.
+    1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`. `over_sum`: each row divided by
+    its sum of f, which f must keep from being negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
         return tiles(f, q, k, v, shift, over_sum)

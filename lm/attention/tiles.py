@@ -3,6 +3,8 @@
 Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -19,9 +21,9 @@ def _tiles(length: int) -> list[tuple[int, int]]:
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal tiles of f(q.k + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None; `over_sum`: divided by each row's sum.
+    """Causal tiles of f(q.k / sqrt(D) + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None.
 
-    Scores, f and sums are in fp32 (or wider), weights as wide as v.
+    `over_sum`: rows are divided by their sums. Scores, f and sums are in fp32 (or wider), weights as wide as v.
     """
 
     @staticmethod
@@ -73,13 +75,14 @@ class _ElementwiseAttention(torch.autograd.Function):
                     dq[:, a:b] += dz @ k[:, c:d]
                     dk[:, c:d] += dz.transpose(1, 2) @ q[:, a:b]
                     dv[:, c:d] += w.transpose(1, 2) @ grad[:, a:b]
+        dq, dk = (x.div_(math.sqrt(q.size(-1))) for x in (dq, dk))
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
 
 
 def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
-    """q.k + shift of queries a to b and keys c to d, (N, b - a, d - c)."""
-    z = q[:, a:b] @ k[:, c:d].transpose(1, 2)
-    return z if shift is None else z.add_(shift[:, a:b].unsqueeze(-1))
+    """q.k / sqrt(D) + shift of queries a to b and keys c to d, (N, b - a, d - c)."""
+    factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
+    return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
 
 
 def tiles(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal sums of f(q.k + b) v as Triton kernels: no weight leaves the chip, forward or backward.
+"""Causal sums of f(q.k / sqrt(D) + b) v as Triton kernels: no weight leaves the chip, forward or backward.
 
 Importing this needs `triton`; whether it is used is decided in `lm.attention.elementwise_sums`. Sums and f are in fp32 whatever
 the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
@@ -80,7 +80,7 @@ def _block_start(T, BLOCK: tl.constexpr):
 @triton.jit
 def _forward(
     q, k, v, b, out, sums, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs, of one piece of the values: over the keys up to it."""
@@ -91,7 +91,7 @@ def _forward(
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) + b_i[:, None]
+        z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
         w, _ = _function(z, KIND)
         w = tl.where(i[:, None] >= j[None, :], w, 0.0).to(v.dtype.element_ty)
         total = _dot(w, _tile(v, j, e, T, E), total)
@@ -108,7 +108,7 @@ def _forward(
 @triton.jit
 def _backward_queries(
     q, k, v, b, grad, mean, dq, db, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of dq and db: over the keys up to it."""
@@ -121,7 +121,7 @@ def _backward_queries(
     for start in range(0, first + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         k_j = _tile(k, j, d, T, D)
-        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) + b_i[:, None]
+        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
         dw = _dot(g_i, tl.trans(_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
         for more in range(BLOCK_E, E, BLOCK_E):
             dw = _dot(_tile(grad, i, more + e, T, E), tl.trans(_tile(v, j, more + e, T, E)), dw)
@@ -129,7 +129,7 @@ def _backward_queries(
         dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
         db_i += tl.sum(dz, 1)
-    _store(dq + n * T * D, dq_i, i, d, T, D)
+    _store(dq + n * T * D, dq_i * FACTOR, i, d, T, D)
     if SHIFTED:
         tl.store(db + n * T + i, db_i, mask=i < T)
 
@@ -137,7 +137,7 @@ def _backward_queries(
 @triton.jit
 def _backward_keys(
     q, k, v, b, grad, mean, dk, dv, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """A block of dk and of the first piece of dv (`FIRST`), or of another piece of dv: over the queries from it on.
@@ -154,7 +154,7 @@ def _backward_keys(
     for start in range(first, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
         q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
-        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) + _row(b, i, T, SHIFTED)[None, :]
+        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _row(b, i, T, SHIFTED)[None, :]
         w, slope = _function(z, KIND)
         seen = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
         dv_j = _dot(tl.where(seen, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
@@ -165,7 +165,7 @@ def _backward_keys(
             dz = tl.where(seen, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
-        _store(dk + n * T * D, dk_j, j, d, T, D)
+        _store(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
     _store(dv + n * T * E, dv_j, j, e, T, E)
 
 
@@ -183,6 +183,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
         "SHIFTED": shifted,
         "SUMMED": summed,
         "KIND": kind,
+        "FACTOR": size**-0.5,
         "BLOCK": 64 if dtype == torch.bfloat16 else 32,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,

@@ -28,11 +28,12 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm of each head's queries or keys, in the gain's dtype: under autocast queries come in bf16, of which torch warns."""
+    """RMSNorm of each head's queries or keys, in the gain's dtype: under autocast they come in bf16, and are rounded to it again only once
+    RoPE and the normalizer have scaled them, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, H, T, D), in any dtype, which the result has, too."""
-        return super().forward(x.to(self.weight.dtype)).type_as(x)
+        """x: (B, H, T, D), in any dtype; the result has the gain's."""
+        return super().forward(x.to(self.weight.dtype))
 
 
 class DecodingCache:
