@@ -96,6 +96,21 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
     assert bits_per_byte(nll, held_out) == pytest.approx(3 / 4)
 
 
+def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
+    """Not of the tokens that are read, whose bytes differ; nor of predictions that do not count."""
+    drawn = np.random.default_rng(1)
+    sequences, token_bytes = drawn.integers(60, size=(3, 9)), drawn.integers(1, 20, size=60).astype(np.float32)
+    sequences[:, 0], token_bytes[sequences[0, 0]] = sequences[0, 0], 500.0
+    counts = drawn.random((3, 8)) < 0.5
+    nll = np.where(counts, drawn.random((3, 8)), 0.0)
+    for answers in (None, counts):
+        asked = [(i, t) for i in range(3) for t in range(8) if answers is None or answers[i, t]]
+        bits = sum(nll[i, t] for i, t in asked) / math.log(2)
+        n_bytes = sum(token_bytes[sequences[i, t + 1]] for i, t in asked)
+        held_out = HeldOut(sequences, token_bytes, answers=answers)
+        assert bits_per_byte(nll, held_out) == pytest.approx(bits / n_bytes, rel=1e-6)
+
+
 @pytest.mark.parametrize(("seq_len", "length"), [(256, 2048), (32, 128), (100, 800), (2, 16), (96, 96), (64, 100), (64, 16), (100, 7)])
 def test_buckets_tile_the_row_with_edges_at_every_doubling_of_the_training_length(seq_len: int, length: int):
     edges = bucket_edges(seq_len, length)

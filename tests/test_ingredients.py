@@ -144,6 +144,17 @@ def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: s
             torch.testing.assert_close(at.v[:, ::2], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
+def test_a_model_starts_with_the_mean_of_both_values(kind: str):
+    decoder, batch = model(value_residual=kind), Batch(tokens(2), tokens(2), None)
+    with torch.no_grad():
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
+        own = [at.x @ block.attention.qkv.weight[-C:].t() for at, block in zip(inputs, decoder.blocks, strict=True)]
+        others = [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [own[0]] * 2
+        for at, mine, other in zip(inputs, own, others, strict=True):
+            torch.testing.assert_close(at.v.transpose(1, 2).flatten(2), (mine + other) / 2, atol=1e-6, rtol=1e-5)
+
+
 def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_products():
     plain, first, embedding = (model(n_kv_head=2, value_residual=kind) for kind in (None, "first_layer", "embedding"))
     assert count_parameters(embedding)["non_embedding"] == count_parameters(plain)["non_embedding"] + 2

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import lm as command
@@ -24,7 +25,7 @@ from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.model.head import Head
-from lm.model.swapped import score_factors, swapped
+from lm.model.swapped import fit, score_factors, swapped
 from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
@@ -151,8 +152,6 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
 
 
 def held_out(length: int, count: int = 3) -> HeldOut:
-    import numpy as np
-
     return HeldOut(np.random.default_rng(0).integers(400, size=(count, length + 1)), np.ones(400, "f4"))
 
 
@@ -204,6 +203,55 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
     before, after, kl = compared(old, swapped(old, SSMAX_BIAS), held_out(32), HERE)
     assert (before == after).all()
     assert not kl.any()
+
+
+def sharp(tiny) -> Decoder:
+    """Its predictions are sure enough that the two directions of a divergence differ."""
+    model = decoder(tiny)
+    with torch.no_grad():
+        model.head.weight.mul_(40)
+    return model
+
+
+def log_p(model: Decoder, batch: Batch) -> torch.Tensor:
+    """ln p of each next token, (B, T, V) fp64, by the softmax of all logits."""
+    with torch.no_grad():
+        logits = model(batch.tokens).double() @ model.head.weight.double().t()
+    return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_old(tiny):
+    """KL(old || new), token by token, which is not KL(new || old); and the losses, each of its own model."""
+    old = sharp(tiny)
+    new = swapped(old, opt.SSMax(init=1.0))
+    sequences = held_out(32)
+    batch = Batch.of(sequences.sequences)
+    p, q = (log_p(model, batch) for model in (old, new))
+    losses = [-x.gather(2, batch.targets.unsqueeze(-1)).squeeze(-1) for x in (p, q)]
+    kl, other = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+    found = compared(old, new, sequences, HERE)
+    for numbers, expected in zip(found, (*losses, kl), strict=True):
+        np.testing.assert_allclose(numbers, expected.numpy(), rtol=1e-3, atol=1e-5)
+    assert abs(float(kl.mean() - other.mean())) > 0.02 * float(kl.mean())
+
+
+def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_old(tiny):
+    old = sharp(tiny)
+    new = swapped(old, opt.SSMax(init=1.0))
+    batches = [Batch.of(part) for part in np.split(held_out(32, count=4).sequences, 2)]
+
+    def divergence() -> tuple[float, float]:
+        """Mean KL(old || new) over all tokens, and KL(new || old)."""
+        pairs = [(log_p(old, batch), log_p(new, batch)) for batch in batches]
+        both = pairs, [pair[::-1] for pair in pairs]
+        return tuple(float(torch.stack([(a.exp() * (a - b)).sum(-1) for a, b in some]).mean()) for some in both)
+
+    before = divergence()
+    start, end = fit(old, new, batches)
+    after = divergence()
+    assert (start, end) == pytest.approx((before[0], after[0]), rel=1e-3)
+    assert after[0] < 0.9 * before[0]
+    assert start != pytest.approx(before[1], rel=0.02)
 
 
 # ---------------------------------------------------------------- lm swap, lm export, lm.load
