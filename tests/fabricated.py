@@ -1,13 +1,19 @@
 """Run folders of experiments as if they had been trained: in an instant, with the losses that a test asks for."""
 
 import json
+import pickle
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from lm.experiments.procedure import Procedure, Run
-from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import CHECKPOINTS, METRICS, step_path, write_json
+from lm.runs.checkpoints import link_checkpoint
+from lm.runs.evaluations import Evaluation, evaluation_path, measuring_code
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path, write_sealed
+from lm.runs.metadata import FORMAT
+from lm.runs.metric_log import log_seal
 from lm.runs.series import Sample, Series
 from lm.runs.validation import validation_series
 from lm.schema import Plain
@@ -19,10 +25,8 @@ FINGERPRINT = "fingerprint"
 def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
     """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation was `asked` for with
     these keys of `eval`; others have the series that are in `more`."""
-    folder, step = run.config.run_folder, run.outcome.last_step
-    checkpoint = step_path(folder / CHECKPOINTS, step)
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.touch()
+    step = run.outcome.last_step
+    save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
     for kind in {*run.outcome.scheduled, *(one.kind for one in more)}:
         evaluated(run, kind, step, [one for one in more if one.kind == kind])
@@ -37,9 +41,25 @@ def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict
 
 def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[str, Plain] | None = None) -> None:
     """An evaluation's file."""
-    tokens = step * run.config.optim.batch_tokens
-    one = Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", "weights", tuple(series), asked or {})
-    write_json(evaluation_path(run.config.run_folder, kind, step), one.plain())
+    folder, tokens = run.config.run_folder, step * run.config.optim.batch_tokens
+    keep(folder, Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", folder.name, tuple(series), asked or {}, {"lm": measuring_code()}))
+
+
+def keep(folder: Path, evaluation: Evaluation) -> Path:
+    """An evaluation in a run folder, sealed as `lm.evaluation.results` does."""
+    return write_sealed(evaluation_path(folder, evaluation.kind, evaluation.step), evaluation.plain())
+
+
+def save(folder: Path, step: int) -> None:
+    """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal the log."""
+    weights = {str(before): [folder.name] for before in range(step + 1)}
+    facts = {"format": FORMAT, "step": step, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": FINGERPRINT, "config": ""}
+    facts |= {"plugins": {}, "weights_sha256": weights, "log": log_seal(folder / METRICS)}
+    path = step_path(folder / CHECKPOINTS, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"lm": facts, "state_dict": {}}, protocol=2))
+    link_checkpoint(LAST, path)
 
 
 def logged(run: Run, *losses: float) -> None:
@@ -47,6 +67,8 @@ def logged(run: Run, *losses: float) -> None:
     lines = [json.dumps({"step": step, "tokens": step, "train/loss": loss}) for step, loss in enumerate(losses, 1)]
     run.config.run_folder.mkdir(parents=True, exist_ok=True)
     (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
+    if run.outcome.checkpoint.exists():
+        save(run.config.run_folder, run.outcome.last_step)
 
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:

@@ -6,12 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from fabricated import save
 
 from lm.config import load as configuration
 from lm.report.comparison import Comparison, compare
 from lm.report.differences import Difference
 from lm.report.sections import Line
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
+from lm.runs.folder import sealed
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Sample, Series, Shown
 from lm.runs.validation import validation_series
@@ -123,6 +125,7 @@ def build_run(
         write_series(folder, "long_context", series, steps, fingerprint=fingerprint)
     if asked:
         write_answers(folder, asked, seq_len)
+    save(folder, steps)
     return folder
 
 
@@ -166,12 +169,16 @@ def answers(
 
 def write_series(folder: Path, kind: str, series: list[Series], step: int = 200, fingerprint: str = "data-a") -> None:
     """An evaluation as the trainer writes it."""
-    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "options": {}, "precision": "32", "weights_sha256": "w"}
+    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "options": {}, "precision": "32", "weights_sha256": folder.name}
+    facts["code"] = {"lm": measuring_code()}
     write_evaluation(folder, kind, step, Evaluation(kind=kind, step=step, series=tuple(series), **facts).plain())
 
 
 def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
-    (folder / "evaluations" / f"{kind}.step-{step:06d}.json").write_text(json.dumps(plain(content)))
+    """A file of evaluations, sealed if it is none of an older version."""
+    path = folder / "evaluations" / f"{kind}.step-{step:06d}.json"
+    bare = plain({name: value for name, value in content.items() if name != "sha256"})
+    path.write_text(json.dumps(sealed(bare) if "code" in bare else bare))
 
 
 def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
@@ -182,9 +189,10 @@ def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Differen
 
 def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
     path = next(folder.glob(f"evaluations/{kind}.*"))
-    content = json.loads(path.read_text())
+    content = read_evaluation(path)
     change(content)
-    path.write_text(json.dumps(content))
+    path.unlink()
+    write_evaluation(folder, kind, content["step"], content)
 
 
 def first_sample(content: dict, number: int = 0) -> dict:

@@ -17,8 +17,9 @@ from lm.errors import RunError
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import FORMAT, save_checkpoint
+from lm.runs.checkpoints import save_checkpoint
 from lm.runs.loading import weights_mismatch
+from lm.runs.metadata import FORMAT
 from lm.schema import to_plain
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}

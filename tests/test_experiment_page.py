@@ -3,12 +3,14 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
+from fabricated import save
 from markupsafe import escape
 from reported import build_run
 
@@ -24,7 +26,7 @@ from lm.report.along_axis import differences_along
 from lm.report.panels import Panel, Trace, picture
 from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CONFIG, METRICS, step_path
+from lm.runs.folder import CONFIG, METRICS
 from lm.runs.metric_log import DIVERGED
 from lm.runs.series import Axis, Sample, Series, Shown, selects
 
@@ -64,15 +66,14 @@ def finish(run: Run, loss: float, **how: object) -> Path:
     folder = run.config.run_folder
     build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **how)
     (folder / CONFIG).write_text(to_yaml(run.config))
-    checkpoint = step_path(folder / "checkpoints", STEPS)
-    checkpoint.parent.mkdir()
-    checkpoint.touch()
     return folder
 
 
 def diverge(run: Run) -> None:
     """A run folder as if the run had stopped at values that are not finite."""
-    with (finish(run, losses(run)) / METRICS).open("a") as log:
+    folder = finish(run, losses(run))
+    shutil.rmtree(folder / "checkpoints")
+    with (folder / METRICS).open("a") as log:
         log.write(json.dumps({"step": STEPS, DIVERGED: "loss is not finite"}) + "\n")
 
 
@@ -188,6 +189,7 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
         path = run.config.run_folder / METRICS
         kept = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
         path.write_text("\n".join(kept) + "\n")
+        save(run.config.run_folder, STEPS)
     page = write_page([procedure], tmp_path / "out")
     assert {one["panel"] for one in rows(page.parent / "curves.csv")} == {"Training loss"}
     assert "Without a curve, because it was measured once: Validation loss." in text_of(page)

@@ -166,7 +166,7 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     finish(run, 5.0)
     path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
     path.write_text('{"series": [')
-    with pytest.raises(RunError, match=r"not an evaluation: not readable as JSON: .*; delete it, and it is measured again"):
+    with pytest.raises(RunError, match=r"not readable as JSON: .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$"):
         replace(run.outcome).state  # noqa: B018
 
 

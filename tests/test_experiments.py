@@ -29,8 +29,8 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import read_json, write_json
+from lm.runs.evaluations import Evaluation, evaluation_path, read_evaluation
+from lm.runs.folder import write_json
 from lm.runs.series import Series
 from lm.schema import to_plain
 from lm.training.optimizers import implied_state
@@ -179,7 +179,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
 
 def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
     """The series of one kind of evaluation at the last step."""
-    return Evaluation.of(read_json(evaluation_path(outcome.folder, kind, outcome.last_step))).series
+    return Evaluation.of(read_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step))).series
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):

@@ -152,7 +152,7 @@ def damage_field(finished: Finished, file: float, place: float, value: object) -
     """One file, written again with its digests: an entry set to something else, or missing."""
     candidates = [path for path in finished.before if path.suffix not in (".safetensors", ".jsonl")]
     path = candidates[int(file * len(candidates))]
-    sealed = path.name == "lm.json"
+    sealed = path.name == "lm.json" or path.parent.name == "evaluations"
     if path == finished.checkpoint:
         content = torch.load(path, weights_only=True)
     elif path.suffix == ".yaml":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lm.runs.evaluations import ROOMS as MEASURING
+
 ROOT = Path(__file__).resolve().parent.parent
 # A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...
 ROOMS = (
@@ -80,6 +82,16 @@ def test_rooms_import_the_ones_before_them_only():
 def test_training_and_reports_know_nothing_of_each_other():
     across = [f"{name} imports {other}" for name in MODULES for other in GRAPH[name] if {room(name), room(other)} == {"training", "report"}]
     assert not across
+
+
+def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
+    seen: set[str] = set()
+    left = {name for name in MODULES if name.startswith("lm.evaluation.")}
+    while left:
+        seen |= left
+        left = set().union(*(GRAPH[name] for name in left)) - seen
+    without_numbers = {"__init__", "errors", "files", "machine", "progress", "schema"}
+    assert {room(name) for name in seen if name != "lm"} - without_numbers == set(MEASURING)
 
 
 def test_no_two_modules_have_one_name():

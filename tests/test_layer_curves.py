@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fabricated import save
 from reported import build_run
 
 from lm.report.html import write_report
@@ -57,6 +58,7 @@ def run(tmp_path: Path) -> Path:
         for step in range(1, 601)
     ]  # fmt: skip
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save(folder, 600)
     return folder
 
 

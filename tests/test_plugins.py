@@ -92,6 +92,19 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
     assert lm("generate", str(tmp_path / "export"), "--allow-plugin", "powers", "--max-new-tokens", "3").returncode == 0
 
 
+def test_another_file_of_its_package_is_other_code(powers: Path):
+    def code() -> dict[str, str]:
+        forget()
+        with PLUGINS.trusted():
+            PLUGINS.options(NAME)
+        return PLUGINS.code(["softmax", NAME])
+
+    before = code()
+    assert (list(before), code()) == ([NAME], before)
+    (powers / "helpers.py").write_text("ONE = 1\n")
+    assert code() != before
+
+
 def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers: Path, arguments: list[str]):
     folder = trained(arguments, NAMED, "trainer.checkpoint_every=5")
     for name in ("last.ckpt", "step-000010.ckpt"):

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fabricated import save
 from matplotlib.figure import Figure
-from reported import build_run, first_sample, plain, two_runs
+from reported import build_run, first_sample, plain, two_runs, write_evaluation
 from rich.console import Console
 
 from lm.errors import RunError
@@ -148,10 +149,11 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
             for row in (loss["means"], *first_sample(content)["values"]):
                 row[half:] = [value] * (len(row) - half)
             loss["curve"][100:] = [value] * (len(loss["curve"]) - 100)
-        path.write_text(json.dumps(plain(content)))
+        write_evaluation(folder, kind, 200, content)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(plain(line)) for line in metrics))
+    save(folder, 200)
     soft = build_run(tmp_path, "soft")
     for folders in ([soft, folder], [folder]):
         files = write_report(folders, tmp_path / "out")

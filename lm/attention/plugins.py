@@ -8,6 +8,7 @@ docs/normalizers-own.md says what such a class has to be.
 import hashlib
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,11 @@ class Plugins:
         """Those of the normalizers from outside among `names`, which have been imported."""
         return {name: self._loaded[name].version for name in names if name in self._loaded}
 
+    def code(self, names: Iterable[str]) -> dict[str, str]:
+        """A digest of the Python files of the whole package, of each of the normalizers from outside among `names`."""
+        modules = {name: sys.modules[_package(name)] for name in names if name in self._loaded}
+        return {name: sources_sha256(getattr(module, "__path__", None) or [module.__file__]) for name, module in modules.items()}
+
     def failure(self, error: BaseException) -> str:
         """The normalizer from outside, its function, file and line that raised `error`, in words; empty if none did."""
         packages = {_package(name): name for name in self._loaded}
@@ -94,6 +100,15 @@ class Plugins:
 
 
 PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
+
+
+def sources_sha256(places: Iterable[str | Path]) -> str:
+    """Sixteen digits of a sha256 over Python files, and over those in folders: their paths there, and what is in them."""
+    digest = hashlib.sha256()
+    for place in map(Path, places):
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{path.relative_to(place.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _package(reference: str) -> str:

@@ -14,8 +14,9 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
-from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CONFIG, read_json, write_json
+from lm.evaluation.measurement import weights_sha256
+from lm.runs.evaluations import evaluation_path, read_evaluation
+from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import load
 from lm.runs.series import listed
 from lm.schema import Plain, build, to_plain
@@ -72,7 +73,8 @@ def measure(
     where = open_device(config, loaded.environment)
     model = HarnessLM(loaded, max_length, where)
     kept = evaluation_path(folder, KIND, loaded.stamp["step"])
-    before = read_json(kept) if out is None and kept.is_file() else {}
+    weights, before = weights_sha256(loaded.decoder), read_evaluation(kept) if out is None and kept.is_file() else {}
+    before = before if before.get("weights_sha256", weights) == weights else {}
 
     names, manager = _find(tasks, include_path)
     found = _evaluate(model, names, manager, num_fewshot, limit)
@@ -85,6 +87,7 @@ def measure(
     result = {
         "kind": KIND,
         **loaded.stamp,
+        "weights_sha256": weights,
         "checkpoint": loaded.path.name,
         "tasks": {
             name: {
@@ -110,7 +113,7 @@ def measure(
         write_json(out, listed(result))
         print(out)
     elif (folder / CONFIG).is_file():
-        print(write_json(kept, listed(together)))
+        print(write_sealed(kept, listed(together)))
     return result
 
 

@@ -17,6 +17,7 @@ from lm.evaluation.pictures import draw
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs import weights_file
+from lm.runs.evaluations import measuring_code
 from lm.runs.series import Series
 from lm.schema import Plain
 
@@ -31,7 +32,6 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]  # the name of its block of `eval`
-    version: ClassVar[int] = 1  # raise it when the numbers of the same options change
 
     def __init__(self, config: Config, store: Store):
         self.config, self.store = config, store
@@ -67,11 +67,15 @@ class Measurement(ABC):
         """What it computes in, as recorded."""
         return where.precision
 
+    @property
+    def code(self) -> dict[str, str]:
+        """Digests of the code that its numbers come from: of lm, and of the packages of normalizers from outside."""
+        return {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)}
+
     def key(self, weights: str, where: Device) -> str:
-        """Names what decides a result: kind, version, options, model, code from outside, data, precision, `weights` (a sha256)."""
+        """Names what decides a result: kind, code, options, model, data, precision, `weights` (a sha256)."""
         model = function_of(self.config.model)
-        code = PLUGINS.versions(self.config.normalizer_names)
-        facts = [self.kind, self.version, self.options, model, code, self.store.fingerprint, self.precision(where), weights]
+        facts = [self.kind, self.code, self.options, model, self.store.fingerprint, self.precision(where), weights]
         return plain_sha256(facts)
 
 

@@ -124,7 +124,6 @@ class NeedleMeasurement(AnswerMeasurement):
     """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
 
     kind = "needle"
-    version = 5
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)

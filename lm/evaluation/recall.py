@@ -23,7 +23,6 @@ class Recall(AnswerMeasurement):
     roll-out after the model's own; of single tokens; and the loss of answers."""
 
     kind = "recall"
-    version = 4
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of its sequences, or the held-out text is too short for one."""

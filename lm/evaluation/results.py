@@ -10,7 +10,7 @@ from lm.files import write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, write_sealed
+from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, sealed, write_sealed
 
 
 def measured(
@@ -21,7 +21,7 @@ def measured(
     series = measurement.measure(decoder, where, progress)
     return Evaluation(
         measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.options, measurement.precision(where), weights,
-        tuple(series), measurement.config.eval.asked(measurement.kind),
+        tuple(series), measurement.config.eval.asked(measurement.kind), measurement.code,
     )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def write_evaluation(run: Path, measurement: Measurement, evaluation: Evaluation
     """Write the result of a measurement to its file, and draw its picture if it has one; returns the file's path."""
     path, picture = evaluation_path(run, evaluation.kind, evaluation.step), measurement.picture(evaluation.series)
     pictures = {} if picture is None else {path.with_suffix(".png"): picture}
-    write_together({path: json_bytes(evaluation.plain()), **pictures}, "the evaluation")
+    write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
     return path
 
 

@@ -26,11 +26,12 @@ from lm.files import new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, score_factors, swapped
-from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
+from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
 from lm.runs.identity import arm
 from lm.runs.loading import Loaded, load
+from lm.runs.metadata import FORMAT
 from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain, Unavailable, suggest, to_plain
 

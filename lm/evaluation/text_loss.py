@@ -18,7 +18,6 @@ class Validation(Measurement):
     """Loss at the training length: nats per token, bits per byte, and each sequence's mean for paired comparison."""
 
     kind = KIND
-    version = 4
 
     def __init__(self, config, store):
         super().__init__(config, store)
@@ -71,7 +70,6 @@ class LongContext(Measurement):
     """Loss by position of sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig. 5)."""
 
     kind = "long_context"
-    version = 3
 
     def __init__(self, config, store):
         super().__init__(config, store)

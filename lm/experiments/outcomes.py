@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 
 from lm.errors import RunError, one_line
-from lm.runs.evaluations import Evaluation, evaluation_files
-from lm.runs.folder import CHECKPOINTS, METRICS, read_json, step_path
+from lm.runs.consistency import check_measured
+from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
+from lm.runs.folder import CHECKPOINTS, METRICS, step_path
 from lm.runs.metric_log import DIVERGED, curve, read_metrics
 from lm.runs.series import Series, selects
 from lm.runs.validation import UNIGRAM
@@ -99,6 +100,8 @@ class Outcome:
         """
         lines = read_metrics(self.folder / METRICS)[0]
         if said := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
+            if self.checkpoint.exists():
+                raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
             return said
         if self.trained and not math.isfinite(self.series(SELECTION).means[0]):
             return f"final {SELECTION} is not finite"
@@ -115,10 +118,15 @@ class Outcome:
         loss, level = (series.means[0], series.references.get(UNIGRAM, math.inf)) if series else (0.0, math.inf)
         return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
+    @property
+    def checkpoint(self) -> Path:
+        """Its last one."""
+        return step_path(self.folder / CHECKPOINTS, self.last_step)
+
     @cached_property
     def trained(self) -> bool:
         """Whether the last checkpoint is there, and SELECTION was measured of it."""
-        return step_path(self.folder / CHECKPOINTS, self.last_step).exists() and self.series(SELECTION) is not None
+        return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
     def complete(self) -> bool:
@@ -148,11 +156,22 @@ class Outcome:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
         return next((one for evaluation in self._evaluations for one in evaluation.series if metric in one.logged), None)
 
-    @cached_property
+    @property
+    def sealed(self) -> bool:
+        """Whether digests show that the evaluations at the last step are of its weights; False: an older version left none."""
+        return self._measured_last[1]
+
+    @property
     def _evaluations(self) -> list[Evaluation]:
         """Those at the last step."""
+        return self._measured_last[0]
+
+    @cached_property
+    def _measured_last(self) -> tuple[list[Evaluation], bool]:
+        """`_evaluations` and `sealed`. Raises RunError: they are of other weights, or were altered."""
         files = evaluation_files(self.folder)
-        return [one for (_, step), path in files.items() if step == self.last_step for one in _read(path)]
+        found = [one for (_, step), path in files.items() if step == self.last_step for one in _read(path)]
+        return found, not found or not self.checkpoint.exists() or check_measured(self.folder, found, self.checkpoint)
 
     def values(self, metric: str) -> UnitValues | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
@@ -185,6 +204,7 @@ class Outcome:
         kinds = {one.kind for one in self._evaluations for series in one.series if self.metric in series.logged}
         files = [(at, path) for at, path in sorted(evaluation_files(self.folder).items()) if at[0] in kinds and at[1] <= self.last_step]
         read = [one for _, path in files for one in _read(path)]
+        check_measured(self.folder, read, self.checkpoint)
         found = [(one, next((series for series in one.series if self.metric in series.logged), None)) for one in read if one.tokens_seen]
         return [(one, values) for one, series in found if (values := _by_unit(series, self.metric))]
 
@@ -195,12 +215,11 @@ class Outcome:
 
 def _read(path: Path) -> list[Evaluation]:
     """The evaluation in a file; [] if it holds no series. Raises RunError: it is damaged."""
+    content = read_evaluation(path)
     try:
-        content = read_json(path)
         return [Evaluation.of(content)] if "series" in content else []
-    except (RunError, KeyError, TypeError, ValueError, AttributeError) as error:
-        said = one_line(error).removeprefix(f"{path}: ")
-        raise RunError(f"{path}: not an evaluation: {said}; delete it, and it is measured again") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{path}: not an evaluation: {one_line(error)}; delete it, and it is measured again") from None
 
 
 def _by_unit(one: Series | None, metric: str) -> UnitValues | None:

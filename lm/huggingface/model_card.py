@@ -1,8 +1,7 @@
 """README.md of an exported model: what it is, how it was trained, and its figures with the number of units behind each."""
 
 from lm.config.load import to_yaml
-from lm.runs.evaluations import Evaluation, evaluation_files
-from lm.runs.folder import read_json
+from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
 from lm.runs.loading import Loaded
 
 MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
@@ -58,7 +57,7 @@ def _figures(loaded: Loaded) -> str:
     """A table of what was measured at this step, empty if nothing was."""
     lines = []
     for (_, step), path in sorted(evaluation_files(loaded.folder).items()):
-        content = read_json(path)
+        content = read_evaluation(path)
         if step != loaded.stamp["step"] or "series" not in content:
             continue
         for one in Evaluation.of(content).series:

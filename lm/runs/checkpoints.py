@@ -9,30 +9,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.errors import RunError, one_line
+from lm.errors import RunError
 from lm.files import replacing, sync_folder
-from lm.runs.folder import BEST, check_fields, step_path, steps_saved
+from lm.runs.folder import BEST, step_path
+from lm.runs.metadata import SHA256, alternative, checked, load_metadata, unreadable
 from lm.runs.weights_file import weights_sha256
 
-FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
-# Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
-METADATA = {
-    "step": int,
-    "tokens": int,
-    "phase": int,
-    "vocab_size": int,
-    "data_fingerprint": str,
-    "config": str,
-    "plugins": dict[str, str],
-}
 PARTS = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # entries of a checkpoint that hold tensors, in words
-SHA256 = "sha256"  # its entry with a sha256 of each part; 0.9 and earlier wrote none
 
 
-def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
-    """Write `checkpoint`, and a sha256 of each part, whole or not at all. Raises RunError if it can't be written (a full disk, say)."""
+def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
+    """Write `checkpoint`, and a sha256 of each part, whole or not at all; returns that of the weights.
+
+    Raises:
+        RunError: it can't be written (a full disk, say).
+    """
+    digests = _digests(checkpoint)
     with replacing(path, "the checkpoint") as file:
-        torch.save({**checkpoint, SHA256: _digests(checkpoint)}, file)
+        torch.save({**checkpoint, SHA256: digests}, file)
+    return digests["state_dict"]
 
 
 def link_checkpoint(name: str, path: Path) -> None:
@@ -63,8 +58,8 @@ def is_saved(folder: Path, step: int) -> bool:
         return False
 
 
-def verify(path: Path, tensors: bool = True) -> None:
-    """Compare every byte of a checkpoint with the CRC that the file holds of it, which torch doesn't; without `tensors` all but theirs.
+def verify(path: Path) -> None:
+    """Compare every byte of a checkpoint with the CRC that the file holds of it, which torch doesn't.
 
     A gigabyte takes half a second.
 
@@ -74,12 +69,11 @@ def verify(path: Path, tensors: bool = True) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
-                if tensors or "/data/" not in member.filename:
-                    _check_member(archive, member, path)
+                _check_member(archive, member, path)
     except FileNotFoundError:
         raise RunError(f"{path}: no such checkpoint") from None
     except (OSError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: compressed in an unknown way, or encrypted
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:
@@ -97,14 +91,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
         expected = checkpoint.pop(SHA256)
         for part, found in _digests(checkpoint).items():
             if not isinstance(expected, dict) or expected.get(part) != found:
-                raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){_alternative(path)}")
+                raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){alternative(path)}")
     return checkpoint
-
-
-def load_metadata(path: Path) -> dict[str, object]:
-    """The checkpoint's metadata: step, phase, configuration ... Tensors are neither read nor verified. Raises as `load_checkpoint`."""
-    verify(path, tensors=False)
-    return _read(path)["lm"]
 
 
 def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
@@ -113,7 +101,7 @@ def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
             while file.read(2**20):
                 pass
     except (zipfile.BadZipFile, EOFError):
-        raise RunError(f"{path}: {_tensor_name(path, member.filename)} was altered (its CRC differs){_alternative(path)}") from None
+        raise RunError(f"{path}: {_tensor_name(path, member.filename)} was altered (its CRC differs){alternative(path)}") from None
 
 
 def _tensor_name(path: Path, member: str) -> str:
@@ -148,7 +136,7 @@ def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
         sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     for number, (name, size) in enumerate(_storages(checkpoint).items()):
         if sizes.get(str(number)) != {size}:
-            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){_alternative(path)}")
+            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){alternative(path)}")
 
 
 def _digests(checkpoint: dict[str, object]) -> dict[str, str]:
@@ -160,22 +148,8 @@ def _read(path: Path) -> dict[str, object]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a file of another kind fails in many ways inside torch
-        raise _unreadable(path, error) from None
-    if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
-        raise RunError(f"{path}: not a checkpoint of lm")
+        raise unreadable(path, error) from None
+    checkpoint = checked(checkpoint, path)
     if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
-    if checkpoint["lm"].get("format") != FORMAT:
-        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
-    check_fields(checkpoint["lm"], METADATA, path)
     return checkpoint
-
-
-def _unreadable(path: Path, error: Exception) -> RunError:
-    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{_alternative(path)}")
-
-
-def _alternative(path: Path) -> str:
-    """Words that name the checkpoint to use instead; empty if there is none."""
-    others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
-    return f"; the newest beside it is {others[-1]}" if others else ""

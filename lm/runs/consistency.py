@@ -1,15 +1,20 @@
 """Whether the files of a run folder belong together: a checkpoint records its configuration and data, and the other files must agree."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from lm.config.canonical import differences
 from lm.config.effects import effect_of
+from lm.config.eval_config import EvalConfig
 from lm.config.load import parse
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line, shown
-from lm.runs.folder import check_fields, read_json
+from lm.runs.evaluations import Evaluation, evaluation_path, remedy
+from lm.runs.folder import METRICS, check_fields, read_json
+from lm.runs.metadata import SEALS, SHA256, without_tensors
+from lm.runs.metric_log import EMPTY_LOG, is_altered
 from lm.schema import Plain, to_plain
 
 # Entries of environment.json that a resumed run goes by; a model without a training run of its own lacks some.
@@ -22,6 +27,7 @@ ENVIRONMENT_FIELDS = {
     "started_from": dict | None,
     "tokenizer_sha256": str,
 }
+NO_SEALS = {"weights_sha256": {}, "log": EMPTY_LOG}  # of an older version
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
@@ -65,6 +71,36 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
         if ours and theirs and ours != theirs:
             raise RunError(f"{path}: {what} {theirs}, {file} says {ours}: they are of different runs; bring back the one that belongs here")
     return environment
+
+
+def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path) -> bool:
+    """Whether all that was measured up to a checkpoint is known to be of the run's weights; False where an older version left no digest.
+
+    Raises:
+        RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at that step, or what was logged
+            before the checkpoint was altered since.
+    """
+    try:
+        content = without_tensors(checkpoint)
+        found = {**NO_SEALS, **content["lm"], SHA256: content.get(SHA256, {})}
+        check_fields(found, SEALS, checkpoint)
+        check_fields(found["log"], {"bytes": int, "sha256": str}, checkpoint, "log.")
+    except RunError as error:
+        raise RunError(f"{error}; bring the checkpoint back, or delete the run folder and train it again") from None
+    weights = {int(step): set(known) for step, known in found["weights_sha256"].items() if step.isdigit()}
+    if own := found[SHA256].get("state_dict"):
+        weights.setdefault(found["step"], set()).add(own)
+    checked = True
+    for one in (one for one in evaluations if one.kind in EvalConfig.known()):  # others, such as a swap, may be of other weights
+        known = weights.get(one.step, set())
+        if known and one.weights_sha256 not in known:
+            path = evaluation_path(run, one.kind, one.step)
+            raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {one.step}; {remedy(path)}")
+        checked &= one.step > found["step"] or bool(known and one.code)
+    if is_altered(run / METRICS, found["log"]):
+        again = "bring it back, or delete the run folder and train it again"
+        raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {again}")
+    return checked
 
 
 def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:

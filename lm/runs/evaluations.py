@@ -2,14 +2,24 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+from lm.attention.plugins import sources_sha256
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
-from lm.runs.folder import EVALUATIONS, read_json
+from lm.runs.folder import CHECKPOINTS, EVALUATIONS, read_json, step_path, unsealed
 from lm.runs.series import Series, typed
 from lm.schema import Plain, build
+
+ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # of the code that measures imports
+
+
+@cache
+def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
+    """A digest of the source files that an evaluation's numbers come from: another one where any of them was changed."""
+    return sources_sha256([package / room for room in ROOMS])
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +35,9 @@ class Evaluation:
     weights_sha256: str
     series: tuple[Series, ...]
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` it was asked for with; {}: by an older version
+    code: dict[str, str] = field(
+        default_factory=dict
+    )  # `Measurement.code`; {}: by an older version, whose files hold no sha256 of themselves
 
     @property
     def name(self) -> str:
@@ -40,7 +53,7 @@ class Evaluation:
         """What `plain` gave. Raises KeyError where it lacks something, ValueError where it isn't that."""
         try:
             series = tuple(Series.of(one) for one in content["series"])
-            return cls(**typed(cls, {"asked": {}} | content) | {"series": series})
+            return cls(**typed(cls, {"asked": {}, "code": {}} | content) | {"series": series})
         except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
 
@@ -56,6 +69,32 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
     return {(match[1], int(match[2])): path for path, match in found.items() if match}
 
 
+def read_evaluation(path: Path) -> dict[str, Plain]:
+    """The content of an evaluation's file; one that an older version wrote holds no sha256 of itself, and no `code`.
+
+    Raises:
+        RunError: it is missing or damaged, was altered, or is not of the kind and step of its name.
+    """
+    try:
+        content = read_json(path)
+        if "sha256" in content or "code" in content:
+            content = unsealed(content, path)
+    except RunError as error:
+        raise RunError(f"{error}; {remedy(path)}") from None
+    kind, _, step = path.stem.rpartition(".step-")
+    if (content.get("kind", kind), content.get("step", int(step))) != (kind, int(step)):
+        raise RunError(f"{path}: holds the {content['kind']} of step {content['step']}; {remedy(path)}")
+    return content
+
+
+def remedy(path: Path) -> str:
+    """What to do about an evaluation's file that can't be believed."""
+    run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
+    if not step_path(run / CHECKPOINTS, step).exists():
+        return "bring it back: the checkpoint of its step is no longer there to be measured again"
+    return f"bring it back, or measure it again: lm eval {run} --checkpoint {step}"
+
+
 def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluation], list[str]]:
     """The last evaluation of each kind that holds series, and words for each that `config` asks for and that is missing.
 
@@ -69,7 +108,7 @@ def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluati
         if kind not in last:
             missing += [f"no {name}"] if kind in wanted else []
             continue
-        content = read_json(last[kind])
+        content = read_evaluation(last[kind])
         try:
             if "series" in content or kind in wanted:  # downstream tasks keep a record of their own
                 found.append(Evaluation.of(content))

@@ -66,21 +66,30 @@ def command_line() -> str:
     return shlex.join(["lm", *sys.argv[1:]])
 
 
-def write_sealed(path: Path, content: dict[str, Plain]) -> None:
-    """`content` as JSON with a `sha256` of itself, whole or not at all."""
+def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
+    """`content` as it is read back from JSON, with a `sha256` of itself."""
     content = json.loads(json.dumps(content, allow_nan=False))  # with the keys that will be read: JSON's are texts
-    write_json(path, {**content, "sha256": plain_sha256(content)})
+    return {**content, "sha256": plain_sha256(content)}
+
+
+def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
+    """What `sealed` was given, of what was read from `path`. Raises RunError if it has no sha256, or was altered."""
+    bare = {name: value for name, value in content.items() if name != "sha256"}
+    if "sha256" not in content:
+        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
+    if content["sha256"] != plain_sha256(bare):
+        raise RunError(f"{path}: was altered (its sha256 differs)")
+    return bare
+
+
+def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
+    """`content` as JSON with a `sha256` of itself, whole or not at all; returns the file's path."""
+    return write_json(path, sealed(content))
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
     """What `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
-    content = read_json(path)
-    sealed = content.pop("sha256", None)
-    if sealed is None:
-        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
-    if sealed != plain_sha256(content):
-        raise RunError(f"{path}: was altered (its sha256 differs)")
-    return content
+    return unsealed(read_json(path), path)
 
 
 def require_run(folder: Path, *files: str) -> None:

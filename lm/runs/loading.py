@@ -22,7 +22,7 @@ from lm.errors import ConfigError, RunError, one_line, out_of_memory
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import METADATA, load_checkpoint
+from lm.runs.checkpoints import load_checkpoint
 from lm.runs.consistency import check_environment, trained_config
 from lm.runs.folder import (
     BEST,
@@ -37,6 +37,7 @@ from lm.runs.folder import (
     step_path,
     steps_saved,
 )
+from lm.runs.metadata import METADATA, SEALS
 from lm.runs.model_folder import DESCRIPTION, MODEL_FORMAT, TENSOR_SHA256, TOKENIZER_SHA256, WEIGHTS, write_model
 from lm.runs.weights_file import tensor_sha256
 from lm.schema import Plain
@@ -152,7 +153,7 @@ def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[
     config = trained_config(metadata, path)
     if metadata["phase"] >= len(config.plan):
         raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")
-    return config, {name: value for name, value in metadata.items() if name != "config"}
+    return config, {name: value for name, value in metadata.items() if name != "config" and name not in SEALS}
 
 
 def _build_decoder(

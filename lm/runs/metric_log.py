@@ -1,5 +1,6 @@
 """metrics.jsonl: what a run logged while training, one JSON object a line; its only parser."""
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -41,6 +42,23 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
     kept = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
+
+
+def log_seal(path: Path) -> dict[str, Plain]:
+    """How many `bytes` a log has, and their `sha256`: a checkpoint keeps it, and later lines are only added."""
+    return _seal(path.read_bytes() if path.is_file() else b"")
+
+
+def is_altered(path: Path, seal: dict[str, Plain]) -> bool:
+    """True if there is a log, and its beginning is not what `log_seal` saw."""
+    return path.is_file() and _seal(path.read_bytes()[: seal["bytes"]]) != seal
+
+
+def _seal(content: bytes) -> dict[str, Plain]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+EMPTY_LOG = _seal(b"")
 
 
 def training_seconds(path: Path, after_step: int = 0) -> float | None:

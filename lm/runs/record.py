@@ -9,8 +9,9 @@ from lm.config.task_config import TASKS
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.runs import identity
+from lm.runs.consistency import check_measured
 from lm.runs.evaluations import Evaluation, last_evaluations
-from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_json, require_run
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, read_json, require_run
 from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.runs.validation import KIND, validation_series
@@ -115,6 +116,7 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
     evaluations, not_measured = last_evaluations(folder, config)
     missing += not_measured
+    missing += _unchecked(folder, evaluations)
     logged = [line for line in lines if "val/loss" in line]
     if logged and not any(one.kind == KIND for one in evaluations):
         last, unigram = logged[-1], flatten(environment).get("unigram_cross_entropy.val")
@@ -129,6 +131,16 @@ def read_run(folder: Path) -> RunRecord:
     training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
     name = folder.resolve().name
     return RunRecord(folder, name, config, environment, training, validations, tuple(evaluations), tuple(missing))
+
+
+def _unchecked(folder: Path, evaluations: list[Evaluation]) -> list[str]:
+    """Words for evaluations that can't be checked. Raises RunError: they are not of the weights of the last checkpoint."""
+    checkpoint = folder / CHECKPOINTS / LAST
+    if not evaluations:
+        return []
+    if not checkpoint.is_file():
+        return [f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked"]
+    return [] if check_measured(folder, evaluations, checkpoint) else ["its evaluations carry no digest (made by an earlier version)"]
 
 
 def _read_config(path: Path) -> dict[str, Plain]:

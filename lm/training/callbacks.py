@@ -166,6 +166,7 @@ class Evaluations(StepCallback):
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measured(measurement, decoder.to(where.device), where, step, tokens)
+            module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged(result)  # before the file, which says that nothing of it is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})

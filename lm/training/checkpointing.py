@@ -6,8 +6,10 @@ import lightning as L
 
 from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
-from lm.runs.checkpoints import FORMAT, link_checkpoint, save_checkpoint
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, step_of, step_path, steps_saved
+from lm.runs.checkpoints import link_checkpoint, save_checkpoint
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, step_of, step_path, steps_saved
+from lm.runs.metadata import FORMAT
+from lm.runs.metric_log import log_seal
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
 from lm.training.module import TrainModule
@@ -48,7 +50,7 @@ class Checkpoints(StepCallback):
         started, self.saved = time.perf_counter(), trainer.global_step
         if trainer.is_global_zero:
             path = step_path(self.folder, self.saved)
-            save_checkpoint(self.content(module), path)
+            module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
             link_checkpoint(LAST, path)
             if is_best(module, self.saved):
                 link_checkpoint(BEST, path)
@@ -70,6 +72,7 @@ class Checkpoints(StepCallback):
             "phase": start.phase,
             "plugins": PLUGINS.versions(self.config.normalizer_names),
             "wandb_id": self.wandb_id,
+            "log": log_seal(self.config.run_folder / METRICS),
             **start.state.plain(),
         }
         optimizer = named_state(module.optimizers(use_pl_optimizer=False))

@@ -13,12 +13,12 @@ from lm.evaluation.measurement import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import load_metadata
 from lm.runs.consistency import trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import BEST, CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER, step_of, steps_saved
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
+from lm.runs.metadata import load_metadata
 from lm.runs.metric_log import truncate_metrics
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch

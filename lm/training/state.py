@@ -1,7 +1,7 @@
 """The state of a run beside its weights and optimizer."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from lm.runs.checkpoints import is_saved
@@ -20,7 +20,7 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks except for the time.
+    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks, but for the time and digests.
 
     Attributes:
         best: the lowest validation so far.
@@ -28,6 +28,7 @@ class RunState:
         skipped_in_a_row: number of consecutive ones up to the last step.
         nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
         elapsed_s: seconds of training.
+        weights_sha256: of the weights that were measured or saved, by step; of the step of a swap those before and after it.
     """
 
     best: Best | None = None
@@ -36,6 +37,7 @@ class RunState:
     nll_since_line: float = 0.0
     targets_since_line: int = 0
     elapsed_s: float = 0.0
+    weights_sha256: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
@@ -44,6 +46,7 @@ class RunState:
         Raises:
             RunError: something is missing, or of another type.
         """
+        metadata = {"weights_sha256": {}, **metadata}  # an older version wrote none
         path, types = step_path(folder, metadata["step"]), {one.name: one.type for one in fields(cls)}
         check_fields(metadata, types | {"best": dict | None}, path)
         if best := metadata["best"]:
@@ -57,6 +60,11 @@ class RunState:
     def plain(self) -> dict[str, Plain]:
         """As a checkpoint's metadata hold it."""
         return asdict(self)
+
+    def note_weights(self, step: int, sha256: str) -> None:
+        """Remember weights that were measured or saved at a step."""
+        known = self.weights_sha256.setdefault(str(step), [])
+        known += [] if sha256 in known else [sha256]
 
     def count_step(self, nll: float, targets: int) -> None:
         """Count a step with the summed loss `nll` (nats) over `targets` targets."""

@@ -1,0 +1,90 @@
+"""Metadata of checkpoints: what is in them beside tensors, read without torch and without executing anything."""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+from lm.errors import RunError, one_line
+from lm.runs.folder import check_fields, steps_saved
+
+FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
+# Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
+METADATA = {
+    "step": int,
+    "tokens": int,
+    "phase": int,
+    "vocab_size": int,
+    "data_fingerprint": str,
+    "config": str,
+    "plugins": dict[str, str],
+}
+SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each part that holds tensors; 0.9 and earlier wrote none
+# What `lm.runs.consistency.check_measured` goes by: that entry, and in the metadata the sha256 of weights by step, and of the log.
+SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
+
+
+def load_metadata(path: Path) -> dict[str, object]:
+    """The checkpoint's metadata: step, phase, configuration ... Raises as `without_tensors`."""
+    return without_tensors(path)["lm"]
+
+
+def without_tensors(path: Path) -> dict[str, object]:
+    """All that a checkpoint holds, with nothing in place of tensors, which are neither read nor verified.
+
+    Raises:
+        RunError: no file, a damaged one, or not a checkpoint of ours; names the last intact one beside it.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            content = _Metadata(io.BytesIO(archive.read(name))).load()  # compared with its CRC
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such checkpoint") from None
+    except (zipfile.BadZipFile, EOFError) as error:
+        if "CRC" in str(error):
+            raise RunError(f"{path}: data.pkl was altered (its CRC differs){alternative(path)}") from None
+        raise unreadable(path, error) from None
+    except Exception as error:  # other files fail in many ways
+        raise unreadable(path, error) from None
+    return checked(content, path)
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads the plain data of a checkpoint. No code that the file names is imported."""
+
+    def find_class(self, module: str, name: str) -> type:
+        """Stands in for whatever tensors are made by."""
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
+
+    def persistent_load(self, saved: object) -> None:
+        """Leave a tensor's numbers in the file."""
+
+
+class _Nothing:
+    """Takes the place of an object that is not plain data."""
+
+    def __new__(cls, *arguments: object) -> "_Nothing":
+        return object.__new__(cls)
+
+
+def checked(checkpoint: object, path: Path) -> dict[str, object]:
+    """A checkpoint's content, with metadata of this version. Raises RunError: it is something else."""
+    if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
+        raise RunError(f"{path}: not a checkpoint of lm")
+    if checkpoint["lm"].get("format") != FORMAT:
+        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
+    check_fields(checkpoint["lm"], METADATA, path)
+    return checkpoint
+
+
+def unreadable(path: Path, error: Exception) -> RunError:
+    """The error for a file that is no checkpoint."""
+    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{alternative(path)}")
+
+
+def alternative(path: Path) -> str:
+    """Words that name the checkpoint to use instead; empty if there is none."""
+    others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
+    return f"; the newest beside it is {others[-1]}" if others else ""

@@ -1,0 +1,208 @@
+"""What a verdict or report rests on is sealed: evaluations, the log and checkpoints know each other by digests, and an edit is one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from fabricated import finish_all, keep, save, validate
+from reported import two_runs
+from test_house import MODULES
+
+from lm.config.load import load as configured
+from lm.errors import RunError
+from lm.evaluation.measurement import Measurement
+from lm.evaluation.results import keep as keep_result
+from lm.evaluation.results import kept
+from lm.experiments.definition import read_experiment
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary, tuning_table
+from lm.model.device import Device
+from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
+from lm.runs.folder import METRICS, json_bytes, sealed
+from lm.runs.metric_log import DIVERGED
+from lm.runs.record import read_run
+
+ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
+
+
+def finished(folder: Path, **changes: object) -> Procedure:
+    """An experiment whose runs have ended, each with a log and evaluations at two steps."""
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False))
+    procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
+    finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed)
+    for run in procedure.known():
+        lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, 5.0))]
+        (run.config.run_folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        validate(run, 4, 6.0)
+        save(run.config.run_folder, run.outcome.last_step)
+    return Procedure(procedure.experiment)
+
+
+def ours(procedure: Procedure, arm: str = "ssmax") -> Run:
+    return next(run for run in procedure.known() if run.arm == arm)
+
+
+def file_of(run: Run, step: int | None = None) -> Path:
+    """The validation at a step, by default the last."""
+    return evaluation_path(run.config.run_folder, "validation", run.outcome.last_step if step is None else step)
+
+
+def copied(procedure: Procedure, step: int | None = None) -> None:
+    """The baseline's numbers in place of an arm's, as `cp` does."""
+    shutil.copy(file_of(ours(procedure, "softmax"), step), file_of(ours(procedure), step))
+
+
+def moved(procedure: Procedure) -> None:
+    """An earlier evaluation in place of the last."""
+    shutil.copy(file_of(ours(procedure), 4), file_of(ours(procedure)))
+
+
+def lowered(procedure: Procedure, step: int | None = None) -> None:
+    """Every sample lower by 1."""
+    path = file_of(ours(procedure), step)
+    content = json.loads(path.read_text())
+    content["series"][0]["samples"][0]["values"] = [[value - 1] for (value,) in content["series"][0]["samples"][0]["values"]]
+    path.write_bytes(json_bytes(content))
+
+
+def unsealed(procedure: Procedure) -> None:
+    """The digest taken out of a file that had one."""
+    path = file_of(ours(procedure))
+    path.write_bytes(json_bytes({name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}))
+
+
+def relogged(procedure: Procedure) -> None:
+    path = ours(procedure).config.run_folder / METRICS
+    path.write_text(path.read_text().replace("5.0", "4.0"))
+
+
+def diverged(procedure: Procedure) -> None:
+    with (ours(procedure).config.run_folder / METRICS).open("a") as log:
+        log.write(json.dumps({"step": 8, DIVERGED: "the loss is not finite"}) + "\n")
+
+
+def emptied(procedure: Procedure) -> None:
+    """A checkpoint of 0 bytes."""
+    ours(procedure).outcome.checkpoint.write_bytes(b"")
+
+
+def exchanged(procedure: Procedure) -> None:
+    """The baseline's checkpoint in place of an arm's."""
+    ours(procedure).outcome.checkpoint.write_bytes(ours(procedure, "softmax").outcome.checkpoint.read_bytes())
+
+
+EDITS = {
+    copied: r"validation\.step-\d+\.json: is not of the weights .*measure it again: lm eval .* --checkpoint \d+$",
+    moved: r"validation\.step-\d+\.json: holds the validation of step 4; .*measure it again: lm eval ",
+    lowered: r"validation\.step-\d+\.json: was altered \(its sha256 differs\); .*measure it again: lm eval ",
+    unsealed: r"validation\.step-\d+\.json: holds no sha256 .*measure it again: lm eval ",
+    relogged: r"metrics\.jsonl: was altered since checkpoints/step-\d+\.ckpt was saved; bring it back",
+    diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
+    emptied: r"step-\d+\.ckpt: not a readable checkpoint: .*; bring the checkpoint back, or delete the run folder",
+    exchanged: r"validation\.step-\d+\.json: is not of the weights ",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("stage", ["final", "tune"])
+def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(tmp_path, edit: Callable[[Procedure], None], stage: str):
+    tune = {"tune": {"grid": [1e-3, 2e-3, 4e-3]}} if stage == "tune" else {}
+    procedure = finished(tmp_path, **tune)
+    assert summary(procedure)
+    edit(procedure)  # of the runs the first: of tuning, if there is any
+    with pytest.raises(RunError, match=EDITS[edit]) as error:
+        (tuning_table if stage == "tune" else summary)(Procedure(procedure.experiment))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)
+def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[Procedure, int], None]):
+    procedure = finished(tmp_path, primary={"reach": 5.5})
+    assert summary(procedure)
+    edit(procedure, 4)
+    with pytest.raises(RunError, match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there"):
+        summary(Procedure(procedure.experiment))
+
+
+@pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint"])
+def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
+    soft, scalable = two_runs(tmp_path)
+    name = "evaluations/validation.step-000200.json"
+    if what == "evaluation":
+        shutil.copy(soft / name, scalable / name)
+    elif what == "log":
+        (scalable / METRICS).write_text((soft / METRICS).read_text())
+    else:
+        (scalable / "checkpoints" / "last.ckpt").write_bytes(b"")
+    with pytest.raises(RunError, match={"evaluation": "is not of the weights", "log": "was altered", "checkpoint": "not a readable"}[what]):
+        read_run(scalable)
+    assert read_run(soft).missing == ()
+
+
+def test_files_of_an_earlier_version_are_read_and_said(tmp_path):
+    folder = two_runs(tmp_path)[0]
+    path = folder / "evaluations" / "validation.step-000200.json"
+    old = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("sha256", "code")}
+    path.write_bytes(json_bytes(old))
+    assert read_run(folder).missing == ("its evaluations carry no digest (made by an earlier version)",)
+    shutil.rmtree(folder / "checkpoints")
+    assert read_run(folder).missing == ("no checkpoints/last.ckpt, by which its evaluations could be checked",)
+
+
+# What names the files of evaluations: those that write them write a digest, the others read them or ask whether they are there.
+WRITERS = {"lm.evaluation.results", "lm.evaluation.downstream"}
+READERS = {"lm.runs.evaluations", "lm.runs.consistency", "lm.training.callbacks", "lm.training.fit"}
+
+
+def test_all_that_writes_an_evaluation_seals_it():
+    named = {name for name, path in MODULES.items() if "evaluation_path" in path.read_text()}
+    assert named == WRITERS | READERS
+    for name in WRITERS:
+        assert "sealed(" in MODULES[name].read_text(), name
+    for name in READERS - {"lm.training.fit"}:  # which writes what a start used
+        assert not {"write_json(", "write_text(", "write_together("} & {*MODULES[name].read_text().split()}, name
+
+
+def test_an_evaluation_comes_back_as_it_was_kept(tmp_path):
+    one = Evaluation("validation", 3, 30, "data", {"a": 1}, "32", "w", (), {}, {"lm": "c"})
+    path = keep(tmp_path, one)
+    assert read_evaluation(path) == json.loads(json.dumps(one.plain()))
+    assert json.loads(path.read_text()) == sealed(one.plain())
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A copy of the package's source."""
+    return Path(shutil.copytree(ROOT / "lm", tmp_path_factory.mktemp("code") / "lm"))
+
+
+@pytest.mark.parametrize("room", sorted({path.name for path in (ROOT / "lm").iterdir() if (path / "__init__.py").is_file()}))
+def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, room: str):
+    before = measuring_code.__wrapped__(package)
+    changed = sorted((package / room).glob("*.py"))[-1]
+    changed.write_text(changed.read_text() + "\n# changed\n")
+    assert (measuring_code.__wrapped__(package) != before) == (room in ROOMS)
+
+
+def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):
+    class Probe(Measurement):
+        kind = "validation"
+        options, work = {}, 1
+
+        def measure(self, decoder, where, progress):
+            return []
+
+    probe = Probe(configured([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
+    where = Device(torch.device("cpu"), False)
+    one = Evaluation("validation", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
+    keep_result(tmp_path, probe, one, where)
+    assert kept(tmp_path, probe, "w", where, 8, 80).code == {"lm": measuring_code()}
+    monkeypatch.setattr("lm.evaluation.measurement.measuring_code", lambda: "other")
+    assert kept(tmp_path, probe, "w", where, 8, 80) is None
