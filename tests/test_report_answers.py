@@ -88,6 +88,7 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
     assert arm("wide", 0.8, 0.8, 0.2).high == 1
     assert arm("equal", 0.75, 0.75).listed() == pytest.approx(of_sequences(0.75).listed()), "seeds that agree are no certainty"
+    assert arm("first", 0.6, 0.62, 0.64).listed() == pytest.approx(arm("last", 0.64, 0.62, 0.6).listed()), "no seed stands for the others"
 
 
 def test_sequences_with_more_answers_weigh_more(tmp_path):

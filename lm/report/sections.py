@@ -1,7 +1,7 @@
 """Sections of a report: the series of all runs that are shown together, and their numbers by arm."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -127,15 +127,16 @@ class Section:
         found, mean = self.alike(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or found[0].interval == "none":
             return None
-        alone = interval_of(found[0], found[0].column_at(place), mean)
+        alone = [interval_of(one, one.column_at(place), mean) for one in found]
         if len(found) == 1:
-            return alone
+            return alone[0]
         seeds = over_seeds(np.array([one.mean_at(place) for one in found])).interval()
         if found[0].interval != "wilson":
             return seeds
+        low, high = min(one.low for one in alone), max(one.high for one in alone)
         if not seeds.bounded:
-            return replace(alone, over=seeds.over)
-        return Interval(mean, min(alone.low, max(0.0, seeds.low)), max(alone.high, min(1.0, seeds.high)), seeds.over)
+            return Interval(mean, low, high, seeds.over)
+        return Interval(mean, min(low, max(0.0, seeds.low)), max(high, min(1.0, seeds.high)), seeds.over)
 
 
 def sections(arms: tuple[Arm, ...]) -> tuple[Section, ...]:
