@@ -12,6 +12,7 @@ import typer
 
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory
+from lm.machine import stop_with_parent
 
 app = typer.Typer(
     help=(
@@ -55,6 +56,7 @@ app.add_typer(data, name="data")
 
 def main() -> None:
     """Entry point: an error meant for the user is one line and a non-zero exit status."""
+    stop_with_parent()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
     try:

@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written completely or not at all, and synced to disk."""
+"""Atomic writes and locks: files and folders are written completely or not at all, and synced to disk."""
 
 import fcntl
 import hashlib
@@ -161,11 +161,30 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def lock(descriptor: int, path: Path, wait: bool = False) -> str:
+    """Lock an open file or folder against other processes, until it is closed.
+
+    Returns:
+        Empty; on a file system without locks, on which nothing is locked, a sentence that says so of `path`, to which its consequence and
+        the remedy are added.
+
+    Raises:
+        BlockingIOError: another process has it, and `wait` is false.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        return f"{path}: its file system has no locks ({error.strerror})"
+    return ""
+
+
 @contextmanager
-def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
+def locked_folder(folder: Path, refusal: str) -> Iterator[str]:
     """Lock `folder` against other processes that lock it; a process that ends, however that happens, gives its lock up.
 
-    On a file system without locks nothing is locked.
+    Yields what `lock` returns.
 
     Raises:
         RunError: another process has it: the folder and `refusal`.
@@ -179,14 +198,12 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
 
     os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked = lock(descriptor, folder)
     except BlockingIOError:
         release()
         raise RunError(f"{folder}: {refusal}") from None
-    except OSError:
-        pass  # a file system without locks
     try:
-        yield
+        yield unlocked
     finally:
         release()
 

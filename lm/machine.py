@@ -1,12 +1,17 @@
 """What this process may use of its machine, and what it has used; which machine that is, and which of its processes are alive."""
 
+import ctypes
 import os
 import re
 import resource
+import signal
 import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+_PARENT = "LM_PARENT"  # process id of the process with which a child ends
+_PR_SET_PDEATHSIG = 1
 
 
 def usable_cores() -> int:
@@ -62,3 +67,20 @@ def born(pid: int) -> str:
     except PermissionError:
         pass
     return "alive"
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for an `lm` process that is to be stopped as by SIGTERM when this one ends, however that happens; on Linux alone."""
+    return {**os.environ, _PARENT: str(os.getpid())}
+
+
+def stop_with_parent() -> None:
+    """In a process with the environment of `child_environment`: ask for SIGTERM at the parent's end; exit if that has come already.
+
+    The process asks for it itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
+    """
+    parent = os.environ.pop(_PARENT, "")
+    if parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if str(os.getppid()) != parent:
+            sys.exit(128 + signal.SIGTERM)

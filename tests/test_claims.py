@@ -50,6 +50,13 @@ def test_the_claim_of_a_process_of_this_machine_that_is_dead_is_stale_at_once(fo
     assert Claims(folder).take("again")
 
 
+def test_a_claim_that_does_not_say_when_its_process_was_born_goes_by_its_number(folder):
+    left_behind(folder, "run", born="")
+    assert Claims(folder).take("run") is None, "this process lives"
+    left_behind(folder, "again", born="", pid=2**22 + 1)
+    assert Claims(folder).take("again")
+
+
 def test_a_claim_is_held_while_the_process_that_trains_for_it_lives(folder):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     claim = Claims(folder).take("run")
@@ -68,6 +75,9 @@ def test_a_claim_of_another_machine_is_stale_when_its_heart_has_stopped(folder):
     assert Claims(folder).take("run") is None
     os.utime(path, (0, time.time() - STALE_SECONDS - 60))
     assert Claims(folder).take("run")
+    path = left_behind(folder, "later", host="elsewhere", pid=1)
+    os.utime(path, (0, time.time() + STALE_SECONDS + 60))
+    assert Claims(folder).take("later"), "no heartbeat has a date in the future"
 
 
 def test_a_claim_that_is_just_being_written_is_held(folder):

@@ -1,12 +1,15 @@
 """What a process may use of its machine, and what it has used."""
 
+import ast
+import signal
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from folders import alive
 
-from lm.machine import threads_each, usable_cores
+from lm.machine import child_environment, threads_each, usable_cores
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -36,3 +39,40 @@ def test_the_peak_of_memory_is_the_process_s_own():
     before, after = map(int, child.stdout.split())
     assert 2**22 < before < 2**26, "not that of the process that forked it"
     assert 0.9 * 2**26 < after - before < 1.5 * 2**26
+
+
+CHILD = """
+import time
+from lm.machine import stop_with_parent
+stop_with_parent()
+print("started", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, signal, subprocess, sys
+from lm.machine import child_environment
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=child_environment(), stdout=subprocess.PIPE)
+child.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a child of its parent's end")
+def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins():
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, start_new_session=True)
+    assert process.wait() == -signal.SIGKILL
+    assert not alive(process.pid)
+    orphan = subprocess.run(
+        [sys.executable, "-m", "lm", "normalizers"], env={**child_environment(), "LM_PARENT": "1"}, cwd=ROOT, check=False
+    )
+    assert orphan.returncode == 128 + signal.SIGTERM
+    print_environment = "from lm.machine import stop_with_parent; stop_with_parent(); import os; print('LM_PARENT' in os.environ)"
+    command = [sys.executable, "-c", print_environment]
+    assert subprocess.run(command, env=child_environment(), cwd=ROOT, capture_output=True, check=True).stdout == b"False\n"
+
+
+def test_no_child_runs_python_between_fork_and_exec():
+    """Another thread may have held a lock when the process was forked: `preexec_fn` then waits for it forever."""
+    for path in (ROOT / "lm").rglob("*.py"):
+        named = [node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
+        assert "preexec_fn" not in named, path

@@ -1,6 +1,9 @@
 """What a resumed run may not be: another configuration, another normalizer, a folder in use, a damaged checkpoint."""
 
+import contextlib
+import errno
 import hashlib
+import io
 import os
 import shutil
 import signal
@@ -14,13 +17,14 @@ import pytest
 from conftest import ROOT
 from folders import EVERY_STEP, differences, same, swap_to, weights
 
-from lm.errors import ConfigError, RunError
+from lm.data.prepare import prepare
+from lm.errors import ConfigError, DataError, RunError
 from lm.experiments.claims import Claims
 from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_new, write_text, write_together
 from lm.machine import born, this_machine
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.folder import TRAINING, write_json
-from lm.runs.loading import load
+from lm.runs.loading import export, load
 from lm.training.train import train
 
 
@@ -90,6 +94,47 @@ def test_what_another_process_writes_is_left_until_it_is_killed(tmp_path: Path):
     assert left.exists()
     write_text(tmp_path / "other", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS])
+def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file system without locks: how its refusal is said after the folder's name."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    return f": its file system has no locks ({os.strerror(request.param)})"
+
+
+def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tiny, tmp_path: Path, without_locks: str, monkeypatch):
+    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    config, fresh = tiny("name=a", "trainer.max_steps=2", "eval.long_context.length_factor=0"), tmp_path / "fresh"
+    if not list(Path(config.data.root).glob("*/manifest.json")):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("fcntl.flock", lambda descriptor, operation: None)
+            prepare(config.data)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert train(config) == 0
+        export(config.run_folder, "last", tmp_path / "out")
+    notes = said.getvalue().splitlines()
+    remedy = "start no second process on this run, or set runs to a folder on another one"
+    assert f"note: {config.run_folder}{without_locks}: {remedy}" in notes
+    checks = "each process checks stores by itself; set data.root to a folder on another one"
+    assert f"note: {config.data.root}{without_locks}: {checks}" in notes
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lm.json", "model.safetensors", "tokenizer.json"}
+    with pytest.raises(DataError) as caught:
+        prepare(tiny(f"data.root={fresh}").data)
+    assert str(caught.value).startswith(
+        f"{fresh}{without_locks}, which keep processes from preparing one store at the same time; set data.root"
+    )
+    assert [path.name for path in fresh.iterdir()] == [".lock"]
+
+
+def test_locks_are_taken_in_one_place():
+    """Where what happens without them is settled once."""
+    assert [path.name for path in (ROOT / "lm").rglob("*.py") if "fcntl" in path.read_text()] == ["files.py"]
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):

@@ -1,6 +1,5 @@
 """From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
-import fcntl
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +15,7 @@ from lm.data.sources import description, identity
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
 from lm.data.tasks.symbol_store import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem, one_line
+from lm.files import lock
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -191,12 +191,19 @@ def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
 
 @contextmanager
 def _locked(root: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock `root`; the system releases the lock when the process dies."""
+    """Lock `root`; the system releases the lock when the process dies.
+
+    Raises:
+        DataError: its file system has no locks: two processes would write one store.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlocked = lock(file.fileno(), root)
         except BlockingIOError:
             say(f"{root}: waiting for another process that prepares a token store")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            unlocked = lock(file.fileno(), root, wait=True)
+        if unlocked:
+            remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
+            raise DataError(f"{unlocked}, which keep processes from preparing one store at the same time; {remedy}")
         yield

@@ -9,7 +9,6 @@ Each document is the end-of-text token followed by its own tokens. The shards ar
 begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
 """
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ import numpy as np
 from lm.data.hashes import FileHashes, file_sha256, plain_sha256
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import DataError, one_line
+from lm.files import lock
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -280,14 +280,15 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Lock the file `path`; without a lock in a folder that can't be written."""
+    """Lock the file `path`, which only saves work: without a lock in a folder that can't be written, or on a file system without locks."""
     try:
         file = open(path, "w")  # noqa: SIM115 (closed below)
     except OSError:
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if unlocked := lock(file.fileno(), path.parent, wait=True):
+            Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
         yield
 
 

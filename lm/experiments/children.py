@@ -1,6 +1,5 @@
 """The processes that train the runs of an experiment: one for each command of a run, stopped with a checkpoint when this one ends."""
 
-import ctypes
 import signal
 import subprocess
 import sys
@@ -14,16 +13,8 @@ from lm.experiments.commands import commands
 from lm.experiments.failures import log_path
 from lm.experiments.procedure import Run
 from lm.files import locked_folder
+from lm.machine import child_environment
 from lm.runs.folder import TRAINING
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def end_with_parent() -> None:
-    """Ask to be stopped as by SIGTERM when the process that started this one ends, however that happens; on Linux alone."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Children:
@@ -70,7 +61,7 @@ class Children:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                env=child_environment(),
             )
             self._running[folder] = process
             try:

@@ -124,10 +124,12 @@ class Claims:
             return True
         if content.get("host") == this_machine():
             processes = [(content.get("pid"), content.get("born")), (content.get("child"), content.get("child_born"))]
-            return not any(isinstance(pid, int) and born(pid) == since for pid, since in processes)
+            # a process that could not read when it was born left that empty
+            return not any(isinstance(pid, int) and (now := born(pid)) and since in (now, "") for pid, since in processes)
         try:
             with temporary_file(self.folder / "now") as (_, now):
-                return os.stat(now).st_mtime - os.stat(path).st_mtime > STALE_SECONDS
+                # a date in the future is of no heartbeat
+                return abs(os.stat(now).st_mtime - os.stat(path).st_mtime) > STALE_SECONDS
         except OSError:
             return False
 

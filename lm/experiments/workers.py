@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.children import end_with_parent
+from lm.machine import child_environment
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -41,7 +41,7 @@ class Worker:
     def __call__(self) -> None:
         """Work until nothing is left. Raises RunError if `lm compare` fails, as it does if runs failed."""
         command = [sys.executable, "-m", "lm", "compare", *self.arguments]
-        self._process = subprocess.Popen(command, cwd=self.folder, preexec_fn=end_with_parent)
+        self._process = subprocess.Popen(command, cwd=self.folder, env=child_environment())
         self._wait()
         if status := self._process.wait():
             raise RunError(f"lm compare ended with status {status}; its output says why")

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 from pathlib import Path
 
 from lm.config.tree import Config
@@ -27,7 +28,9 @@ def train(config: Config) -> int:
     if main and not checkpoint:
         create_run_folder(folder, resume=bool(config.resume))
     try:
-        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext():
+        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as unlocked:
+            if unlocked:
+                print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
             from lm.model.horizon import with_steps  # torch takes seconds to import; errors above don't need it
             from lm.training.preflight import check_before_data
 
