@@ -11,7 +11,7 @@ from typing import NoReturn
 import typer
 
 from lm.commands import compare_commands, model_commands, train_commands
-from lm.errors import LMError, one_line, out_of_memory
+from lm.errors import LMError, one_line, out_of_memory, panicked
 from lm.machine import stop_with_parent
 
 app = typer.Typer(
@@ -75,8 +75,8 @@ def main() -> None:
     except OSError as error:
         _discard_output()
         _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
-    except Exception as error:
-        if not (text := _resources_or_plugin(error)):
+    except BaseException as error:
+        if not (isinstance(error, Exception) or panicked(error)) or not (text := _of_others(error)):
             raise
         _fail(text, 1)
 
@@ -91,13 +91,15 @@ _SMALLER = {  # by command: what needs less memory
 }
 
 
-def _resources_or_plugin(error: Exception) -> str:
-    """One line for memory that ran out, or for code from outside that failed; empty for any other error, which is a defect of lm."""
+def _of_others(error: BaseException) -> str:
+    """One line for memory that ran out, or for code of others that failed; empty for any other error, which is a defect of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
         text = "out of memory" + (f" (asked for {amount[1]})" if amount else "")
         return f"{text}: {remedy or 'use a machine with more'}"
+    if panicked(error):
+        return f"a library that lm uses failed: {one_line(error)}"
     from lm.attention.plugins import PLUGINS
 
     if failure := PLUGINS.failure(error):

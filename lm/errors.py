@@ -56,6 +56,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
+def panicked(error: BaseException) -> bool:
+    """True of a panic in a library that is written in Rust (tokenizers, safetensors), which is raised as a BaseException of its own."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration: where, what, why, and what to do."""

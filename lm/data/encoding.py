@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import token_dtype
-from lm.data.tokenizer import encode, parse_tokenizer, special_tokens, token_bytes, vocab_size
+from lm.data.tokenizer import decode, encode, parse_tokenizer, special_tokens, token_bytes, vocab_size, words
 from lm.errors import DataError
 from lm.machine import usable_cores
 
@@ -59,7 +59,7 @@ class Encoder:
         self.special = special_tokens(self.tokenizer)
         plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added = self.tokenizer.get_added_tokens_decoder().items()
-        back = all(one.special or self.tokenizer.decode([index]) == one.content for index, one in added)
+        back = all(one.special or decode(self.tokenizer, [index]) == one.content for index, one in added)
         self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +84,7 @@ class Encoder:
         if self.byte_count_suffices and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
             return
         tokens = document[1:]
-        back = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        back = decode(self.tokenizer, tokens.tolist(), special=True)
         if back != text:
             place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
             before, after = (repr(each[max(0, place - 10) : place + 20]) for each in (text, back))
@@ -94,7 +94,7 @@ class Encoder:
             )
         if self.special[tokens].any():
             place = int(np.flatnonzero(self.special[tokens])[0])
-            around = self.tokenizer.decode(tokens[max(0, place - 3) : place + 4].tolist(), skip_special_tokens=False)
+            around = decode(self.tokenizer, tokens[max(0, place - 3) : place + 4].tolist(), special=True)
             raise DataError(
                 f"data.tokenizer: the text {around!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "
                 "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
@@ -107,9 +107,9 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
         return False
     added = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
-    words = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+    begins = {begin for _, (begin, _) in words(tokenizer, text)}
     cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
-    return cuts <= words and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added)
+    return cuts <= begins and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added)
 
 
 def pieces(text: str) -> Iterator[str]:

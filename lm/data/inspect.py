@@ -9,6 +9,7 @@ from lm.config.load import load
 from lm.data.overlap import N_GRAM, overlap
 from lm.data.prepare import open_prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
+from lm.data.tokenizer import decode
 from lm.errors import DataError
 
 BAR, SAMPLE = 50, 200  # characters
@@ -59,7 +60,7 @@ def describe(store: Store, samples: int) -> Iterator[str]:
         yield from histogram(name, getattr(store, name))
     tokenizer = store.tokenizer()
     for label, index in sample_documents(store.train, samples):
-        text = tokenizer.decode(store.train.document(index)[1 : SAMPLE + 1].tolist(), skip_special_tokens=False)[:SAMPLE]
+        text = decode(tokenizer, store.train.document(index)[1 : SAMPLE + 1].tolist(), special=True)[:SAMPLE]
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"

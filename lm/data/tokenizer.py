@@ -1,7 +1,12 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file."""
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file.
+
+The `tokenizers` library is called here and where tokenizers are made of other files (`rank_files`, `lm.huggingface`) alone: all that it
+raises becomes a DataError.
+"""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +23,29 @@ from lm.config.data_config import (
     TrainedTokenizer,
 )
 from lm.data.rank_files import gpt2_tokenizer, read, tiktoken_tokenizer
-from lm.errors import DataError, one_line
+from lm.errors import DataError, LMError, one_line, panicked
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
+
+
+NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
+_OTHER = "; use another tokenizer, or other text"
+
+
+@contextmanager
+def library_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn what the library raises into a DataError: `what`, the library's words, `remedy`. Its panics, such as at a pattern that takes
+    too long on a text, are no Exceptions. Errors of the texts that a tokenizer is trained on pass: our own, of files and of memory."""
+    try:
+        yield
+    except (LMError, OSError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        raise DataError(f"{what}: {one_line(error)}{remedy}") from None
 
 
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
@@ -55,7 +78,8 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    with library_errors("data.tokenizer: can't be trained"):
+        tokenizer.train_from_iterator(texts, trainer)
     supported = tokenizer.get_vocab_size()
     if supported < spec.vocab_size:
         raise DataError(
@@ -73,16 +97,15 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
         DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
-    try:
-        return parse_tokenizer(content.decode(), end_of_text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
-    except Exception as error:  # all that the library raises
-        raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library: {one_line(error)} (data.tokenizer.path)") from None
+    with library_errors(f"{path}: {NO_TOKENIZER}", " (data.tokenizer.path)"):
+        try:
+            return parse_tokenizer(content.decode(), end_of_text)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
-    """`load_tokenizer` from the file's content."""
+    """`load_tokenizer` from the file's content; errors of the library are its own."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json)
@@ -102,8 +125,27 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, without special tokens."""
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    """Token ids of each text, without special tokens. Raises DataError: the library fails at one of them."""
+    with library_errors(f"data.tokenizer: can't encode {len(texts)} pieces of text, the first of which begins {texts[0][:40]!r}", _OTHER):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
+    """The `ids` of a text, without special tokens, and the `offsets` of its tokens. Raises DataError: the library fails at it."""
+    with library_errors(f"data.tokenizer: can't encode a text that begins {text[:40]!r}", _OTHER):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
+    """The text of tokens; `special`: with that of special tokens. Raises DataError: the library fails at them."""
+    with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
+        return tokenizer.decode(tokens, skip_special_tokens=not special)
+
+
+def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
+    """The words that a tokenizer with a pre-tokenizer cuts a text into, with their offsets. Raises DataError: the library fails at it."""
+    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
+        return tokenizer.pre_tokenizer.pre_tokenize_str(text)
 
 
 def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:

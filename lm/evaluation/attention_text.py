@@ -8,6 +8,7 @@ import torch
 
 from lm.config.inference_config import InferenceSetting
 from lm.config.load import merge, overrides_in
+from lm.data.tokenizer import encoding_of
 from lm.diagnostics.maps import Maps, attention_maps
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.attention_pictures import Panels, draw
@@ -114,7 +115,7 @@ def read_text(given: str) -> str:
 def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]) -> Iterator[Shown]:
     """One for each inference setting."""
     config, (tokenizer, start) = config_of(loaded, changes), loaded.tokenizer_and_start()
-    encoded = tokenizer.encode(text, add_special_tokens=False)
+    encoded = encoding_of(tokenizer, text)
     ids, ends = [start, *encoded.ids], loaded.spec.model.position.ends
     longest = loaded.spec.seq_len if ends else MOST_TOKENS
     if len(ids) > longest:

@@ -12,6 +12,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.tree import Config
 from lm.data.batches import long_starts, validation_starts
 from lm.data.store import Store
+from lm.data.tokenizer import encoding_of
 from lm.diagnostics.families import families
 from lm.diagnostics.measured import Measures, orders
 from lm.diagnostics.rows import LEAST_KEYS, query_indices
@@ -77,7 +78,7 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: Diagnosti
         text = Path(asked.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"eval.diagnostics.text = {asked.text}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
-    tokens = np.array([end_of_text, *tokenizer.encode(text, add_special_tokens=False).ids])
+    tokens = np.array([end_of_text, *encoding_of(tokenizer, text).ids])
     fitting = (len(tokens) - 1) // length
     if not fitting:
         reason = f"has {len(tokens):,} tokens, a sequence {length + 1:,}"

@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lm.data.tokenizer import decode, encoding_of
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
@@ -82,7 +83,7 @@ def generate_text(
         raise ConfigError(problems)
     loaded = load(source, checkpoint)
     tokenizer, start = loaded.tokenizer_and_start()
-    ids = [start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    ids = [start, *encoding_of(tokenizer, prompt).ids]
     if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
@@ -92,13 +93,13 @@ def generate_text(
 def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
     """The text so far and what each token adds to it, held back while it ends within a character; ends at `stop`."""
     ids = list(ids)
-    shown = tokenizer.decode(ids)
+    shown = decode(tokenizer, ids)
     yield shown
     for token in new:
         if token == stop:
             return
         ids.append(token)
-        text = tokenizer.decode(ids)
+        text = decode(tokenizer, ids)
         if not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text

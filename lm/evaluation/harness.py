@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lm.data.tokenizer import encoding_of
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.generation import generate, pieces
 from lm.evaluation.sequences import batches
@@ -92,7 +93,7 @@ class HarnessLM(LM):
 
     def tok_encode(self, string: str) -> list[int]:
         """Token ids of a text, none of them special."""
-        return self.tokenizer.encode(string, add_special_tokens=False).ids
+        return encoding_of(self.tokenizer, string).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of both, which together spell both, the end-of-text token first.

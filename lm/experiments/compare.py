@@ -20,15 +20,15 @@ from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, other_runs, start
 from lm.experiments.outcomes import SELECTION
-from lm.experiments.page import write_page
+from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary, tuning_means, tuning_table
 from lm.experiments.timing import Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
-from lm.files import write_text
-from lm.runs.folder import write_json
+from lm.files import write_together
+from lm.runs.folder import json_bytes
 from lm.schema import Plain
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
@@ -170,10 +170,11 @@ def _times(procedure: Procedure, taken: Costs | None, jobs: int) -> tuple[Times,
 
 
 def _conclude(procedure: Procedure) -> None:
-    """Print the verdicts; write them, what tuning found, and the report into the experiment's folder.
+    """Print the verdicts; write them, what tuning found, and the report into the experiment's folder, all of them or none.
 
     Raises:
         RunError: nothing has been trained yet.
+        LMError: a file of a run that the page shows can't be read.
     """
     experiment = procedure.experiment
     if not any(one.outcome.ended for one in procedure.known()):
@@ -183,10 +184,10 @@ def _conclude(procedure: Procedure) -> None:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     lines = summary(procedure)
-    write_json(experiment.folder / f"{VERDICTS}.json", {"primary": vars(experiment.primary), "notes": procedure.notes(), "arms": lines})
-    write_text(experiment.folder / f"{VERDICTS}.csv", csv_text(lines))
+    verdicts = {"primary": vars(experiment.primary), "notes": procedure.notes(), "arms": lines}
+    files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
-        write_text(experiment.folder / f"{TUNING}.csv", csv_text(rates))
+        files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
         _print(f"tuning: mean {SELECTION} on the selection text", tuning_means(procedure))
     _print(f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}", list(map(_shown, lines)))
     for line in lines:
@@ -197,8 +198,9 @@ def _conclude(procedure: Procedure) -> None:
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
+    write_together(files | page_files([procedure], experiment.folder / REPORT), "verdicts and report")
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
-    print(f"report: {write_page([procedure], experiment.folder / REPORT)}")
+    print(f"report: {experiment.folder / REPORT / PAGE}")
 
 
 def _shown(line: dict[str, Plain]) -> dict[str, Plain]:

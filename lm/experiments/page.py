@@ -55,12 +55,22 @@ class PageExperiment:
 
 
 def write_page(procedures: list[Procedure], out: Path) -> Path:
-    """Write `report.html`, and each table and picture of it as files of its own, into the folder `out`. Returns the page.
+    """Write `page_files` into the folder `out`, all of them or none. Returns the page.
+
+    Raises:
+        LMError: run folders that can't be read or compared, or `out` can't be written.
+    """
+    write_together(page_files(procedures, out), "the report")
+    return out / PAGE
+
+
+def page_files(procedures: list[Procedure], out: Path) -> dict[Path, bytes]:
+    """`report.html`, and each table and picture of it as files of its own, to be written into the folder `out`.
 
     Tables are CSV and LaTeX, pictures SVG and the CSV of their numbers; their names begin with the experiment's where there are several.
 
     Raises:
-        RunError: run folders that can't be read or compared, or `out` can't be written.
+        LMError: run folders that can't be read or compared.
     """
     experiments = [_experiment(one, f"{one.experiment.name}-" if len(procedures) > 1 else "") for one in procedures]
     contents: dict[Path, bytes] = {}
@@ -71,10 +81,8 @@ def write_page(procedures: list[Procedure], out: Path) -> Path:
         elif isinstance(block.content, Picture):
             contents[out / f"{block.name}.csv"] = block.content.csv.encode()
             contents[out / f"{block.name}.svg"] = block.content.svg.encode()
-    page = out / PAGE
-    contents[page] = rendered("experiment.html", experiments=experiments, inline=inline).encode()
-    write_together(contents, "the report")
-    return page
+    contents[out / PAGE] = rendered("experiment.html", experiments=experiments, inline=inline).encode()
+    return contents
 
 
 def _experiment(procedure: Procedure, prefix: str) -> PageExperiment:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lm.data.tokenizer import load_tokenizer
 from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION
@@ -185,9 +186,7 @@ def _vocabulary(run: Run) -> str:
     path = run.config.run_folder / TOKENIZER
     if not path.is_file():
         return ""
-    from tokenizers import Tokenizer
-
-    return f" (vocabulary of {Tokenizer.from_file(str(path)).get_vocab_size():,})"
+    return f" (vocabulary of {load_tokenizer(path, run.config.data.tokenizer.end_of_text).get_vocab_size():,})"
 
 
 def _held_out(run: Run) -> str:

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lm.config.data_config import END_OF_TEXT
-from lm.data.tokenizer import parse_tokenizer, vocab_size
-from lm.errors import DataError, LMError, RunError, one_line
+from lm.data.tokenizer import NO_TOKENIZER, library_errors, parse_tokenizer, vocab_size
+from lm.errors import DataError, RunError, one_line
 from lm.runs.folder import TOKENIZER, read_json
 from lm.schema import Plain
 
@@ -69,7 +69,7 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
         added = json.loads(content)["added_tokens"]
         special = {token["id"]: token["content"] for token in added if token["special"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: its tokenizer is not a tokenizer.json of the `tokenizers` library: {one_line(error, 160)}") from None
+        raise RunError(f"{path}: its tokenizer is {NO_TOKENIZER}: {one_line(error, 160)}") from None
     if END_OF_TEXT in special.values():
         return END_OF_TEXT
     for kind in ("bos", "eos"):
@@ -90,14 +90,11 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
         RunError: it can't be used, lacks the token, or has more tokens than the model.
     """
     try:
-        found = vocab_size(parse_tokenizer(content, end_of_text))
+        with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
+            found = vocab_size(parse_tokenizer(content, end_of_text))
     except DataError as error:
         text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
         raise RunError(f"{path}: {text}") from None
-    except LMError:
-        raise
-    except Exception as error:  # all that the library raises
-        raise RunError(f"{path}: its tokenizer is not a tokenizer.json of the `tokenizers` library: {one_line(error, 160)}") from None
     if found > vocabulary:
         raise RunError(f"{path}: the tokenizer has ids up to {found - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?")
     return found

@@ -8,6 +8,7 @@ import numpy as np
 
 from lm.config.task_config import Needle, Passkey
 from lm.data.tasks.examples import Draw, Example, TaskError, require, span
+from lm.data.tokenizer import decode, encoding_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,11 +37,11 @@ class Text:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text by itself, int64."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text that tokens stand for."""
-        return self._tokenizer.decode(tokens.tolist())
+        return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
         """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
