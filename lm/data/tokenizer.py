@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
-_OTHER = "; use another tokenizer, or other text"
 
 
 @contextmanager
@@ -126,13 +125,18 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     """Token ids of each text, without special tokens. Raises DataError: the library fails at one of them."""
-    with library_errors(f"data.tokenizer: can't encode {len(texts)} pieces of text, the first of which begins {texts[0][:40]!r}", _OTHER):
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    try:
+        with library_errors("data.tokenizer: can't encode text"):
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    except DataError:
+        for text in texts:
+            encoding_of(tokenizer, text)  # says at which
+        raise
 
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
     """The `ids` of a text, without special tokens, and the `offsets` of its tokens. Raises DataError: the library fails at it."""
-    with library_errors(f"data.tokenizer: can't encode a text that begins {text[:40]!r}", _OTHER):
+    with library_errors(f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"):
         return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -1,0 +1,192 @@
+"""Every file of a run folder, damaged, and every command that reads it: an error of one line and nothing written, or a result."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import PAINTING, ROOT, lm, unpainted
+from folders import rewritten
+from test_tokenizer import write_tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from trials import written
+
+from lm.experiments.opening import start
+from lm.runs.loading import load, save_model
+from lm.training.train import train
+
+SHORT = ["trainer.max_steps=20", "trainer.checkpoint_every=20", "eval.every=20", "optim.batch_tokens=512", "eval.sequences=64"]
+SHORT += ["eval.long_context.length_factor=0"]
+WHOLE = {  # the commands on a run folder; {out}: a folder that is not there, {configured}: configuration and overrides of the runs
+    "report": "report {run} -o {out}",
+    "compare": "compare {file} {overrides} --report-only",
+    "eval": "eval {run} eval.sequences=4",
+    "diagnose": "diagnose {run} eval.diagnostics.sequences=1",
+    "generate": "generate {run} --prompt word --max-new-tokens 2",
+    "export": "export {run} -o {out}",
+    "swap": "swap {run} --to log_n -o {out} eval.sequences=4",
+    "resume": "train {run}/config.yaml runs={runs} resume=auto trainer.max_steps=21",
+    "init_from": "train {configured} init_from={run} name=new",
+}
+DAMAGE = {"empty": lambda content: b"", "half": lambda content: content[: len(content) // 2]}
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The file of an experiment whose two runs have ended, and its overrides without `runs`; they lie in `runs` beside the file."""
+    folder = tmp_path_factory.mktemp("trained")
+    file, overrides = written(folder, tune=None, seeds=[1]), [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
+    for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known():
+        train(run.config)
+    return file, overrides
+
+
+@pytest.fixture
+def words(trained: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What stands for each {name} in `WHOLE`, of a copy of the runs."""
+    monkeypatch.setattr(PAINTING, unpainted)
+    shutil.copytree(trained[0].parent, tmp_path / "copy", symlinks=True)
+    runs = tmp_path / "copy" / "runs"
+    overrides = [*trained[1], f"runs={runs}"]
+    (run,) = (path for path in (runs / "trial").iterdir() if path.name.startswith("softmax"))
+    named = {"{file}": [str(tmp_path / "copy" / "trial.yaml")], "{overrides}": overrides}
+    return named | {
+        "{configured}": [str(ROOT / "tests" / "tiny.yaml"), *overrides],
+        "{run}": [str(run)],
+        "{runs}": [str(run.parent)],
+        "{out}": [str(tmp_path / "out")],
+    }
+
+
+def arguments(command: str, words: dict[str, list[str]]) -> list[str]:
+    """The command line of an entry of `WHOLE`."""
+    found: list[str] = []
+    for part in command.split():
+        name = next((name for name in words if name in part), "")
+        found += [part.replace(name, word) for word in words[name]] if name else [part]
+    return found
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check(folder: Path, *command: str, words: str = "") -> str:
+    """Run a command: it ends well, or with an error of one line that has `words` in it, and below `folder` all is as it was. The line."""
+    before = contents(folder)
+    result = lm(*command)
+    assert "Traceback" not in result.stderr, result.stderr
+    if result.returncode == 0:
+        assert not words, f"{command} is not refused"
+        return ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert result.stderr.splitlines()[-1] == errors[0] or "problems in the configuration" in errors[0], result.stderr
+    assert words in errors[0]
+    after = contents(folder)
+    assert {path for path in {**before, **after} if before.get(path) != after.get(path)} == set(), errors[0]
+    return errors[0]
+
+
+@pytest.mark.parametrize("command", WHOLE)
+def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(command: str, words: dict[str, list[str]], tmp_path: Path):
+    run, whole = Path(words["{run}"][0]), tmp_path / "whole"
+    shutil.copytree(tmp_path / "copy", whole)
+    files = [path for path in run.rglob("*") if path.is_file() and path.suffix != ".png" and not path.name.startswith("step-")]
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json", "last.ckpt"} < {path.name for path in files}
+    for path in files:
+        for damage in DAMAGE.values():
+            content = damage(path.read_bytes())
+            path.unlink()  # `last.ckpt` is a link
+            path.write_bytes(content)
+            if not check(tmp_path / "copy", *arguments(WHOLE[command], words)) or path.suffix == ".ckpt":
+                shutil.rmtree(tmp_path / "copy")
+                shutil.copytree(whole, tmp_path / "copy")
+                shutil.rmtree(words["{out}"][0], ignore_errors=True)
+            else:
+                shutil.copyfile(whole / path.relative_to(tmp_path / "copy"), path)
+    assert check(tmp_path / "copy", *arguments(WHOLE[command], words)) == "", "undamaged"
+
+
+@pytest.mark.parametrize("command", [name for name in WHOLE if name not in ("report", "compare")])
+def test_weights_that_are_not_finite_or_too_large_are_one_line_or_a_result(command: str, words: dict[str, list[str]], tmp_path: Path):
+    run = Path(words["{run}"][0])
+    for value, refusal in ((1e30, ""), (float("nan"), "norm.weight holds numbers that are not finite")):
+        rewritten(run / "checkpoints" / "last.ckpt", lambda content, value=value: content["state_dict"]["norm.weight"].fill_(value))
+        unchanged = tmp_path / "copy" / "runs" if refusal else tmp_path / "nothing"  # of large ones a new run is left, which has diverged
+        check(unchanged, *arguments(WHOLE[command], words), words=refusal)
+        for made in (Path(words["{out}"][0]), tmp_path / "copy" / "runs" / "new"):
+            shutil.rmtree(made, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- tokenizers that fail at a text
+
+FAILS = "a" * 60 + "b"  # at which the pattern (a+)+$ takes too long
+PANICS = {
+    "generate": "generate {model} --prompt {fails}",
+    "diagnose --text": "diagnose {model} --text {text}/1.txt -o {out}/attention.csv",
+    "diagnose": "diagnose {model} {configured} eval.diagnostics.text={text}/1.txt",
+    "eval": "eval {model} {configured}",
+    "swap": "swap {model} {configured} --to log_n -o {out}",
+    "prepare": "prepare {configured} {tokenizer}",
+    "prepare with workers": "prepare {configured} {tokenizer} data.prepare_workers=2",
+    "train": "train {configured} {tokenizer} name=new",
+    "init_from": "train {configured} {tokenizer} name=new init_from={model}",
+}
+
+
+@pytest.fixture
+def failing(words: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What stands for each {name} in `PANICS`: a model whose tokenizer panics at the text of a configuration."""
+    monkeypatch.setenv("RUST_BACKTRACE", "0")  # the library prints where it failed before it raises
+    file = write_tokenizer(tmp_path / "panics.json")
+    tokenizer = Tokenizer.from_file(str(file))
+    cut = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.save(str(file))
+    save_model(load(words["{run}"][0]).decoder, tmp_path / "model", file)
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} " * 400 + FAILS)
+    data = {"source": {"paths": [str(tmp_path / "text")]}, "root": str(tmp_path / "stores")}
+    own = {"base": str(ROOT / "tests" / "tiny.yaml"), "data": data, "runs": str(tmp_path / "runs")}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    found = {"{model}": [str(tmp_path / "model")], "{text}": [str(tmp_path / "text")], "{fails}": [FAILS], "{out}": [str(tmp_path / "out")]}
+    given = f"data.tokenizer={{name: file, path: {file}}}"
+    return found | {"{configured}": [str(tmp_path / "own.yaml")], "{tokenizer}": [given]}
+
+
+@pytest.mark.parametrize("command", PANICS)
+def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(command: str, failing: dict[str, list[str]], tmp_path: Path):
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "stores" / ".lock").touch()
+    line = check(tmp_path, *arguments(PANICS[command], failing), words="data.tokenizer: can't encode a text that begins '")
+    assert "Onig: Regex search error: retry-limit-in-match over; use another tokenizer, or other text" in line
+    assert [path.name for path in (tmp_path / "stores").iterdir()] == [".lock"]
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_the_tokenizers_library_is_called_where_its_errors_are_turned_into_ours():
+    allowed = {"tokenizer.py", "rank_files.py", "symbol_store.py", "gguf_tokenizer.py"}
+    calls = (
+        "encode_batch",
+        "add_special_tokens=False",
+        "skip_special_tokens",
+        "pre_tokenize_str",
+        "train_from_iterator",
+        "Tokenizer.from_",
+    )
+    found = {path.name: [call for call in calls if call in path.read_text()] for path in (ROOT / "lm").rglob("*.py")}
+    assert {name: some for name, some in found.items() if some and name not in allowed} == {"tokenizer_files.py": ["Tokenizer.from_"]}
+
+
+def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def fail() -> None:
+        raise panic("called `Option::unwrap()`\non a `None` value")
+
+    monkeypatch.setattr("lm.cli.app", fail)
+    result = lm("normalizers")
+    assert (result.returncode, result.stderr) == (1, "error: a library that lm uses failed: called `Option::unwrap()` on a `None` value\n")
