@@ -1,4 +1,4 @@
-"""Whether the tests of normalizers would notice: each mutation of the source, in a copy of it, must make one of them fail."""
+"""Whether the tests would notice: each mutation of the source, in a copy of it, must make one of the tests fail that it stands under."""
 
 import os
 import shutil
@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("tests/test_definitions.py", "tests/test_autocast.py")
 
-MUTATIONS = {one.pop("what"): one for one in yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())}
+BY_TESTS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
+MUTATIONS = {one.pop("what"): {**one, "tests": tests} for tests, some in BY_TESTS.items() for one in some}
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def failing(tree: Path) -> tuple[bool, str]:
-    """Whether some test fails, and what pytest said."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+def failing(tree: Path, tests: str) -> tuple[bool, str]:
+    """Whether some of the tests (paths, `::` and the test's name behind them or not) fails, and what pytest said."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode in (0, 1), result.stdout + result.stderr
@@ -35,27 +35,32 @@ def failing(tree: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.slow
-def test_what_is_not_mutated_passes(copied: Path):
-    failed, said = failing(copied)
+@pytest.mark.parametrize("tests", BY_TESTS)
+def test_what_is_not_mutated_passes(copied: Path, tests: str):
+    failed, said = failing(copied, tests)
     assert not failed, said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_a_mutation_is_noticed(copied: Path, what: str):
-    file, old, new = MUTATIONS[what].values()
+    file, old, new, tests = MUTATIONS[what].values()
     path = copied / "lm" / file
     source = path.read_text()
     path.write_text(source.replace(old, new))
     try:
-        failed, said = failing(copied)
+        failed, said = failing(copied, tests)
     finally:
         path.write_text(source)
     assert failed, said
 
 
+def test_no_two_mutations_have_one_name():
+    assert len(MUTATIONS) == sum(map(len, BY_TESTS.values()))
+
+
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_the_text_that_a_mutation_replaces_is_there_once(what: str):
-    file, old, new = MUTATIONS[what].values()
+    file, old, new, _ = MUTATIONS[what].values()
     assert (ROOT / "lm" / file).read_text().count(old) == 1
     assert old != new

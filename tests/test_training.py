@@ -3,7 +3,9 @@
 import json
 import shlex
 from collections import Counter
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +83,18 @@ def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):
     train(one)
     train(many)
     assert losses(one.run_folder) == pytest.approx(losses(many.run_folder), abs=1e-4)
+
+
+def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
+    """And a micro-batch that is read again, as after a resume, has the same."""
+    cases, found = list(product((0, 1), (0, 1, 7), (0, 1, 2), (0, 1, 3))), []
+    with torch.random.fork_rng():
+        for seed, step, micro_batch, rank in [*cases, *cases]:
+            module = SimpleNamespace(config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank)
+            TrainModule.on_train_batch_start(module, None, 3 * step + micro_batch)
+            found.append(torch.initial_seed())
+    assert len(set(found)) == len(cases)
+    assert found[: len(cases)] == found[len(cases) :]
 
 
 def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
