@@ -213,6 +213,11 @@ def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(size
     assert (every + length + 1 <= split.offsets[document + 1]).all()
     same_document = np.diff(document) == 0
     assert (np.diff(every)[same_document] == length).all()
+    first = np.unique(document, return_index=True)[1]
+    last = np.searchsorted(document, document[first], "right") - 1
+    before = every[first] - split.offsets[document[first]]
+    after = split.offsets[document[last] + 1] - every[last] - length - 1
+    assert (np.abs(before - after) <= 1).all(), "in the middle of each document"
     taken = np.searchsorted(every, starts)
     assert (every[taken] == starts).all()
     if len(taken) > 1:

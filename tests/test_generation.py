@@ -37,6 +37,15 @@ def test_draws_stay_within_top_k_and_top_p():
     assert seen(top_p=0.81) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_temperature_divides_the_logits(temperature: float):
+    """Drawn as often as p^(1 / temperature) says, over their sum."""
+    p, drawn = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.Generator().manual_seed(0)
+    expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
+    counts = torch.bincount(torch.tensor([sample(p.log(), temperature, None, None, drawn) for _ in range(4000)]), minlength=4)
+    assert (counts / 4000).tolist() == pytest.approx(expected.tolist(), abs=0.03)
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float):
