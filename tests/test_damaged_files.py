@@ -26,7 +26,7 @@ WHOLE = {  # the commands on a run folder; {out}: a folder that is not there, {c
     "export": "export {run} -o {out}",
     "swap": "swap {run} --to log_n -o {out} eval.sequences=4",
     "resume": "train {run}/config.yaml runs={runs} resume=auto trainer.max_steps=21",
-    "init_from": "train {configured} init_from={run} name=new",
+    "init_from": "train {configured} init_from={run} name=new trainer.max_steps=2 eval.sequences=4",
 }
 DAMAGE = {"empty": lambda content: b"", "half": lambda content: content[: len(content) // 2]}
 
@@ -88,7 +88,7 @@ def check(folder: Path, *command: str, words: str = "") -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("command", WHOLE)
+@pytest.mark.parametrize("command", [pytest.param(name, marks=pytest.mark.slow) if name == "diagnose" else name for name in WHOLE])
 def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(command: str, words: dict[str, list[str]], tmp_path: Path):
     run, whole = Path(words["{run}"][0]), tmp_path / "whole"
     shutil.copytree(tmp_path / "copy", whole)

@@ -158,7 +158,7 @@ jobs.work()
 def at_work(folder: Path) -> dict[Path, int]:
     """The processes that train now, by run folder, as the claims of an experiment say."""
     found = {}
-    for claim in sorted((folder / "claims").glob("*-seed*")):
+    for claim in sorted((folder / "claims").glob("[!.]*-seed*")):
         content = read_json(claim)
         if born(content.get("child", 0)) and born(content["child"]) == content["child_born"]:
             found[folder / claim.stem] = content["child"]
