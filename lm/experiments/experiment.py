@@ -66,6 +66,20 @@ class Primary:
 
 
 @dataclass(frozen=True)
+class Departure:
+    """How an experiment differs from what was planned, in words.
+
+    Attributes:
+        exploratory: whether verdicts are therefore exploratory.
+        place: the size and arm whose verdict is; None: all.
+    """
+
+    words: str
+    exploratory: bool = True
+    place: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline.
 
@@ -81,6 +95,7 @@ class Experiment:
         look: which of the looks `seeds` are of; those of the second include the first's.
         dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
         dropped_late: whether that was decided when final runs had ended already.
+        departures: what differs from what was planned when no final run had been measured.
     """
 
     name: str
@@ -100,6 +115,7 @@ class Experiment:
     dropped: tuple[int, ...] = ()
     dropped_note: str = ""
     dropped_late: bool = False
+    departures: tuple[Departure, ...] = ()
 
     @property
     def command(self) -> str:

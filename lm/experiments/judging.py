@@ -39,9 +39,8 @@ def judge(procedure: Procedure) -> dict[tuple[str, str], Verdict]:
         found = verdicts(found, primary.matters, "lower" if ratio else primary.better, ratio, experiment.looks)
         if ratio:
             found = {name: replace(one, interval=factor(one.interval), alone=factor(one.alone)) for name, one in found.items()}
-    seeds = procedure.added + procedure.left_out
     return {
-        (size, arm): replace(one, exploratory=seeds, reason=one.reason + _not_learned(procedure, size, arm))
+        (size, arm): replace(one, exploratory=procedure.exploratory(size, arm), reason=one.reason + _not_learned(procedure, size, arm))
         for (size, arm), one in found.items()
     }
 

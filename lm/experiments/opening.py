@@ -11,6 +11,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
+from lm.experiments.circumstances import PLAN, departures, is_another, is_measured, plan_of
 from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import Experiment, deciding
 from lm.experiments.judging import next_look
@@ -18,7 +19,7 @@ from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
 from lm.files import write_new
 from lm.machine import threads_each
-from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
@@ -48,7 +49,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
     left_open = {name: settled[name] for name in SHARED if asked.get(name) in ("auto", None)}
     planned = tuple(settled["seeds"]) if "seeds" in settled else None
-    procedure = Procedure(replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned))
+    experiment = replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned)
+    procedure = Procedure(replace(experiment, departures=departures(experiment, settled if kept.exists() else None)))
     if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
         raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
     return next_look(procedure)
@@ -65,8 +67,10 @@ def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -
     experiment = open_experiment(path, overrides, jobs, anew=True).experiment  # the vocabulary is known now
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides)}
-    write_new(kept, json_bytes(settled))
+    late, plan = is_measured(experiment), plan_of(experiment)
+    settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
+    if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
+        write_json(kept, read_json(kept) | {PLAN: plan})  # nothing that it could be chosen by was measured yet
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
@@ -134,6 +138,8 @@ def _wrong(settled: dict[str, Plain]) -> str:
     build(TrainerConfig, {name: settled[name] for name in SHARED}, "", problems)
     if "seeds" in settled and convert(list[int], settled["seeds"]) is MISSING:
         problems.append(Problem("seeds", settled["seeds"], "must be a list of seeds"))
+    if not isinstance(settled.get(PLAN), dict | None):
+        problems.append(Problem(PLAN, settled[PLAN], "must be a map"))
     return str(problems[0]) if problems else ""
 
 

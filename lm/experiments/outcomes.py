@@ -162,6 +162,11 @@ class Outcome:
         return self._measured_last[1]
 
     @property
+    def codes(self) -> list[dict[str, str]]:
+        """Digests of the code that measured the evaluations at the last step, one for each."""
+        return [one.code for one in self._evaluations]
+
+    @property
     def _evaluations(self) -> list[Evaluation]:
         """Those at the last step."""
         return self._measured_last[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.arms import SWAPPED, Arm, Swap
+from lm.experiments.circumstances import unequal
 from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys
@@ -259,6 +260,8 @@ class Procedure:
                 else "that is trained if the first leaves a comparison undecided"
             )
             found.append(f"look {experiment.look} of 2, each with half of the 5 %: {n} seeds, then {more} more; {why}")
+        found += [f"exploratory: {one.words}" if one.exploratory else one.words for one in experiment.departures]
+        found += unequal((one.arm, one.outcome) for one in self.known())
         for size in experiment.sizes:
             choice = self.choice(size)
             for arm, tried in choice.crossed.items():
@@ -270,6 +273,11 @@ class Procedure:
                 each = "; ".join(f"{name} has {', '.join(map(str, some)) or 'none'}" for name, some in seeds.items())
                 found.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
         return found
+
+    def exploratory(self, size: str, arm: str) -> tuple[str, ...]:
+        """Why the verdict on an arm is exploratory, in words; empty if it is not."""
+        told = [one for one in self.experiment.departures if one.exploratory and one.place in (None, (size, arm))]
+        return (*(one.words for one in told), *map(str, self.added + self.left_out))
 
     def finished_seeds(self, size: str, arm: Arm) -> tuple[int, ...]:
         """The seeds of the final runs of an arm that are finished."""

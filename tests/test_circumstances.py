@@ -1,0 +1,165 @@
+"""What is said beside verdicts: what was changed after final runs had been measured, and what differs between runs."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import lm
+from fabricated import FINGERPRINT, finish_all, keep
+from trials import TWO_ARMS, written
+
+from lm.config.load import to_yaml
+from lm.experiments.circumstances import PLAN, plan_of
+from lm.experiments.definition import read_experiment
+from lm.experiments.opening import open_experiment
+from lm.experiments.procedure import Procedure
+from lm.experiments.summary import summary
+from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
+from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED, json_bytes, read_json, write_json
+
+SEEDS = {"tune": None, "seeds": [1, 2, 3]}
+MORE = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}}
+SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1, "seeds": [1, 2, 3]}
+
+
+def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
+    """An experiment all of whose runs have ended, as its first start settled it."""
+    procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
+    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    procedure = open_experiment(procedure.experiment.file, overrides)
+    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        used = {
+            "git_commit": "abc",
+            "git_dirty": False,
+            "versions": {"torch": "2.13"},
+            "device": "cpu",
+            "precision": "32",
+            "compile": False,
+        }
+        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **used}]})
+    return procedure
+
+
+def exploratory(procedure: Procedure) -> list[str]:
+    """The arms whose verdicts are."""
+    return [line["arm"] for line in summary(procedure) if line.get("verdict", "").startswith("exploratory: ")]
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    return ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}"]
+
+
+def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
+    procedure = open_experiment(started(tmp_path, overrides).experiment.file, overrides)
+    assert (procedure.notes(), exploratory(procedure)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "arms", "words"),
+    [
+        ({"primary": {"matters": 0.2}}, ["ssmax"], r"exploratory: primary\.matters was 0\.05 when it was settled \(.*Z\), it is 0\.2"),
+        ({"primary": {"matters": 0.05, "learned": 4.95}}, ["ssmax"], r"exploratory: primary\.learned was null .*, it is 4\.95"),
+        ({"arms": MORE}, ["log_n"], r"exploratory: arm log_n was added since the arms were settled"),
+        ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], r"exploratory: the baseline is another"),
+        ({"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}}, [], r"exploratory: arm ssmax has another configuration"),
+    ],
+)
+def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
+    started(tmp_path, overrides)
+    procedure = open_experiment(written(tmp_path, **SEEDS | changes), overrides, anew=True)
+    assert exploratory(procedure)[: len(arms)] == arms
+    assert any(re.search(words, note) for note in procedure.notes()), procedure.notes()
+    if list(changes) == ["arms"] and arms == ["log_n"]:
+        assert not procedure.exploratory("", "ssmax")
+
+
+def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
+    started(tmp_path, overrides, arms=MORE)
+    procedure = open_experiment(written(tmp_path, **SEEDS), overrides)
+    assert exploratory(procedure) == ["ssmax"]
+    assert any("arm log_n is left out" in note for note in procedure.notes())
+
+
+def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):
+    experiment = started(tmp_path, overrides).experiment
+    (experiment.folder / RESOLVED).unlink()
+    for _ in range(2):
+        procedure = open_experiment(experiment.file, overrides)
+        assert exploratory(procedure) == ["ssmax"]
+        assert any("what was planned before the first run is not known" in note for note in procedure.notes())
+        write_json(experiment.folder / RESOLVED, SETTLED | {PLAN: None})  # as a start after the loss leaves it
+    write_json(experiment.folder / RESOLVED, SETTLED)
+    procedure = open_experiment(experiment.file, overrides)
+    assert exploratory(procedure) == []
+    assert procedure.notes() == ["resolved.json is of an earlier version, which did not record primary metric and arms"]
+
+
+def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
+    from lm.experiments.opening import start
+
+    folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
+    start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
+    assert read_json(folder / RESOLVED)[PLAN]["primary"]["matters"] == 0.2
+
+
+def edited(key: str, value: object) -> Callable[[Path], None]:
+    """Change what a run's start used."""
+
+    def change(folder: Path) -> None:
+        environment = read_json(folder / ENVIRONMENT)
+        environment["starts"][0] |= {key: value}
+        write_json(folder / ENVIRONMENT, environment)
+
+    return change
+
+
+def other_code(folder: Path) -> None:
+    for path in evaluation_files(folder).values():
+        keep(folder, Evaluation.of(read_evaluation(path) | {"code": {"lm": "other"}}))
+
+
+def old(folder: Path) -> None:
+    """As an earlier version wrote it."""
+    path = evaluation_path(folder, "validation", 8)
+    path.write_bytes(json_bytes({name: value for name, value in json.loads(path.read_text()).items() if name not in ("sha256", "code")}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (edited("git_commit", "def"), "runs differ in git commit: abc (softmax); def (ssmax)"),
+        (edited("git_dirty", True), "3 of 6 runs are of a git tree with uncommitted changes: their code is not known"),
+        (edited("versions", {"torch": "2.14"}), "runs differ in torch: 2.13 (softmax); 2.14 (ssmax)"),
+        (edited("device", "H100"), "runs differ in device: cpu (softmax); H100 (ssmax)"),
+        (edited("precision", "bf16-mixed"), "runs differ in precision: 32 (softmax); bf16-mixed (ssmax)"),
+        (edited("compile", True), "runs differ in compile: False (softmax); True (ssmax)"),
+        (other_code, "runs were measured by different code of lm: "),
+        (old, "3 runs' evaluations carry no digest (made by an earlier version)"),
+    ],
+)
+def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: str):
+    procedure = started(tmp_path, overrides)
+    for run in procedure.known():
+        if run.arm == "ssmax":
+            change(run.config.run_folder)
+    (note,) = open_experiment(procedure.experiment.file, overrides).notes()
+    assert note.startswith(said)
+
+
+def test_notes_stand_under_the_verdicts_in_their_file_and_on_the_page(tmp_path, overrides):
+    procedure = started(tmp_path, overrides)
+    for run in procedure.known():
+        other_code(run.config.run_folder)
+    done = lm("compare", str(procedure.experiment.file), *overrides, "--report-only")
+    note = "runs were measured by other code than today's; lm eval RUN measures them again"
+    assert done.returncode == 0, done.stderr
+    assert note in done.stdout.splitlines()
+    folder = procedure.experiment.folder
+    assert read_json(folder / "verdicts.json")["notes"] == [note]
+    assert "runs were measured by other code than today" in (folder / "report" / "report.html").read_text()
