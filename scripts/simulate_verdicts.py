@@ -284,6 +284,7 @@ def all_worlds() -> list[World]:
             replace(plain, name="4 equal arms, rates from a table", tuning="table"),
             untuned,
             replace(untuned, name="4 equal arms, not tuned, heavy tails", heavy=True),
+            replace(untuned, name="4 equal arms that differ by text, not tuned", equal_on_text=False),
             replace(untuned, name="2 equal arms in 3 sizes, not tuned", sizes=3, effects=(0.0,) * 2),
             replace(untuned, name="4 equal arms, not tuned, an accuracy near 1 in steps of 1/128", ceiling=True),
             replace(plain, name="4 equal arms, another metric than the one that chooses rates", other_metric=True),
