@@ -70,17 +70,17 @@ def born(pid: int) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for an `lm` process that is to be stopped as by SIGTERM when this one ends, however that happens; on Linux alone."""
+    """The environment for an `lm` process that is to be stopped when this one ends, however that happens; on Linux alone."""
     return {**os.environ, _PARENT: str(os.getpid())}
 
 
-def stop_with_parent() -> None:
-    """In a process with the environment of `child_environment`: ask for SIGTERM at the parent's end; exit if that has come already.
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """In a process with the environment of `child_environment`: ask for a signal at the parent's end; exit if that has come already.
 
     The process asks for it itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
     """
     parent = os.environ.pop(_PARENT, "")
     if parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if str(os.getppid()) != parent:
-            sys.exit(128 + signal.SIGTERM)
+            sys.exit(128 + number)

@@ -61,7 +61,7 @@ class Inline(Executor):
 @pytest.fixture(autouse=True)
 def inline(monkeypatch):
     monkeypatch.setattr("lm.experiments.jobs.ThreadPoolExecutor", Inline)
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: {("", "softmax"): 60.0})
+    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 def here(run: Run) -> int:

@@ -49,10 +49,10 @@ def clock() -> Clock:
 def work(tmp_path: Path):
     """A function: changes of the file -> the work on the experiment, as it stands."""
 
-    def make(**changes: object) -> Jobs:
+    def make(progress: str = "auto", **changes: object) -> Jobs:
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
-        jobs = Jobs(Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "log.progress=auto"])), 2)
+        jobs = Jobs(Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), 2)
         jobs.known = jobs.procedure.known()
         return jobs
 
@@ -224,8 +224,7 @@ class Terminal(io.StringIO):
     ("output", "progress", "shown"), [(Terminal, "auto", True), (Terminal, "lines", False), (io.StringIO, "auto", False)]
 )
 def test_the_table_is_for_terminals_and_leaves_them_as_they_were(work, monkeypatch, output, progress, shown):
-    jobs, out = work(tune=None), output()
-    jobs.procedure.experiment.base["log"]["progress"] = progress
+    jobs, out = work(progress, tune=None), output()
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setenv("TERM", "xterm")
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +14,17 @@ import yaml
 from conftest import ROOT, lm
 from fabricated import finish, finish_all
 from trials import written
+from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
+from lm.experiments import timing
 from lm.experiments.definition import read_experiment
 from lm.experiments.minutes import limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.timing import run_times
+from lm.machine import born
 from lm.runs.folder import write_json
 from lm.training.pilot import pilot
 from lm.training.train import train
@@ -81,7 +87,7 @@ def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp
 
 
 def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, arguments, monkeypatch):
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: {("", "softmax"): 60.0, ("", "ssmax"): 60.0})
+    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0, ("", "ssmax"): 60.0}, "a pilot"))
     monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: pytest.fail("nothing to report"))
     monkeypatch.setattr("lm.experiments.compare.Jobs.work", lambda self: seeds.append(self.procedure.experiment.seeds))
     seeds, path = [], tmp_path / "trial.yaml"
@@ -112,7 +118,7 @@ def test_a_pilot_says_how_long_a_run_takes(tiny, monkeypatch):
     monkeypatch.setattr("time.perf_counter", time.process_time)  # whatever else the machine does
     config = tiny("trainer.max_steps=300", "eval.every=100", "trainer.checkpoint_every=300", "optim.batch_tokens=2048", "model.n_embd=64")
     train(replace(config, name="warm-up", trainer=replace(config.trainer, max_steps=4)))  # what only the first run in a process takes
-    found = pilot(config)["seconds"]
+    found = pilot(replace(config, name="pilot"))["seconds"]
     begin = time.process_time()
     assert train(config) == 0
     assert found == pytest.approx(time.process_time() - begin, rel=0.4)
@@ -127,8 +133,116 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     assert source == "a pilot of some steps of each arm, 2 at a time"
     assert times.keys() == {("", "softmax"), ("", "ssmax")}
     assert min(times.values()) > 0
+    assert [path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")] == []
     monkeypatch.setattr("lm.experiments.timing._timed", lambda *_: pytest.fail("timed again"))
     assert run_times(procedure, costs(procedure), 2)[0] == times
+
+
+PILOT = """
+import json, pathlib, sys, time
+print(json.dumps({"begun": time.time()}), flush=True)
+for path in map(pathlib.Path, sys.argv[1:]):
+    log = path.with_suffix("") / "metrics.jsonl"
+    log.parent.mkdir()
+    log.write_text("".join(json.dumps({"step": step, "elapsed_s": 2.0 * step}) + chr(10) for step in range(1, 6)))
+    if "slow" in path.stem:
+        time.sleep(600)
+    print(json.dumps({"seconds": 60.0}), flush=True)
+"""
+
+
+@pytest.fixture
+def pilots(tmp_path, monkeypatch) -> list[str]:
+    """The arms that are timed, by a program that says 60 s at once, and of arms called slow nothing but five steps of 2 s."""
+    (tmp_path / "program.py").write_text(PILOT)
+    monkeypatch.setattr("lm.experiments.timing.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.timing.open_prepared", lambda _: None)
+    asked, timed = [], timing._timed
+    monkeypatch.setattr("lm.experiments.timing._timed", lambda configs, *more: asked.extend(configs) or timed(configs, *more))
+    return asked
+
+
+def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
+    arms = {"softmax": {}, "rate": {"optim.lr": 2e-3}}
+    arms |= {name: {"model.normalizer": {"name": "ssmax", "init": init}} for name, init in (("ssmax", 1.5), ("init", 2.5))}
+    for overrides, timed in (
+        ([], ["softmax", "ssmax"]),
+        ([], []),
+        (["optim.lr=5e-3"], []),
+        (["name=other", "log.every=7"], []),
+        (["trainer.max_steps=16"], ["softmax", "ssmax"]),
+        (["eval.sequences=4"], ["softmax", "ssmax"]),
+        (["trainer.threads=2"], ["softmax", "ssmax"]),
+        (["model.dropout=0.1"], ["softmax", "ssmax"]),
+        ([], []),
+    ):
+        path = tmp_path / "trial.yaml"
+        path.write_text(yaml.safe_dump(FILE | {"arms": arms}, sort_keys=False))
+        procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", *overrides]))
+        times, source = run_times(procedure, costs(procedure), 1)
+        assert pilots == timed, overrides
+        assert all(59 < seconds < 90 for seconds in times.values()), times
+        assert source == "a pilot of some steps of each arm, 1 at a time"
+        pilots.clear()
+    run_times(procedure, costs(procedure), 2)
+    assert pilots == ["softmax", "ssmax"], "two at a time"
+
+
+def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots, monkeypatch):
+    kinds = {f"kind{number}": {"model.n_embd": 40 + 8 * number} for number in range(30)}
+    procedure = experiment(tmp_path, arms={"softmax": {}, "same": {"optim.schedule": "wsd"}, "slow": {"model.normalizer": "ssmax"}} | kinds)
+    begin = time.monotonic()
+    times, source = run_times(procedure, costs(procedure), 1, 2.0)
+    assert time.monotonic() - begin < 60
+    assert pilots[:3] == ["softmax", "slow", "kind0"], "what differs most comes first"
+    assert len(pilots) == 16
+    skipped = "of slow the steps alone, as evaluations took too long; the other arms were not timed: by FLOPs"
+    assert source == f"a pilot of some steps of 1 of 33 arms, 1 at a time; {skipped}"
+    assert times["", "slow"] == 16, "2 s a step"
+    assert times["", "softmax"] == pytest.approx(60, abs=30)
+    assert times["", "kind29"] > times["", "kind0"]
+    assert [path.name for path in procedure.experiment.folder.iterdir()] == ["pilot.json"]
+    pilots.clear()
+    with pytest.raises(RunError, match="no arm was timed within 10 s"):
+        run_times(experiment(tmp_path, "other"), costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]}, 1, 0.0)
+    assert not pilots
+
+
+WAITING = """
+import os, time
+from lm.machine import stop_with_parent
+stop_with_parent(9)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_pilots_end_with_their_plan(tmp_path, number):
+    (tmp_path / "program.py").write_text(WAITING)
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump(FILE))
+    code = f"""
+import sys
+import lm.experiments.timing as timing
+from lm.cli import main
+timing.COMMAND, timing.open_prepared = [sys.executable, {str(tmp_path / "program.py")!r}], lambda _: None
+sys.argv = ["lm", "compare", {str(path)!r}, "data.source.paths=[.]", {f"runs={tmp_path / 'runs'}"!r}, "--plan", "--minutes", "1000"]
+main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    place = tmp_path / "runs" / "trial"
+    wait_until(lambda: any(one.read_text().strip() for one in place.glob(".*/*/output")) or process.poll() is not None, tmp_path)
+    assert process.poll() is None, process.communicate()
+    (output,) = place.glob(".*/*/output")
+    child = int(output.read_text())
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), stderr
+    wait_until(lambda: not born(child), tmp_path)
+    if number != signal.SIGKILL:
+        assert not list(place.iterdir())
+        assert stderr == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"
 
 
 @pytest.mark.slow  # 10 s

@@ -4,8 +4,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from lm.errors import RunError
 from lm.experiments.claims import Claim
@@ -15,6 +18,36 @@ from lm.experiments.procedure import Run
 from lm.files import locked_folder
 from lm.machine import child_environment
 from lm.runs.folder import TRAINING
+
+
+class Stopped(RunError):
+    """A signal has stopped the work on an experiment; its exit status is the signal's."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and received:  # schedulers announce the end of a job more than once
+            return
+        received.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Children:

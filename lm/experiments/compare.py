@@ -3,6 +3,7 @@
 import math
 import shlex
 import sys
+import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
+from lm.experiments.children import Stopped
 from lm.experiments.commands import commands
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
@@ -24,7 +26,7 @@ from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary, tuning_means, tuning_table
-from lm.experiments.timing import Times, duration, run_times
+from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
@@ -128,7 +130,9 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     if not decided:
         procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
     taken = [costs(one) for one in procedures]
-    timed = [_times(procedure, each, work.jobs) for procedure, each in zip(procedures, taken, strict=True)]
+    timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
+    for procedure, each in zip(procedures, taken, strict=True):
+        timed.append(_times(procedure, each, work.jobs, end - time.monotonic()))
     if work.minutes is not None and not decided:
         procedures = _fitted(procedures, timed, work.minutes, work.jobs)
     for procedure, cost, (times, words) in zip(procedures, taken, timed, strict=True):
@@ -157,14 +161,16 @@ def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes
     return [Procedure(experiment) for experiment in fitted]
 
 
-def _times(procedure: Procedure, taken: Costs | None, jobs: int) -> tuple[Times, str]:
-    """Seconds of the runs and their source in words; no times, and why."""
+def _times(procedure: Procedure, taken: Costs | None, jobs: int, budget: float) -> tuple[Times, str]:
+    """Seconds of the runs and their source in words; no times, and why. `budget`: seconds that timing them may take."""
     if taken is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
-        return run_times(procedure, taken, jobs)
+        return run_times(procedure, taken, jobs, budget)
     except DataError:
         return {}, "not known before there is text to time some steps on: lm prepare makes it"
+    except Stopped:
+        raise
     except RunError as error:
         return {}, f"not known: {error}"
 

@@ -116,6 +116,7 @@ class Experiment:
     dropped_note: str = ""
     dropped_late: bool = False
     departures: tuple[Departure, ...] = ()
+    _configs: dict[str, Config] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def command(self) -> str:
@@ -154,12 +155,15 @@ class Experiment:
 
     def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError."""
-        tuned = {} if rate is None else nested({self.tune.key: rate})
-        plain = self.base
-        for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
-            plain = merge(plain, more)
-        with PLUGINS.trusted():  # the user's own file names them
-            return parse(interpolated(plain))
+        known = json.dumps([size, arm.name, seed, rate, changes])
+        if known not in self._configs:
+            tuned = {} if rate is None else nested({self.tune.key: rate})
+            plain = self.base
+            for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
+                plain = merge(plain, more)
+            with PLUGINS.trusted():  # the user's own file names them
+                self._configs[known] = parse(interpolated(plain))
+        return self._configs[known]
 
     def evaluated(self, config: Config) -> Config:
         """The configuration that a run is measured with after training. Raises ConfigError."""

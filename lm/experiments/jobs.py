@@ -2,19 +2,16 @@
 
 import signal
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 
 from lm.errors import RunError
-from lm.experiments.children import Children
+from lm.experiments.children import Children, Stopped, interruptible
 from lm.experiments.claims import Claim, Claims
 from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, read_failure, write_failure
 from lm.experiments.outcomes import SELECTION, Outcome
@@ -23,14 +20,6 @@ from lm.experiments.timing import whole
 
 CLAIMS = "claims"  # in the experiment's folder
 POLL_SECONDS = 3.0  # between looks at what other processes do
-
-
-class Stopped(RunError):
-    """A signal has stopped the work on an experiment; its exit status is the signal's."""
-
-    def __init__(self, text: str, number: int):
-        super().__init__(text)
-        self.exit_code = 128 + number
 
 
 class RunsFailed(RunError):
@@ -76,7 +65,7 @@ class Jobs:
             Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
         """
         self.pending = pending = dict[Future, tuple[Run, Claim]]()
-        with _signals() as received, ThreadPoolExecutor(self.jobs) as pool:
+        with interruptible() as received, ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while True:
                     others = False
@@ -198,25 +187,3 @@ class Jobs:
 def claim_name(run: Run) -> str:
     """The name of the claim on a run."""
     return str(Path(run.size) / run.config.name)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
-    received: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and received:  # schedulers announce the end of a job more than once
-            return
-        received.append(number)
-        raise KeyboardInterrupt
-
-    main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, interrupt)
-    try:
-        yield received
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import MISSING, replace
-from itertools import product
 from pathlib import Path
 
 from lm.config.load import merge
@@ -82,14 +81,15 @@ def other_runs(procedure: Procedure) -> str:
     which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
     experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
     count, found = 0, list[dict[str, tuple[Plain, Plain]]]()
-    for size, arm in product(experiment.sizes, (arm for arm in experiment.arms if not arm.start)):
-        by_rate: dict[str, list[tuple[Path, int]]] = {}
-        name = re.compile(re.escape(arm.name) + (r"-([\d.]+(?:e[+-]\d+)?)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
-        for folder in (experiment.folder / size).glob(f"{arm.name}-*seed*"):
-            if (match := name.fullmatch(folder.name)) and folder not in known and (folder / CONFIG).is_file():
-                by_rate.setdefault(match[1], []).append((folder, int(match[2])))
-        for rate, runs in by_rate.items():
-            asked = [procedure.run(size, arm, "final", float(rate) if rate else None, seed, {}).config for _, seed in runs]
+    name = re.compile(r"(.+?)" + (r"-([\d.]+(?:e[+-]\d+)?)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
+    arms = {arm.name: arm for arm in experiment.arms if not arm.start}
+    for size in experiment.sizes:
+        by_rate: dict[tuple[str, str], list[tuple[Path, int]]] = {}
+        for folder in sorted((experiment.folder / size).glob("*-seed*")):
+            if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
+                by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
+        for (arm, rate), runs in by_rate.items():
+            asked = [procedure.run(size, arms[arm], "final", float(rate) if rate else None, seed, {}).config for _, seed in runs]
             others = [(run[0], config) for run, config in zip(runs, asked, strict=True) if run[0] != config.run_folder]
             ended, differing = _ended_otherwise(others, experiment.tune.key)
             count, found = count + ended, [*found, differing] if differing else found

@@ -268,7 +268,7 @@ class Procedure:
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(f"{rate:g}" for rate in sorted(tried))
                 at = f"; judged at {choice.rates[arm]:g}" if choice.settled else ""
                 found.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
-            seeds = {arm.name: self.finished_seeds(size, arm) for arm in experiment.arms}
+            seeds = self.finished_seeds(size)
             if len({some for some in seeds.values() if some}) > 1:
                 each = "; ".join(f"{name} has {', '.join(map(str, some)) or 'none'}" for name, some in seeds.items())
                 found.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
@@ -279,9 +279,12 @@ class Procedure:
         told = [one for one in self.experiment.departures if one.exploratory and one.place in (None, (size, arm))]
         return (*(one.words for one in told), *map(str, self.added + self.left_out))
 
-    def finished_seeds(self, size: str, arm: Arm) -> tuple[int, ...]:
-        """The seeds of the final runs of an arm that are finished."""
-        return tuple(one.seed for one in self.final(size) if one.arm == arm.name and one.outcome.state == "finished")
+    def finished_seeds(self, size: str) -> dict[str, tuple[int, ...]]:
+        """The seeds of the final runs that are finished, by arm."""
+        found: dict[str, list[int]] = {arm.name: [] for arm in self.experiment.arms}
+        for one in self.final(size):
+            found[one.arm] += [one.seed] if one.outcome.state == "finished" else []
+        return {name: tuple(seeds) for name, seeds in found.items()}
 
     def sources(self, arm: Arm) -> list[str]:
         """The arms that it starts from, one after the other."""

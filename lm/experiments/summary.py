@@ -24,7 +24,7 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
     counting, reach = experiment.primary.learned is not None, experiment.primary.reach is not None
     for size in experiment.sizes:
         rates = procedure.rates(size) or {}
-        finished = [seeds for arm in experiment.arms if (seeds := procedure.finished_seeds(size, arm))]
+        finished = [seeds for seeds in procedure.finished_seeds(size).values() if seeds]
         common = set(finished[0]).intersection(*finished) if finished else set()
         for number, arm in enumerate(experiment.arms):
             runs = [one for one in procedure.final(size) if one.arm == arm.name]

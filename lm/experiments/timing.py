@@ -1,48 +1,64 @@
 """How long the runs of an experiment take: as its ended runs took, else as a pilot of a few real steps says."""
 
+import hashlib
 import json
+import os
+import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from lm.config.effects import effect_of
 from lm.config.load import to_yaml
+from lm.config.tree import Config
 from lm.data.prepare import open_prepared
 from lm.errors import ConfigError, RunError, one_line
+from lm.experiments.children import Stopped, interruptible
 from lm.experiments.procedure import Procedure, Run
-from lm.files import write_text
+from lm.files import unfinished, write_text
+from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import ENVIRONMENT, METRICS, read_json, write_json
 from lm.runs.identity import starts
-from lm.runs.metric_log import training_seconds
+from lm.runs.metric_log import step_seconds, training_seconds
+from lm.schema import flatten, to_plain
 
 if TYPE_CHECKING:
     from lm.experiments.costs import Cost
 
-PILOT = "pilot.json"  # in the experiment's folder: seconds of a run, by its arm
+PILOT = "pilot.json"  # in the experiment's folder: seconds of a run, by a hash of what they depend on
+PILOT_SECONDS = 10.0  # that the pilots of one command take, without the start of their processes
+MOST_PILOTS = 16  # arms that are timed at most
+COMMAND = [sys.executable, "-m", "lm.training.pilot"]
+_OUTPUT, _ERRORS = "output", "errors"  # files of a pilot
 
 Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 
 
-def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int) -> tuple[Times, str]:
+def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
     """Seconds that a run of each size and arm takes, and where they come from in words.
 
-    Ended runs of this experiment count first. If there are none, every arm of the first size is timed for a few steps, as many at a time
-    as runs will be, once. What has not been measured is scaled by FLOPs from what has.
+    Ended runs of this experiment count first. If there are none, arms of the first size are timed for a few steps, as many at a time as
+    runs will be, for at most `budget` seconds; what was timed is kept. What has not been measured is scaled by FLOPs from what has.
 
     Raises:
         ConfigError: the runs of an arm would be refused.
-        RunError: the pilot failed.
+        RunError: the pilot failed, or timed no arm within its budget.
         DataError: there is no text to time it on yet.
     """
     measured, source = _ended(procedure), "the runs that have ended"
     if not any(costs[one].flops for one in measured):
-        measured, source = _pilot(procedure, jobs), f"a pilot of some steps of each arm, {jobs} at a time"
+        measured, source = _pilot(procedure, costs, jobs, budget)
+    if not measured:
+        raise RunError(f"no arm was timed within {PILOT_SECONDS:g} s, which all experiments share; plan it alone, or let a run end")
     nearest = next(one for one in measured if costs[one].flops)  # arms that are not trained take none
     found = {}
     for key, cost in costs.items():
@@ -92,50 +108,120 @@ def _last_start(run: Run) -> tuple[int, float] | None:
         return None
 
 
-def _pilot(procedure: Procedure, jobs: int) -> Times:
-    """Seconds of a run of each arm in the first size: kept of an earlier pilot, or measured now."""
+def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int, budget: float) -> tuple[Times, str]:
+    """Seconds of a run of each arm in the first size that an earlier pilot has timed, or one does now within `budget`; and the source in
+    words. Arms that take equally long are timed once; those with other normalizers and FLOPs than the arms before them come first."""
     experiment = procedure.experiment
     kept, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
-    if kept.exists():
-        content = read_json(kept)
-        if content.get("jobs") == jobs and content.get("seconds", {}).keys() >= {arm.name for arm in arms}:
-            return {(size, arm.name): float(content["seconds"][arm.name]) for arm in arms}
-    if not experiment.first_config.data.symbolic:
-        open_prepared(experiment.first_config.data)
-    with tempfile.TemporaryDirectory() as folder:
-        files = {}
-        for arm in arms:
-            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"})
-            files[arm.name] = Path(folder) / f"{arm.name}.yaml"
-            write_text(files[arm.name], to_yaml(config))
-        found = _timed(files, jobs)
-    if experiment.folder.is_dir():
-        write_json(kept, {"jobs": jobs, "seconds": found})
-    return {(size, arm): seconds for arm, seconds in found.items()}
+    configs = {arm.name: experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"}) for arm in arms}
+    keys = {name: _what_time_depends_on(config, jobs) for name, config in configs.items()}
+    known = _kept(kept)
+    missing = {key: name for name, key in reversed(keys.items()) if key not in known}
+    partly: dict[str, float] = {}
+    if missing and budget > 0:
+        if not experiment.first_config.data.symbolic:
+            open_prepared(experiment.first_config.data)
+        kinds = {name: (*sorted(config.normalizer_names), costs[size, name].flops) for name, config in configs.items()}
+        first = {kinds[name]: name for name in reversed(configs)}.values()
+        names = sorted(missing.values(), key=lambda name: (name not in first, list(configs).index(name)))[:MOST_PILOTS]
+        timed, partly = _timed({name: configs[name] for name in names}, kept, jobs, budget)
+        known |= {keys[name]: seconds for name, seconds in timed.items()}
+        write_json(kept, {"seconds": known})
+    found = {name: known[key] for name, key in keys.items() if key in known}
+    words = f"a pilot of some steps of {'each arm' if len(found) == len(keys) else f'{len(found)} of {len(keys)} arms'}, {jobs} at a time"
+    if partly := {name: seconds for name, seconds in partly.items() if name not in found}:
+        words += f"; of {', '.join(partly)} the steps alone, as evaluations took too long"
+    if len(found) + len(partly) < len(keys):
+        words += "; the other arms were not timed: by FLOPs"
+    return {(size, name): seconds for name, seconds in (partly | found).items()}, words
 
 
-def _timed(files: dict[str, Path], jobs: int) -> dict[str, float]:
-    """Seconds of a run of each configuration, the start of its process included. They are shared out among `jobs` processes that work at
-    the same time, as the runs will; each is timed at least once, and no process is idle from the start."""
-    names = list(files)
+def _what_time_depends_on(config: Config, jobs: int) -> str:
+    """A hash of all that decides how long a run takes, `jobs` at a time on this machine: the keys that are more than names and seeds; of
+    numbers of model and optimizer that are no sizes, such as a learning rate, whether they are 0."""
+    ours = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
+    for path, value in ours.items():
+        if isinstance(value, float) and path.startswith(("model", "optim", "phases")):
+            ours[path] = bool(value)
+    content = [ours, jobs, platform.node(), usable_cores()]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _kept(path: Path) -> dict[str, float]:
+    """What earlier pilots have timed, by `_what_time_depends_on`; nothing of older versions."""
+    content = read_json(path).get("seconds") if path.exists() else None
+    return {key: float(value) for key, value in content.items() if len(key) == 16} if isinstance(content, dict) else {}
+
+
+def _timed(configs: dict[str, Config], kept: Path, jobs: int, budget: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a run of each configuration, the start of its process included; and of those whose evaluations did not end within `budget`
+    the seconds of its steps alone. They are shared out among `jobs` processes that work at the same time, as the runs will; each is timed
+    at least once, and no process is idle from the start. Runs are kept beside `kept` until they are timed."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    names, begin = list(configs), time.time()
     shared = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "lm.training.pilot"]
-    pilots = [
-        subprocess.Popen([*command, *(str(files[name]) for name in some)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for some in shared
-    ]
-    seconds, inside = defaultdict(list), []
-    for process, some in zip(pilots, shared, strict=True):
-        out, err = process.communicate()
-        if process.returncode:
-            last = (err.strip() or "no output").splitlines()[-1]
-            if process.returncode == ConfigError.exit_code:  # which its runs would end with
-                raise ConfigError(f"{', '.join(some)}: {last.removeprefix('error: ')}")
-            raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last.removeprefix('error: ')))}")
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        inside.append(sum(each["wall_seconds"] for each in found))
-        for name, each in zip(some, found, strict=True):
-            seconds[name].append(each["seconds"])
-    start = max(0.0, time.monotonic() - begin - max(inside))
-    return {name: statistics.fmean(some) + start for name, some in seconds.items()}
+    with interruptible() as received, tempfile.TemporaryDirectory(dir=kept.parent, prefix=unfinished(kept)) as folder:
+        places = [Path(folder, str(number)) for number in range(jobs)]
+        pilots = []
+        try:
+            for place, some in zip(places, shared, strict=True):
+                for name in some:
+                    write_text(place / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(place))))
+                pilots.append(_start(place, some))
+            _wait(pilots, places, begin, budget)
+        except KeyboardInterrupt:
+            number = received[-1] if received else signal.SIGINT
+            raise Stopped(f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number) from None
+        finally:
+            late = [_kill(process) for process in pilots]
+        timed, partly = defaultdict(list), {}
+        for process, place, some, was_late in zip(pilots, places, shared, late, strict=True):
+            if process.returncode and not was_late:
+                _refuse(process.returncode, some, (place / _ERRORS).read_text())
+            begun, *lines = _lines(place) or [{}]
+            for name, line in zip(some, lines, strict=False):
+                timed[name].append(line["seconds"] + begun["begun"] - begin)
+            if was_late and len(lines) < len(some) and (each := step_seconds(place / some[len(lines)] / METRICS)):
+                partly[some[len(lines)]] = each * configs[some[len(lines)]].trainer.max_steps
+    found = {name: statistics.fmean(some) for name, some in timed.items()}
+    return found, {name: seconds for name, seconds in partly.items() if name not in found}
+
+
+def _start(place: Path, names: list[str]) -> subprocess.Popen:
+    """A process that times the configurations of these names in the folder `place`, where its output goes; it ends with this process."""
+    command = [*COMMAND, *(str(place / f"{name}.yaml") for name in names)]
+    with (place / _OUTPUT).open("wb") as output, (place / _ERRORS).open("wb") as errors:
+        return subprocess.Popen(
+            command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=child_environment()
+        )
+
+
+def _wait(pilots: list[subprocess.Popen], places: list[Path], begin: float, budget: float) -> None:
+    """Until all have ended, or `budget` seconds have passed since the last one began; starting takes at most as long twice."""
+    while any(process.poll() is None for process in pilots):
+        begun = [lines[0]["begun"] for place in places if (lines := _lines(place))]
+        if time.time() > (max(begun) + budget if len(begun) == len(places) else begin + 2 * budget):
+            return
+        time.sleep(0.05)
+
+
+def _kill(process: subprocess.Popen) -> bool:
+    """End a process and those that it started; whether it had not ended by itself."""
+    late = process.poll() is None
+    if late:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return late
+
+
+def _lines(place: Path) -> list[dict[str, float]]:
+    """What a pilot has printed, whole lines alone."""
+    return [json.loads(line) for line in (place / _OUTPUT).read_text().split("\n")[:-1] if line.startswith("{")]
+
+
+def _refuse(status: int, names: list[str], errors: str) -> NoReturn:
+    """Raises ConfigError or RunError: why a pilot failed."""
+    last = (errors.strip() or "no output").splitlines()[-1].removeprefix("error: ")
+    if status == ConfigError.exit_code:  # which its runs would end with
+        raise ConfigError(f"{', '.join(names)}: {last}")
+    raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last))}")

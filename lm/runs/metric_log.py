@@ -1,8 +1,10 @@
 """metrics.jsonl: what a run logged while training, one JSON object a line; its only parser."""
 
 import hashlib
+import itertools
 import json
 import os
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from lm.files import write_text
 from lm.schema import Plain
 
 PEAK_MEMORY = "peak_memory_bytes"  # up to a line: of tensors on the GPU, of the whole process on the CPU; rank 0's
+_WARM_UP = 3  # steps that are slower than the others
 _TAIL_BYTES = 1 << 16  # of a log that is followed, read at the first look
 DIVERGED = "diverged"  # in the last line of a run that stopped at values that are not finite: why
 
@@ -107,6 +110,13 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     by_step = {line["step"]: line for line in lines if name in line}
     ordered = [by_step[step] for step in sorted(by_step)]
     return Curve(*(np.array([line.get(key) for line in ordered], dtype=float) for key in ("tokens", name)))
+
+
+def step_seconds(path: Path) -> float | None:
+    """Median seconds of a step of a run that logs every step, without the first ones; None before the first."""
+    ends = [line["elapsed_s"] for line in read_metrics(path)[0] if "elapsed_s" in line]
+    took = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
+    return statistics.median(took or [ends[-1] / len(ends)]) if ends else None
 
 
 def _read(text: bytes) -> dict[str, Plain] | None:

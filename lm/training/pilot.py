@@ -1,61 +1,58 @@
 """How long runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
 
-`seconds`: of the whole run with its evaluations, without the start of its process; `wall_seconds`: of timing it.
+First `begun`: when timing begins (POSIX seconds); then of each run `seconds`: of all of it with its evaluations, without the start of its
+process.
 """
 
 import contextlib
 import importlib
 import io
-import itertools
 import json
-import statistics
+import signal
 import sys
-import tempfile
 import time
 from dataclasses import replace
 
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
+from lm.machine import stop_with_parent
 from lm.runs.folder import METRICS
-from lm.runs.metric_log import read_metrics
+from lm.runs.metric_log import read_metrics, step_seconds
 from lm.training.preflight import check_before_data
 from lm.training.train import train
 
-STEPS, WARM_UP = 10, 3  # optimizer steps that are made, and how many of the first are not timed
+STEPS = 10  # optimizer steps that are made
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Time a run of this configuration: all that it does but most of its steps, in a folder that is deleted."""
+    """Time a run of this configuration: all that it does but most of its steps, in its run folder."""
     steps, real = min(STEPS, config.trainer.max_steps), config.trainer.max_steps
-    with tempfile.TemporaryDirectory() as folder:
-        short = replace(
-            config,
-            name="pilot",
-            runs=folder,
-            resume="",
-            init_from="",  # may not be there yet
-            model=config.model_in(0),
-            phases=[],
-            trainer=replace(config.trainer, max_steps=steps),
-            eval=replace(config.eval, every=steps),
-            log=replace(config.log, every=1, wandb="disabled", progress="none"),
-        )
-        begin = time.perf_counter()
-        train(short)
-        whole = time.perf_counter() - begin
-        ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS)[0] if "elapsed_s" in line]
-    took = [after - before for before, after in itertools.pairwise(ends)][WARM_UP:] or [ends[-1] / len(ends)]
-    step_seconds = statistics.median(took)
+    short = replace(
+        config,
+        resume="",
+        init_from="",  # may not be there yet
+        model=config.model_in(0),
+        phases=[],
+        trainer=replace(config.trainer, max_steps=steps),
+        eval=replace(config.eval, every=steps),
+        log=replace(config.log, every=1, wandb="disabled", progress="none"),
+    )
+    begin = time.perf_counter()
+    train(short)
+    whole = time.perf_counter() - begin
+    ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS)[0] if "elapsed_s" in line]
+    each = step_seconds(short.run_folder / METRICS)
     every = config.eval.every or max(1, real // 20)
     forward = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
-    validations = step_seconds * forward * (-(-real // every) - 1)
-    return {"seconds": whole - ends[-1] + step_seconds * real + validations, "wall_seconds": whole}
+    validations = each * forward * (-(-real // every) - 1)
+    return {"seconds": whole - ends[-1] + each * real + validations}
 
 
 def main(paths: list[str]) -> None:
     """Time each, and print. Raises ConfigError where the run would, before any is timed."""
     importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
+    print(json.dumps({"begun": time.time()}), flush=True)
     configs = [load([path]) for path in paths]
     for config in configs:
         if not config.init_from:  # its weights may not be there yet
@@ -70,6 +67,7 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    stop_with_parent(signal.SIGKILL)  # training would end after its step, and the evaluations, with SIGTERM
     try:
         main(sys.argv[1:])
     except LMError as error:
