@@ -33,6 +33,7 @@ def compare(
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
+    aa: Annotated[bool, typer.Option("--aa", help="the baseline against itself with other seeds, in a folder NAME-aa: the noise")] = False,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="drop final seeds, from the last on, until the estimate is no longer", show_default=False)
     ] = None,
@@ -59,11 +60,11 @@ def compare(
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
     if commands:
-        print_commands(files, overrides, anew)
+        print_commands(files, overrides, anew, aa)
     elif submit:
-        submit_workers(files, overrides, Work(jobs, retry, anew=anew), workers, job_options, submit)
+        submit_workers(files, overrides, Work(jobs, retry, anew=anew, aa=aa), workers, job_options, submit)
     else:
-        compare(files, overrides, Work(jobs, retry, minutes, anew), plan, report_only, out)
+        compare(files, overrides, Work(jobs, retry, minutes, anew, aa), plan, report_only, out)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

@@ -31,6 +31,7 @@ class Arm:
         start: the earlier arm whose trained weights it starts from, if any.
         swap: what becomes of their normalizer; None: it stays.
         trained: False: the swapped weights are measured as they are.
+        offset: what is added to the seeds of its runs, which are paired as if it were not.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Arm:
     start: str = ""
     swap: Swap | None = None
     trained: bool = True
+    offset: int = 0
 
 
 def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:

@@ -15,6 +15,7 @@ from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
 from lm.experiments.children import Stopped
 from lm.experiments.commands import commands
+from lm.experiments.equal_arms import noise
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed
 from lm.experiments.judging import next_look
@@ -44,6 +45,7 @@ class Work:
         jobs: runs at a time.
         retry: whether runs that failed are tried again.
         minutes: final seeds are dropped until all experiments are estimated to take no longer; None: nothing is dropped.
+        aa: the A/A experiments are worked on, of the baselines against themselves, in place of the experiments.
         anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
     """
 
@@ -51,6 +53,7 @@ class Work:
     retry: bool = False
     minutes: float | None = None
     anew: bool = False
+    aa: bool = False
 
 
 def compare(
@@ -63,7 +66,7 @@ def compare(
         LMError: an experiment's file is wrong, or runs failed.
     """
     working = not plan_only and not report_only
-    procedures = [(start if working else open_experiment)(path, overrides, work.jobs, work.anew or plan_only) for path in files]
+    procedures = [(start if working else open_experiment)(path, overrides, work.jobs, work.anew or plan_only, work.aa) for path in files]
     times: list[Times] = [{} for _ in files]
     if not report_only:
         procedures, times = _planned(procedures, work, working)
@@ -101,23 +104,23 @@ def submit_workers(files: list[Path], overrides: list[str], work: Work, number: 
     Raises:
         LMError: an experiment's file or an option is wrong, or the scheduler refuses.
     """
-    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs, work.anew) for path in files]
+    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs, work.anew, work.aa) for path in files]
     for procedure in procedures:
         prepare(procedure.experiment.first_config.data, progress=True)
         print("\n".join(plan(procedure, costs(procedure), "not estimated for the machines of the jobs")), flush=True)
         if work.retry:
             Jobs(procedure, work.jobs).retry()
     output = procedures[0].experiment.folder.absolute() / OUTPUT
-    arguments = [*map(str, files), *overrides, "--jobs", str(work.jobs), *(["--anew"] if work.anew else [])]
+    arguments = [*map(str, files), *overrides, "--jobs", str(work.jobs), *(f"--{name}" for name in ("anew", "aa") if getattr(work, name))]
     ids = submit(arguments, number, output, read, engine)
     print(f"submitted: {', '.join(ids)}; their output: {output}")
 
 
-def print_commands(files: list[Path], overrides: list[str], anew: bool = False) -> None:
+def print_commands(files: list[Path], overrides: list[str], anew: bool = False, aa: bool = False) -> None:
     """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # what is said of the text is no command
-            procedure = start(path, overrides, anew=anew)
+            procedure = start(path, overrides, anew=anew, aa=aa)
         for run in Jobs(procedure, 1).free():
             lines = [shlex.join([sys.executable, "-m", "lm", *one]) for one in commands(run, procedure.experiment.folder)]
             print(" && ".join(lines), flush=True)
@@ -189,8 +192,8 @@ def _conclude(procedure: Procedure) -> None:
         if failed:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
-    lines = summary(procedure)
-    verdicts = {"primary": vars(experiment.primary), "notes": procedure.notes(), "arms": lines}
+    lines, notes = summary(procedure), [*procedure.notes(), *noise(procedure)]
+    verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
@@ -199,7 +202,7 @@ def _conclude(procedure: Procedure) -> None:
     for line in lines:
         if "verdict" in line:
             print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['verdict']}: {line['reason']}")
-    for note in procedure.notes():
+    for note in notes:
         print(note)
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):

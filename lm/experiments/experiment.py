@@ -80,6 +80,22 @@ class Departure:
 
 
 @dataclass(frozen=True)
+class Original:
+    """The experiment whose baseline an A/A experiment compares with itself.
+
+    Attributes:
+        seeds: how many final ones it has.
+        intervals: how many of its intervals hold together.
+        rates: those that its tuning has chosen for the baseline, by size; None: there were none when the A/A experiment was started.
+    """
+
+    name: str
+    seeds: int
+    intervals: int
+    rates: dict[str, float] | None
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline.
 
@@ -96,6 +112,7 @@ class Experiment:
         dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
         dropped_late: whether that was decided when final runs had ended already.
         departures: what differs from what was planned when no final run had been measured.
+        equal_to: of an A/A experiment (`lm.experiments.equal_arms`) the one that it is made of.
     """
 
     name: str
@@ -116,12 +133,13 @@ class Experiment:
     dropped_note: str = ""
     dropped_late: bool = False
     departures: tuple[Departure, ...] = ()
+    equal_to: Original | None = None
     _configs: dict[str, Config] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def command(self) -> str:
         """What trains and judges it, or goes on with it, in a shell."""
-        return shlex.join(["lm", "compare", str(self.file), *self.overrides])
+        return shlex.join(["lm", "compare", str(self.file), *self.overrides, *(["--aa"] if self.equal_to else [])])
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
@@ -159,7 +177,7 @@ class Experiment:
         if known not in self._configs:
             tuned = {} if rate is None else nested({self.tune.key: rate})
             plain = self.base
-            for more in (self.sizes[size], arm.changes, tuned, {"seed": seed}, changes):
+            for more in (self.sizes[size], arm.changes, tuned, {"seed": seed + arm.offset}, changes):
                 plain = merge(plain, more)
             with PLUGINS.trusted():  # the user's own file names them
                 self._configs[known] = parse(interpolated(plain))

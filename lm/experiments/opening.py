@@ -12,6 +12,7 @@ from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
 from lm.experiments.circumstances import PLAN, departures, is_another, is_measured, plan_of
 from lm.experiments.definition import read_experiment
+from lm.experiments.equal_arms import AA, baseline_rates, equal_arms
 from lm.experiments.experiment import Experiment, deciding
 from lm.experiments.judging import next_look
 from lm.experiments.minutes import with_limit
@@ -23,9 +24,10 @@ from lm.schema import Plain, build, convert, to_plain
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
+_RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
 
 
-def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
     Final seeds that an earlier `--minutes` dropped are left out; those of the second look are in where the first was undecided. Where the
@@ -34,15 +36,27 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
     Args:
         anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
+        aa: the A/A experiment of it (`lm.experiments.equal_arms`), in a folder of its own.
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
     """
-    experiment = with_limit(read_experiment(path, overrides))
+    experiment = read_experiment(path, overrides)
+    first = experiment.folder / RESOLVED
+    if aa:
+        own = first.parent.with_name(f"{experiment.name}{AA}") / RESOLVED
+        settled_rates = read_json(own).get(_RATES) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
+        experiment = equal_arms(experiment, settled_rates if experiment.tuned else None)
+    experiment = with_limit(experiment)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     kept = experiment.folder / RESOLVED
-    settled = read_json(kept) if kept.exists() else _on_this_machine(experiment.first_config, jobs)
+    if kept.exists():
+        settled = read_json(kept)
+    elif aa and first.exists():  # its runs are those of the experiment
+        settled = {name: value for name, value in read_json(first).items() if name in SHARED}
+    else:
+        settled = _on_this_machine(experiment.first_config, jobs)
     if wrong := _wrong(settled):
         raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
     asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
@@ -55,25 +69,26 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     return next_look(procedure)
 
 
-def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
+def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False) -> Procedure:
     """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
     at the same time, one settles.
 
     Raises:
         LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
     """
-    store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
-    experiment = open_experiment(path, overrides, jobs, anew=True).experiment  # the vocabulary is known now
+    store = prepare(open_experiment(path, overrides, jobs, anew, aa).experiment.first_config.data, progress=True)
+    experiment = open_experiment(path, overrides, jobs, True, aa).experiment  # the vocabulary is known now
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     late, plan = is_measured(experiment), plan_of(experiment)
     settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
+    settled |= {_RATES: experiment.equal_to.rates} if aa else {}
     if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
         write_json(kept, read_json(kept) | {PLAN: plan})  # nothing that it could be chosen by was measured yet
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
-    return open_experiment(path, overrides, jobs, anew=True)
+    return open_experiment(path, overrides, jobs, True, aa)
 
 
 def other_runs(procedure: Procedure) -> str:
@@ -89,7 +104,8 @@ def other_runs(procedure: Procedure) -> str:
             if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
                 by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
         for (arm, rate), runs in by_rate.items():
-            asked = [procedure.run(size, arms[arm], "final", float(rate) if rate else None, seed, {}).config for _, seed in runs]
+            one, value = arms[arm], float(rate) if rate else None
+            asked = [procedure.run(size, one, "final", value, seed - one.offset, {}).config for _, seed in runs]
             others = [(run[0], config) for run, config in zip(runs, asked, strict=True) if run[0] != config.run_folder]
             ended, differing = _ended_otherwise(others, experiment.tune.key)
             count, found = count + ended, [*found, differing] if differing else found

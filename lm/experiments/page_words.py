@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
+from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION
@@ -132,7 +133,7 @@ def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):
             found.append(f"failed: {run.stage} run {run.label}: {failure}")
-    return found + procedure.notes()
+    return found + procedure.notes() + noise(procedure)
 
 
 def _named(runs: list[Run], state: str) -> str:

@@ -46,7 +46,7 @@ class Run:
     def label(self) -> str:
         """Its size, arm, rate and seed in words."""
         at = "" if self.rate is None else f"at {self.rate:g}"
-        return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.seed}")))
+        return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.config.seed}")))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Procedure:
         known = size, arm.name, stage, rate, seed, start
         if known not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
-            at = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed}"])
+            at = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed + arm.offset}"])
             if start and arm.swap and arm.trained:
                 origin = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{origin}")
