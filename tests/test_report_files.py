@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import lm
 from fabricated import save
 from matplotlib.figure import Figure
 from reported import build_run, first_sample, plain, two_runs, write_evaluation
@@ -21,7 +22,7 @@ from rich.console import Console
 from lm.errors import RunError
 from lm.evaluation.line_styles import colour_and_marker, dashes_and_width
 from lm.report.comparison import compare
-from lm.report.html import write_report
+from lm.report.html import write_comparison, write_report
 from lm.report.plots import overview
 from lm.report.tables import print_table
 from lm.runs.record import read_run
@@ -43,15 +44,16 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_table(pair, console=console)
+    print_table(compare([read_run(folder) for folder in pair]), console)
     assert numbers(markdown) <= numbers(console.export_text())
 
 
 def shown(folders: list[Path], out: Path) -> dict[str, str]:
     """Every format of a report as text: heads of columns, captions, legends."""
-    files, picture = write_report(folders, out), overview(compare([read_run(folder) for folder in folders]))
+    comparison = compare([read_run(folder) for folder in folders])
+    files, picture = write_comparison(comparison, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
-    print_table(folders, console=console)
+    print_table(comparison, console)
     found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
     found["latex"] = found["latex"].replace("\\\\", "")
     return found | {
@@ -210,3 +212,30 @@ def test_no_two_of_forty_lines_of_a_picture_look_alike():
     axes = Figure().subplots()
     for number in range(40):
         axes.plot([0, 1], [0, 1], **colour_and_marker(number) | dashes_and_width(number % 14))
+
+
+OPENED: list[str] | None = None  # files that were opened while a test counts them
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and OPENED is not None:
+        OPENED.append(str(arguments[0]))
+
+
+def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    folders = [build_run(tmp_path, f"run-{number}", normalizer, seed=seed) for number, (normalizer, seed) in enumerate(
+        (normalizer, seed) for normalizer in ("softmax", "ssmax") for seed in (1, 2)
+    )]  # fmt: skip
+    sys.addaudithook(_note)  # can't be taken away
+    monkeypatch.setattr(sys.modules[__name__], "OPENED", [])
+    result = lm("report", *map(str, folders), "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    held = [str(path) for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {path: OPENED.count(path) for path in held} == dict.fromkeys(held, 1)
+
+
+def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    folders = [build_run(tmp_path, f"run-{number}", seed=number) for number in range(1, 9)]
+    write_comparison(compare([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
+    monkeypatch.setattr("lm.config.effects.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
+    write_comparison(compare([read_run(folder) for folder in folders]), tmp_path / "out")

@@ -72,9 +72,12 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
 
     Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
     """
-    from lm.report.html import write_report
+    from lm.report.comparison import compare
+    from lm.report.html import write_comparison
     from lm.report.tables import print_table
+    from lm.runs.record import read_run
 
-    files = write_report(runs, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"), baseline)
-    print_table(runs, baseline)
+    comparison = compare([read_run(folder) for folder in runs], baseline)
+    files = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
+    print_table(comparison)
     print(f"report: {files.html}\npicture: {files.png}")

@@ -43,7 +43,11 @@ def write_report(folders: list[Path], out: Path, baseline: str | None = None) ->
     Raises:
         RunError: a folder that is no run, a corrupt file, no such baseline, or `out` can't be written.
     """
-    comparison = compare([read_run(folder) for folder in folders], baseline)
+    return write_comparison(compare([read_run(folder) for folder in folders], baseline), out)
+
+
+def write_comparison(comparison: Comparison, out: Path) -> ReportFiles:
+    """Write the report of a comparison into the folder `out`. Raises RunError if that can't be written."""
     picture, tables = overview(comparison), comparison_tables(comparison)
     layers = by_layer(comparison.runs[0]) if len(comparison.runs) == 1 else None
     out = Path(out)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 import numpy as np
@@ -49,7 +50,7 @@ class Section:
         """One of its series: what they share is read from it."""
         return next(iter(self.series.values()))
 
-    @property
+    @cached_property
     def lines(self) -> list[Line]:
         """Its lines, in the order of the runs' files."""
         return list(dict.fromkeys(line for _, line in self.series))
@@ -73,7 +74,7 @@ class Section:
         """A series of a metric; one with samples, if there is one."""
         return max((one for one in self.series.values() if one.metric == metric), key=lambda one: len(one.samples))
 
-    @property
+    @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
         """All places, ascending; those of bins by training lengths."""
         found = {label: place for one in self.series.values() for label, place in one.places.items()}

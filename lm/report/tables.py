@@ -4,7 +4,6 @@ import csv
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -13,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from lm.report.comparison import Comparison, compare
+from lm.report.comparison import Comparison
 from lm.report.sections import Arm, Line, Section
-from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
 Cell = str | Interval | None  # None: not measured
@@ -257,13 +255,9 @@ def _tex_cell(column: Column, cell: Cell) -> str:
     return _tex(column.shown(cell))
 
 
-def print_table(folders: list[Path], baseline: str | None = None, console: Console | None = None) -> None:
-    """The tables, the differences, the warning and what is missing, on the terminal.
-
-    Raises:
-        RunError: as `write_report`.
-    """
-    comparison, console = compare([read_run(folder) for folder in folders], baseline), console or Console()
+def print_table(comparison: Comparison, console: Console | None = None) -> None:
+    """The tables, the differences, the warning and what is missing, on the terminal."""
+    console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
     for table in comparison_tables(comparison):
