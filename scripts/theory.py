@@ -157,18 +157,24 @@ def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
     if len(fell) < 3:
         return [f"{len(fell)} runs fell below one half: too few to say more."]
     observed, predicted = np.log2(np.array(fell)).T
-    order, within = spearmanr(observed, predicted), []
+    order, within, others = spearmanr(observed, predicted), [], []
     for arm in dict.fromkeys(run.arm for run in runs):
         pairs = [pair for pair, run in zip(fell, (run for run in runs if math.isfinite(run.observed)), strict=True) if run.arm == arm]
         if len(pairs) > 2:
             one = spearmanr(*zip(*pairs, strict=True))
             within.append(f"{one.statistic:.2f} (p = {one.pvalue:.2g}) of {arm}")
+            lengths, formula = np.log2(np.array(pairs)).T
+            seeds = (lengths.sum() - lengths) / (len(pairs) - 1)  # the mean of an arm's other seeds, for each
+            errors = [np.abs(guess - lengths).mean() for guess in (seeds, formula)]
+            others.append("{:.2f} octaves against the formula's {:.2f} of {}".format(*errors, arm))
     offset = float(np.mean(predicted - observed))
     return [
         f"Of the {len(fell)} runs that fell, the formula without a constant says {abs(offset):.2f} octaves too "
         f"{'long' if offset > 0 else 'short'} on average; {int((predicted < observed).sum())} predictions are too short.",
         f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}) over runs of all arms. "
         f"Within an arm: {'; '.join(within) or 'fewer than 3 runs'}.",
+        "The baseline in the table knows the other arms only. Who has other seeds of the same arm can guess from their mean (in the "
+        f"logarithm), which is off by: {'; '.join(others) or 'not known of fewer than 3 runs'}.",
     ]
 
 
