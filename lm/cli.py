@@ -14,6 +14,8 @@ from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, panicked
 from lm.machine import stop_with_parent
 
+UsageError = typer.BadParameter.__bases__[0]  # of typer's parser, which newer versions bring with them and older ones take from click
+
 app = typer.Typer(
     help=(
         "Train small language models with different attention normalizers, and compare them.\n\n\b\n"
@@ -61,12 +63,18 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
     try:
         try:
-            app()  # a wrong command line or Ctrl-C ends in here, with status 2 or 130
+            status = app(prog_name="lm", standalone_mode=False)  # of typer.Exit its code, of Ctrl-C 130, else None
         finally:
             if sys.stdout:
                 sys.stdout.flush()  # here, where a full disk can be reported
+        sys.exit(status or 0)
     except LMError as error:
         _fail(str(error), error.exit_code)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help
+            error.show()
+            sys.exit(error.exit_code)
+        _fail(_usage(error), error.exit_code)
     except BrokenPipeError:  # as by `| head`, which has seen enough
         _discard_output()
         sys.exit(1)
@@ -79,6 +87,21 @@ def main() -> None:
         if not (isinstance(error, Exception) or panicked(error)) or not (text := _of_others(error)):
             raise
         _fail(text, 1)
+
+
+def _usage(error: UsageError) -> str:
+    """A wrong command line in one line, with what to do: of a key that is written as an option, how it is written."""
+    command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
+    if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
+        from lm.config.tree import Config
+        from lm.schema import effect
+
+        if effect(Config, name):
+            given = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))  # --name=q or --name q
+            value = given[1] if given else "VALUE"
+            return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
 _SMALLER = {  # by command: what needs less memory

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, lm
 from processes import forked, within
+
+from lm.cli import COMMANDS
 
 
 def refused(tmp_path: Path, result: subprocess.CompletedProcess, *words: str, status: int = 1) -> None:
@@ -113,11 +116,11 @@ def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, t
     refused(tmp_path, subprocess.CompletedProcess("lm", process.exitcode, stderr=said), "File too large")
 
 
-def test_a_mistake_on_the_command_line_prints_the_usage():
+def test_a_mistake_on_the_command_line_says_where_the_usage_is():
     for arguments in (["train"], ["trian"], ["train", "--fast", "x"], ["report"]):
         result = lm(*arguments)
         assert result.returncode == 2
-        assert "Usage" in result.stderr
+        assert re.fullmatch(r"error: .*; see lm( train| report)? --help\n", result.stderr)
         assert "Traceback" not in result.stderr
 
 
@@ -166,3 +169,28 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
     loop.symlink_to(loop)
     options = ["--out", str(tmp_path / "out")] if command == "export" else []
     refused(tmp_path, lm(*command.split(), str(loop), *options), "loop", status=2 if command in ("data inspect", "config") else 1)
+
+
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["data", "inspect"], []], ids=" ".join)
+def test_a_wrong_command_line_is_one_line(command: list[str]):
+    for wrong in (["--nothing-like-this"], ["--name", "q"]):
+        result = lm(*command, *wrong)
+        assert (result.returncode, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: no such option: {wrong[0]}")
+        assert " ".join(["lm", *command, "--help"]) in line or "without dashes: name=q" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [["eval"], ["swap", "runs/x"], ["diagnose", "runs/x", "--layer", "a"], ["compare", "x", "--jobs", "0"]]
+)
+def test_missing_and_wrong_values_are_one_line(arguments: list[str]):
+    result = lm(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"error: (missing|invalid) .*; see lm \w+ --help\n", result.stderr)
+
+
+@pytest.mark.parametrize("written", [["--name", "q"], ["--name=q"], ["--eval.sequences", "q"]])
+def test_a_key_written_as_an_option_is_hinted_at(written: list[str]):
+    key = written[0].removeprefix("--").partition("=")[0]
+    assert lm("eval", "runs/x", *written).stderr == f"error: no such option: --{key}; it is a key, written without dashes: {key}=q\n"

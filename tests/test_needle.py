@@ -188,6 +188,12 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     assert needle.options["finetune"]["steps"] == 2
     assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
     assert (folder / "needle.step-000008.png").stat().st_size > 5000
+    result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3,2]")
+    assert result.returncode == 0
+    note = "note: eval.needle.length_factors: sequences of 38 are left out: the needles and their questions need sequences of at least"
+    assert [line.startswith(note) for line in result.stderr.splitlines() if "left out" in line] == [True]
+    assert "256 tokens" in result.stdout
+    assert "38 tokens" not in result.stdout
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2
     assert (

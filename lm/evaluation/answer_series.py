@@ -1,11 +1,13 @@
 """Series of answers, by length of the sequence: what recall and needles share, beside how a model reads questions (`answers`)."""
 
+from functools import cached_property
+
 import numpy as np
 
 from lm.config.eval_config import lengths_of
 from lm.config.task_config import Task
-from lm.data.tasks.examples import Subset, TaskError
-from lm.data.tasks.generators import check_task
+from lm.data.tasks.examples import NoRoom, Subset, TaskError
+from lm.data.tasks.generators import check_task, example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
 from lm.evaluation.measurement import Measurement
@@ -24,7 +26,7 @@ class AnswerMeasurement(Measurement):
     def precision(self, where: Device) -> str:
         return "32"  # answers are judged in fp32 whatever the model was trained in
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Predicted tokens in a sequence, ascending."""
         return lengths_of(self.asked.length_factors, self.config.data)
@@ -57,6 +59,17 @@ def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     """Means of values (N,) by the unit (N,) that each belongs to, with how many there are; units from 0 to the largest."""
     counts = np.bincount(unit)
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
+
+
+def too_short(task: Task, length: int, text: Text | None) -> str:
+    """Why a task doesn't fit into test sequences of `length` tokens; empty if it does."""
+    try:
+        example(task, QUESTION_SEED, 0, length, "test", text)
+    except NoRoom as error:
+        return str(error)
+    except TaskError:  # another reason, which `check_room` gives
+        pass
+    return ""
 
 
 def check_room(task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain) -> None:

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +22,7 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room
+from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, too_short
 from lm.evaluation.answers import SCORED, Trial, scored
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import EVAL_TOKENS, by_sequence, tokens_sha256
@@ -131,8 +132,13 @@ class NeedleMeasurement(AnswerMeasurement):
         base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
         self.tasks["no needle"] = replace(base, absent=True)
+        asked, reasons = self.lengths, {length: too_short(base, length, self.haystack) for length in self.lengths}
+        self.lengths = [length for length in asked if not reasons[length]] or asked  # if all are too short, the first says so below
         for length in self.lengths:
             check_room(base, length, "test", self.asked.trials, self.haystack, "eval.needle.length_factors", self.asked.length_factors)
+        for length in sorted({*asked} - {*self.lengths}):
+            if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+                print(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}", file=sys.stderr)
         if self.asked.heads_at:
             check_room(base, self._heads_length, "test", 1, self.haystack, "eval.needle.heads_at", self.asked.heads_at)
         if self.asked.finetune.steps:
