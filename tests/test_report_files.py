@@ -16,7 +16,7 @@ import pytest
 from conftest import lm
 from fabricated import save
 from matplotlib.figure import Figure
-from reported import build_run, first_sample, plain, two_runs, write_evaluation
+from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_series
 from rich.console import Console
 
 from lm.errors import RunError
@@ -26,6 +26,7 @@ from lm.report.html import write_comparison, write_report
 from lm.report.plots import overview
 from lm.report.tables import print_table
 from lm.runs.record import read_run
+from lm.runs.series import Axis, Series, Shown
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
         OPENED.append(str(arguments[0]))
 
 
-def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_report_reads_every_file_of_a_run_once_and_the_log_for_its_digest(tmp_path, monkeypatch: pytest.MonkeyPatch):
     folders = [build_run(tmp_path, f"run-{number}", normalizer, seed=seed) for number, (normalizer, seed) in enumerate(
         (normalizer, seed) for normalizer in ("softmax", "ssmax") for seed in (1, 2)
     )]  # fmt: skip
@@ -230,8 +231,9 @@ def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.M
     monkeypatch.setattr(sys.modules[__name__], "OPENED", [])
     result = lm("report", *map(str, folders), "-o", str(tmp_path / "out"))
     assert result.returncode == 0, result.stderr
-    held = [str(path) for folder in folders for path in folder.rglob("*") if path.is_file()]
-    assert {path: OPENED.count(path) for path in held} == dict.fromkeys(held, 1)
+    held = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
+    opened = {path: OPENED.count(str(path)) for path in held}
+    assert opened == {path: 2 if path.name == "metrics.jsonl" else 1 for path in held}  # once more for its digest
 
 
 def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -239,3 +241,22 @@ def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPa
     write_comparison(compare([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
     monkeypatch.setattr("lm.config.effects.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
     write_comparison(compare([read_run(folder) for folder in folders]), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("better", "first"), [("higher", "scalable 0.9000, soft 0.4000 (higher is better)"), ("none", "soft 0.4000, scalable 0.9000")]
+)
+def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, better: str, first: str):
+    folders = []
+    for name, normalizer, fraction in (("soft", "softmax", 0.4), ("scalable", "ssmax", 0.9)):
+        folders.append(build_run(tmp_path, name, normalizer, evaluations=()))
+        axis, shown = Axis("sequence length", "tokens", "in sequences of", (64, 256)), Shown("Needles", "questions", "16 a length")
+        one = Series("needle", "accuracy", "fraction", better, 64, np.array([1.0, fraction]), axis=axis, shown=shown, setting="as trained")
+        write_series(folders[-1], "needle", [one], 200)
+    said = f"Accuracy in sequences of 256 tokens, as trained: {first.replace('soft', 'softmax').replace('scalable', 'ssmax')}."
+    comparison = compare([read_run(folder) for folder in folders])
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(comparison, console)
+    files = write_comparison(comparison, tmp_path / "out")
+    for text in (files.markdown.read_text(), files.html.read_text(), console.export_text()):
+        assert said in text

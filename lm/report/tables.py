@@ -56,6 +56,7 @@ class Table:
     title: str
     unit: str  # unit of most columns
     made: tuple[tuple[Column, list[Cell]], ...]
+    summary: str = ""  # what to read first, in a sentence
 
     @property
     def columns(self) -> list[Column]:
@@ -117,7 +118,22 @@ def _table(comparison: Comparison, section: Section) -> Table:
     made += [column for rows in by_metric for column in _references(section, rows)] if single else []
     made += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), tuple(made))
+    return Table(title, _unit(section.first.unit), tuple(made), _summary(section, rows))
+
+
+def _summary(section: Section, rows: list[tuple[Arm, Line]]) -> str:
+    """Of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
+    if section.shape != "points" or len(section.places) < 2:
+        return ""
+    (_, first), place, one = rows[0], list(section.places)[-1], section.first
+    same = [(arm, section.mean(arm, line, place)) for arm, line in rows if (line.what, line.setting) == (first.what, first.setting)]
+    known = [(arm.label, value) for arm, value in same if value is not None and np.isfinite(value)]
+    if one.better != "none":
+        known.sort(key=lambda arm: arm[1], reverse=one.better == "higher")
+    which = f" ({one.better} is better)" if one.better != "none" else ""
+    of = ", ".join(filter(None, (f"{one.axis.before} {place} {one.axis.unit}".strip(), *first.of)))
+    said = ", ".join(f"{label} {digits(value)}" for label, value in known)
+    return f"{one.metric[:1].upper()}{one.metric[1:]} {of}: {said}{which}." if known else ""
 
 
 def _millions(values: list[float | None]) -> str | None:
@@ -198,7 +214,9 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
         heads = [column.heading for column in table.columns]
         lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in row] for row in table.rows)]
         blocks.append(
-            f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+            f"{table.summary}\n\n" * bool(table.summary)
+            + f"{table.title}\n\n"
+            + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
     if notes:
         blocks.append("\n".join(f"- {note}" for note in notes))
@@ -280,6 +298,8 @@ def _print(console: Console, table: Table) -> None:
             grid.add_column(heading.replace(" over ", "\nover "), no_wrap=True)
         else:
             grid.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    if table.summary:
+        console.print(escape(table.summary), highlight=False)
     for row in table.rows:
         grid.add_row(*(escape(c.text(cell.mean) if c.kind == "mean" and isinstance(cell, Interval) else c.shown(cell)) for c, cell in row))
     console.print(grid)
