@@ -91,7 +91,8 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
     compare([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
-    assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "undecided"
+    verdict = json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"]
+    assert verdict == "exploratory: undecided", "no start has written what was planned"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
     assert "undecided" in capsys.readouterr().out
 
