@@ -228,13 +228,13 @@ def test_what_does_not_exist_is_found(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_readme_s_example_runs(tmp_path: Path):
-    """Word for word, but in a folder of its own: the experiment ends in a verdict over three seeds."""
+    """Word for word, but in a folder of its own: the experiment ends in a verdict over five seeds."""
     (example,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "cat > " in block]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     commands_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
     assert shutil.which("lm", path=commands_path)
     subprocess.run(["bash", "-ec", example], check=True, cwd=tmp_path, env=environment, timeout=1800)
-    softmax, sigmoid = json.loads((tmp_path / "runs" / "mine" / "verdicts.json").read_text())["arms"]
-    assert (softmax["runs"], sigmoid["runs"]) == (3, 3)
-    assert sigmoid["verdict"]
+    softmax, cooler = json.loads((tmp_path / "runs" / "mine" / "verdicts.json").read_text())["arms"]
+    assert (softmax["runs"], cooler["runs"]) == (5, 5)
+    assert cooler["verdict"] == "better"

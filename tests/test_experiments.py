@@ -85,16 +85,15 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
     soft, scalable = summary(procedure)
-    assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "undecided")
+    assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
     Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
     compare([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
-    verdict = json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"]
-    assert verdict == "exploratory: undecided", "no start has written what was planned"
+    assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
-    assert "undecided" in capsys.readouterr().out
+    assert "incomplete" in capsys.readouterr().out
 
 
 def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, overrides, capsys, monkeypatch):

@@ -20,7 +20,8 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     """What is settled of an experiment now: primary metric, tuning, and a hash of each arm's configuration, by size."""
     arms = {size: {arm.name: _hash(experiment, size, arm.name) for arm in experiment.arms} for size in experiment.sizes}
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"at": at, "primary": dict(vars(experiment.primary)), "tune": dict(vars(experiment.tune)), "arms": arms}
+    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
+    return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "arms": arms}
 
 
 def _hash(experiment: Experiment, size: str, name: str) -> str:

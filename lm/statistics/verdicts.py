@@ -118,7 +118,7 @@ class Verdict:
         p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
         seeds_needed: for a difference that matters; None: unknown.
         over_documents: as `interval`, over seeds and documents; None where there is none.
-        exploratory: seeds that were added after the first start, or planned then and left out: p is too small.
+        exploratory: why p is too small, in words: what was changed after results were there.
     """
 
     kind: Kind
@@ -129,7 +129,7 @@ class Verdict:
     alone: Interval | None = None
     p_exact: float | None = None
     over_documents: Interval | None = None
-    exploratory: tuple[int, ...] = ()
+    exploratory: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
