@@ -11,10 +11,11 @@ from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
 from scipy.stats import t
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.judging import next_look
 from lm.experiments.opening import open_experiment
+from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
@@ -309,3 +310,31 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     measured = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(measured)[0]
+
+
+def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(tmp_path):
+    best = {"softmax": 4e-3, "ssmax": 8e-3, "log_n": 2e-3}
+    arms = {arm: {"model.normalizer": arm} for arm in best}
+
+    def loss(run: Run) -> float:
+        if run.stage == "tune":
+            return 5 + abs(float(np.log2(run.rate / best[run.arm])))
+        lost = (run.arm, run.rate, run.seed) == ("softmax", 4e-3, 1)
+        return math.nan if lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
+
+    tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
+    _, ssmax, log_n = summary(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
+    assert (ssmax["verdict"], log_n["verdict"]) == ("unstable", "unstable")
+
+
+def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
+    arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
+    assert procedure.choice("").crossed
+    assert "as-it-is" not in str(crossed_table(procedure, "").rows)
+
+
+def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):
+    arms = {"softmax": {}, "more": {"from": "softmax"}}
+    with pytest.raises(ConfigError, match=r"more_seeds = \[4, 5\]: a second look may choose another rate"):
+        experiment(tmp_path, arms=arms, tune=GRID, more_seeds=[4, 5])

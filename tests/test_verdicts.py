@@ -146,7 +146,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     assert found.seeds_needed.by_spread == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [found.seeds_needed.fewest, found.seeds_needed.most] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
-    assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 149, as the spread itself is known from few)")
+    assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
     assert found.interval.over == "5 seeds"
     few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS, "lower")["a"]
     assert few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
@@ -183,6 +183,13 @@ def test_without_spread_the_sign_flip_test_decides(values: list[float], expected
     found = verdicts({"a": Comparison(values)}, MATTERS, "lower")["a"]
     assert (found.kind, found.p) == (expected, p)
     assert not found.interval.bounded
+
+
+def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
+    by_rates = np.zeros((1, 2, 5))
+    by_rates[0, 0], by_rates[0, 1] = [0.05, 0.06, 0.04, 0.05, 0.07], 0.2
+    found = verdicts({"a": Comparison(by_rates[0, 0], by_rates=by_rates, every=True)}, MATTERS, "lower")["a"]
+    assert (found.kind, "the same" in found.reason, found.interval.bounded) == ("undecided", False, False)
 
 
 @pytest.mark.parametrize("units", [4, 12])
@@ -236,7 +243,7 @@ def test_power_is_that_of_the_noncentral_t():
     needed = seeds_needed(1.0, 0.8)
     assert power(needed, 1.0, 0.8) >= 0.8 > power(needed - 1, 1.0, 0.8)
     assert seeds_needed(1.0, 1e-4) is None
-    assert seeds_needed(0.0, 0.1) == seeds_needed(1e-18, 0.1) == 3
+    assert (seeds_needed(1e-18, 0.1), seeds_needed(0.0, 0.1)) == (3, 6), "without spread as many as the sign-flip test takes"
     assert [power(5, 1.0, difference) for difference in (5.0, 15.0, 1e6, 1e18)] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
@@ -268,7 +275,7 @@ def test_simulated_accuracies_in_steps_have_few_false_verdicts():
 def test_a_second_look_shares_the_level_with_the_first():
     world = World("1 equal arm", 5, (0.0,), equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
     counts, _ = many(world, range(300))
-    assert counts["false"] / 300 <= 0.06
+    assert counts["false"] / 300 <= 0.08, "in 3,000 experiments 4.5 %"
     assert 5 < counts["seeds"] / 300 <= 15
 
 

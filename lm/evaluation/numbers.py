@@ -22,6 +22,7 @@ from lm.statistics.intervals import FEWEST, interval_of
 
 SETTING = "inference setting"  # heading of the column that says how the model was used
 TOO_FEW = f"no interval: fewer than {FEWEST} documents"
+NO_SPREAD = "no interval: all agree"
 MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
 MOST_LINES = 24  # numbers without an interval in one table; of curves with more than these the ends are printed
 
@@ -68,6 +69,8 @@ def _rows(one: Series, name: str) -> Iterator[Row]:
         where = ", ".join(filter(None, (name, _place(one, start, stop))))
         interval = interval_of(one, one.column_at(place)) if _has_intervals(one) else None
         ends = (interval.low, interval.high, interval.over) if interval else (None, None, TOO_FEW * _has_intervals(one))
+        if interval and math.isfinite(interval.mean) and not interval.bounded:
+            ends = None, None, NO_SPREAD
         yield Row(one.setting, where, one.metric, one.mean_at(place), *ends)
         yield from (Row(one.setting, where, f"{one.metric}: {level}", value) for level, value in one.references.items())
     if one.bins:

@@ -60,7 +60,8 @@ def _lines(axes: "Axes", lines: list[Series]) -> None:
         intervals = [interval_of(one, column) for column in range(len(x))]
         reach = np.zeros((2, len(x)))
         if all(intervals):
-            reach = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in intervals]).T
+            drawn = np.array([interval.drawn() for interval in intervals])
+            reach = np.abs(drawn[:, 1:] - drawn[:, :1]).T
         axes.errorbar(x, one.means, yerr=np.clip(reach, 0, None), capsize=3, label=label, **colour_and_marker(index))
     if lines[0].axis.log:
         axes.set_xscale("log", base=2)

@@ -31,6 +31,7 @@ from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
+from lm.report.tables import NO_INTERVAL
 from lm.runs.folder import json_bytes
 from lm.schema import Plain
 
@@ -129,6 +130,9 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool = False, 
 def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[list[Procedure], list[Times]]:
     """Print the plans; the experiments without the final seeds that do not fit into `work.minutes`, and how long their runs take. Which
     seeds these are is decided once: by the first call with this limit that works on the experiments (`working`)."""
+    for procedure in procedures if work.minutes is not None else ():
+        if procedure.experiment.look == 2:
+            raise RunError(f"--minutes {work.minutes:g}: {procedure.experiment.name} has begun its second look, whose seeds stay")
     decided = work.minutes is not None and all(limit_of(one.experiment) == work.minutes for one in procedures)
     if not decided:
         procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
@@ -231,7 +235,7 @@ def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
 def _with_ends(interval: list[float | None], digits: str) -> str:
     """A mean with the ends of its interval; without spread it has none."""
     mean, low, high = interval
-    ends = "[no interval]" if low is None or high is None or low == high else f"[{low:{digits}}, {high:{digits}}]"
+    ends = NO_INTERVAL if low is None or high is None or low == high else f"[{low:{digits}}, {high:{digits}}]"
     return "not finite" if mean is None else f"{mean:{digits}} {ends}"
 
 

@@ -64,6 +64,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
     if len({*made.seeds, *made.more_seeds}) < len({*made.seeds}) + len(made.more_seeds):
         problems.append(Problem("more_seeds", made.more_seeds, "must be different seeds, and none of `seeds`"))
+    if made.more_seeds and (made.tune.grid or made.tune.table) and any(arm.start for arm in arms):
+        reason = "a second look may choose another rate for the arms that others start from"
+        problems.append(Problem("more_seeds", made.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
     if made.tune.grid and (both := sorted({*made.seeds, *made.more_seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
     fixed = {"seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}

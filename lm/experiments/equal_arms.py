@@ -38,12 +38,11 @@ def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
     baseline, tune = experiment.arms[0], experiment.tune
     used = (*experiment.all_seeds, *(experiment.planned or ()), *tune.seeds, *(one.seed for one in experiment.table))
     again = replace(baseline, name=f"{baseline.name[:34]}-again", offset=1000 * (max(used) // 1000 + 1))
-    intervals = (len(experiment.arms) - 1) * len(experiment.sizes) * experiment.looks
     made = replace(
         experiment,
         name=f"{experiment.name}{AA}",
         arms=(baseline, again),
-        equal_to=Original(experiment.name, len(experiment.all_seeds), intervals, rates),
+        equal_to=Original(experiment.name, len(experiment.all_seeds), experiment.intervals, rates),
     )
     if rates is None:
         return made

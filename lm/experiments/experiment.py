@@ -19,6 +19,8 @@ from lm.experiments.tuning_tables import Tried
 from lm.schema import Plain, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
+MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
+
 
 @dataclass
 class Tune:
@@ -147,9 +149,19 @@ class Experiment:
         return tuple(dict.fromkeys((*self.seeds, *self.dropped, *self.more_seeds)))
 
     @property
+    def limited(self) -> bool:
+        """Whether `--minutes` has limited its time: then there is no second look."""
+        return (self.folder / MINUTES).exists()
+
+    @property
     def looks(self) -> int:
         """How often the data may be judged, which the 5 % are shared out among."""
         return 2 if self.more_seeds else 1
+
+    @property
+    def intervals(self) -> int:
+        """How many intervals hold together: of each arm against the baseline, in each size, at each look."""
+        return max(1, len(self.arms) - 1) * len(self.sizes) * self.looks
 
     @property
     def tuned(self) -> bool:

@@ -56,7 +56,7 @@ def next_look(procedure: Procedure) -> Procedure:
     """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else as it
     is. Under `--minutes` there is no second look."""
     experiment = procedure.experiment
-    if not experiment.more_seeds or experiment.look == 2 or experiment.dropped:
+    if not experiment.more_seeds or experiment.look == 2 or experiment.limited:
         return procedure
     if not all(run.outcome.ended for run in procedure.known()) or all(one.kind != "undecided" for one in judge(procedure).values()):
         return procedure
@@ -85,7 +85,7 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
     seeds = [seed for seed in range(planned) if all(one.outcome.state == "finished" for one in _of_seed(seed, ours, theirs))]
     ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
     place, every = ([*ours].index(at[0]), [*theirs].index(at[1])), experiment.primary.quantity != SELECTION
-    shared = None if arm.start else sum(rate in tried for rate in theirs)
+    shared = None if arm.start or diverged else sum(rate in tried for rate in theirs)
     by_rates = _differences(ours, theirs, lambda run: _value(procedure, run))
     shown, unreached, on_other_text = by_rates[place], "", None
     if experiment.primary.reach is not None:

@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from lm.errors import RunError
-from lm.experiments.experiment import Experiment
+from lm.experiments.experiment import MINUTES, Experiment
 from lm.experiments.procedure import Procedure
 from lm.experiments.timing import Times
 from lm.runs.folder import read_json, write_json
-
-MINUTES = "minutes.json"  # in the experiment's folder: what was dropped for which limit
 
 
 def total_seconds(procedure: Procedure, times: Times, n_seeds: int, jobs: int) -> float:

@@ -46,6 +46,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     if aa:
         own = first.parent.with_name(f"{experiment.name}{AA}") / RESOLVED
         settled_rates = read_json(own).get(_RATES) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
+        if experiment.tuned and settled_rates and (missing := experiment.sizes.keys() - settled_rates.keys()):
+            raise RunError(f"{own}: has no rate of size {', '.join(sorted(missing))}; delete it, or rename the experiment")
         experiment = equal_arms(experiment, settled_rates if experiment.tuned else None)
     experiment = with_limit(experiment)
     if (experiment.folder / CONFIG).exists():

@@ -102,7 +102,7 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         return digits(float(np.mean(list(some)))) if some else None
 
     used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
-    for arm, rate in choice.rates.items() if choice.settled else ():
+    for arm, rate in ((arm, rate) for arm, rate in choice.rates.items() if choice.settled and arm in used):
         used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
     made: list[_Made] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished]),

@@ -91,7 +91,7 @@ def family(experiment: Experiment) -> str:
     """Which comparisons were adjusted for each other."""
     count = (len(experiment.arms) - 1) * len(experiment.sizes)
     if count == 1:
-        return "There is one comparison: nothing is adjusted." + _looks(experiment)
+        return "There is one comparison." + (_looks(experiment) or " Nothing is adjusted.")
     sizes = f", {len(experiment.sizes)} sizes" if len(experiment.sizes) > 1 else ""
     of = f"{count} comparisons with {experiment.arms[0].name} ({len(experiment.arms) - 1} arms{sizes}) on {experiment.primary.quantity}"
     together = (
@@ -170,9 +170,10 @@ def _tests(experiment: Experiment) -> str:
         text += f"the level at which a run has learned, {primary.learned:g}."
         test = "Fisher's exact test of the numbers of runs that have learned, with Clopper-Pearson intervals of their fractions"
     text += f" Final runs used seeds {', '.join(map(str, experiment.seeds))}, the same for every arm."
-    return (
-        f"{text} Arms are compared with {base} by {test}, which hold together with {1 - ALPHA:.0%} over arms, sizes and looks (Bonferroni)."
-    )
+    family = f"which hold together with {1 - ALPHA:.0%} over arms, sizes and looks (Bonferroni)"
+    if primary.learned is not None:
+        family = f"p times the number of comparisons and looks at most {ALPHA:g}"
+    return f"{text} Arms are compared with {base} by {test}, {family}."
 
 
 def _options(block: Plain) -> str:

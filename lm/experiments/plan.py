@@ -14,7 +14,7 @@ from lm.experiments.opening import SHARED
 from lm.experiments.procedure import Procedure
 from lm.statistics.intervals import ALPHA
 from lm.statistics.learned import fewest_seeds
-from lm.statistics.verdicts import MOST_SEEDS, POWER, power, seeds_needed
+from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, power, seeds_needed
 
 Costs = dict[tuple[str, str], Cost]  # of a run, by size and arm
 
@@ -63,7 +63,7 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     yield f"time: {time}"
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, _family(experiment))}"
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, ALPHA / experiment.intervals)}"
     yield from _power(procedure)
     yield from procedure.notes()
     yield f"runs compute with {_settings(experiment)}"
@@ -81,22 +81,16 @@ def _settings(experiment: Experiment) -> str:
     return "; ".join(f"{name} {values[name] if len(having) > 1 else next(iter(having))}" for name, having in found.items())
 
 
-def _seeds(primary: Primary, comparisons: int) -> str:
+def _seeds(primary: Primary, alpha: float) -> str:
     """How many seeds a difference takes."""
-    family = ALPHA / comparisons
     if primary.learned is not None:
-        return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(family)} seeds on"
+        return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
     margin, what = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:
         margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
-    needed = ", ".join(f"{seeds_needed(each, margin, family)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
+    needed = ", ".join(f"{seeds_needed(each, margin, alpha)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
     return f"seeds to find {what} with probability {POWER:g}, by the standard deviation of differences between {runs}: {needed}"
-
-
-def _family(experiment: Experiment) -> int:
-    """How many intervals hold together."""
-    return max(1, len(experiment.arms) - 1) * len(experiment.sizes) * experiment.looks
 
 
 def _power(procedure: Procedure) -> Iterator[str]:
@@ -115,12 +109,15 @@ def _power(procedure: Procedure) -> Iterator[str]:
     if spread is None:
         yield "power: not known before seeds have ended, as the file expects no primary.spread"
         return
-    margin, seeds = math.log1p(primary.matters) if primary.reach else primary.matters, experiment.all_seeds
-    chance = power(len(seeds), spread, margin, ALPHA / _family(experiment)) if len(seeds) > 1 else 0.0
-    found = f"{len(seeds)} seeds find a difference of {primary.matters:g} with probability {chance:.2f}"
-    yield f"power: {found}, by a spread of {spread:.2g} ({source})"
+    margin, what = (primary.matters, f"a difference of {primary.matters:g}")
+    if primary.reach is not None:
+        margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g}"
+    seeds, alpha = set(experiment.seeds), ALPHA / experiment.intervals
+    seeds |= set() if experiment.limited else set(experiment.more_seeds)
+    chance = power(len(seeds), spread, margin, alpha) if len(seeds) >= FEWEST_SEEDS else 0.0
+    yield f"power: {len(seeds)} seeds find {what} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
     if chance < 0.5:
-        needed = seeds_needed(spread, margin, ALPHA / _family(experiment)) or f"more than {MOST_SEEDS}"
+        needed = seeds_needed(spread, margin, alpha) or f"more than {MOST_SEEDS}"
         remedy = f"probability {POWER:g} takes {needed} seeds: add seeds, or ask about a larger difference"
         yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 

@@ -252,7 +252,7 @@ class Procedure:
         if self.left_out:
             seeds = ", ".join(map(str, self.left_out))
             found.append(f"exploratory: seeds {seeds} were planned at the first start and are left out; p values are too small")
-        if experiment.more_seeds and not experiment.dropped:
+        if experiment.more_seeds and not experiment.limited:
             n, more = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
             why = (
                 "the first left a comparison undecided"

@@ -241,7 +241,7 @@ def _line(index: int, arm: Arm, section: Section, line: Line) -> _Drawn | None:
         means = {place: mean for place in section.places if (mean := section.mean(arm, line, place)) is not None}
         intervals = [section.interval(arm, line, place) or Interval(mean, mean, mean) for place, mean in means.items()]
         bands = [] if found[0].control else dict.fromkeys(f"95% interval over {one.over}" for one in intervals if one.over)
-        x, ends = np.array([section.places[place][0] for place in means]), np.array([one.listed() for one in intervals]).T
+        x, ends = np.array([section.places[place][0] for place in means]), np.array([one.drawn() for one in intervals]).T
         return _Drawn(index, line, x, *ends, "; ".join(bands)) if intervals else None
     edges = np.array(found[0].axis.values)
     found = [one for one in found if np.array_equal(one.axis.values, edges)]

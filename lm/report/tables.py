@@ -16,6 +16,8 @@ from lm.report.comparison import Comparison
 from lm.report.sections import Arm, Line, Section
 from lm.statistics.intervals import Interval
 
+NO_INTERVAL = "[no interval]"  # of values without spread, or that are not finite
+
 Cell = str | Interval | None  # None: not measured
 
 
@@ -44,8 +46,8 @@ class Column:
 
     def ends(self, cell: Interval) -> str:
         """The interval alone, as `[low, high]`; without spread there is none."""
-        if np.isinf(cell.low) or cell.low == cell.high:
-            return "[no interval: all agree]"
+        if not cell.bounded:
+            return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
 
@@ -267,7 +269,7 @@ def _tex_unit(unit: str) -> str:
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:
-    if isinstance(cell, Interval):
+    if isinstance(cell, Interval) and cell.bounded:
         mean, low, high = (f"${column.text(value)}$" for value in cell.listed())
         return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
     return _tex(column.shown(cell))

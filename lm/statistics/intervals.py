@@ -33,6 +33,10 @@ class Interval:
         """Whether the interval says something: without spread it has no length, or no ends (`Estimate.half`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
+    def drawn(self) -> list[float]:
+        """[mean, low, high] of a picture: without spread the mean alone."""
+        return self.listed() if self.bounded else [self.mean] * 3
+
     def listed(self) -> list[float]:
         """As results keep it: [mean, low, high]."""
         return [self.mean, self.low, self.high]

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from lm.statistics.intervals import Interval
 
 
@@ -38,4 +40,5 @@ def log_tokens(tokens: float) -> float:
 
 def factor(log_ratio: Interval | None) -> Interval | None:
     """The interval of a log ratio as that of the ratio."""
-    return log_ratio and Interval(*map(math.exp, log_ratio.listed()), log_ratio.over)
+    with np.errstate(over="ignore"):
+        return log_ratio and Interval(*map(float, np.exp(log_ratio.listed())), log_ratio.over)

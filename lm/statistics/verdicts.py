@@ -196,7 +196,8 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
     if not comparison.finite:
         return verdict("undecided", "a difference at another of the learning rates, all of which a verdict is on, is not finite")
     within = -margin < interval.low and interval.high < margin
-    over = f"over {seeds} seeds" if interval.bounded else f"by the sign-flip test, as all {seeds} seeds differ by the same"
+    tied = comparison.estimates.error[comparison.place] == 0
+    over = f"by the sign-flip test, as all {seeds} seeds differ by the same" if tied else f"over {seeds} seeds"
     if interval.low > 0 or interval.high < 0:
         if within:
             return verdict(
@@ -208,10 +209,9 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
         )
     if within:
         return verdict("equivalent", f"the interval leaves out every difference of {amount} ({over})")
-    if not interval.bounded:
-        return verdict(
-            "undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test, which so few can't bring below {ALPHA}"
-        )
+    if tied:
+        few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
+        return verdict("undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
     beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
     return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}")
@@ -299,9 +299,9 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
-    """The probability that a paired t test at `alpha` finds a mean `difference`; `spread`: the standard deviation of single differences."""
-    if spread == 0:
-        return 1.0 if difference else alpha
+    """The probability that a mean `difference` is found at `alpha`; `spread`: the standard deviation of single differences."""
+    if spread == 0:  # the sign-flip test decides
+        return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
     critical, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
     below, at_most = np.fmax(nctdtr(seeds - 1, shift, [-critical, critical]), 0)  # NaN where they are too small to be represented
     return float(1 - at_most + below)
