@@ -304,7 +304,7 @@ def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path
     assert contents(stores[0]) == contents(stores[1])
 
 
-def die(texts: list[str]) -> None:
+def die(texts: list[str], begins: list[bool]) -> None:
     os._exit(1)
 
 
@@ -417,7 +417,7 @@ from pathlib import Path
 import lm.data.encoding
 from lm.config.data_config import TokenizerFile
 
-lm.data.encoding.BATCH_BYTES = 100_000  # little beside what would be kept
+lm.data.encoding.BATCH_BYTES = lm.data.encoding.PIECE = 100_000  # little beside what would be kept
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -448,3 +448,22 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path):
     n_bytes, growth = map(int, out.split())
     assert n_bytes > 8_000_000 - 10_000, err
     assert growth < 5_000, err  # KiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_memory_holds_a_long_document_a_few_times_at_most(tmp_path: Path, suffix: str):
+    """A line of 8 MB after one of 0.5 MB, in a process of its own."""
+    drawn = np.random.default_rng(0)
+    words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(100)], 900_000))
+    for name, length in (("small", 500_000), ("large", 8_000_000)):
+        (tmp_path / name).mkdir()
+        lines = [words[:length], *(f"{number} {words[:20_000]}" for number in range(10))]
+        written = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
+        (tmp_path / name / f"lines.{suffix}").write_text("\n".join(written))
+    script = MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
+    out, err = start(script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
+    assert out, err
+    n_bytes, growth = map(int, out.split())
+    assert n_bytes > 8_000_000, err
+    assert 1024 * growth < 4 * n_bytes, err

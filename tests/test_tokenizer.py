@@ -12,7 +12,7 @@ from texts import TEXTS, files_config, stored_texts, write_texts
 
 from lm.config.data_config import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
-from lm.data.encoding import Encoder, cuts_between_words, pieces
+from lm.data.encoding import Document, cuts_between_words, encode_all, pieces
 from lm.data.packages import read_archive
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
@@ -240,15 +240,32 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     alphabet = np.array([*"aaabbbcccdddee      '.,A1\n\té漢", "'s", "  ", "\r\n"])
     texts = ["".join(drawn.choice(alphabet, 3_000)) for _ in range(20)] + TEXTS
     tokenizer = train_tokenizer(iter(texts), TrainedTokenizer(400))
-    encoder = Encoder(tokenizer.to_str(), END_OF_TEXT)
-    whole = encoder(texts)
+
+    def encoded() -> tuple[np.ndarray, int, int]:
+        """All tokens, the bytes of text, and the number of documents or pieces."""
+        documents = (Document(text, len(text.encode()), False, number) for number, text in enumerate(texts, 1))
+        batches = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
+        given = [document for batch in batches for document in batch.documents]
+        assert [len(batch.documents) for batch in batches] == [len(batch.lengths) for batch in batches]
+        assert sum(int(batch.lengths.sum()) for batch in batches) == sum(len(batch.tokens) for batch in batches)
+        assert [each.end for each in given if each.begins] == [each.end for each in given if each.ends] == [*range(1, len(texts) + 1)]
+        return np.concatenate([batch.tokens for batch in batches]), sum(each.n_bytes for each in given), len(given)
+
+    tokens, n_bytes, n_documents = encoded()
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    plain_ids = [[end, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
+    assert (tokens.tolist(), n_documents) == ([index for ids in plain_ids for index in ids], len(texts))
     monkeypatch.setattr("lm.data.encoding.PIECE", 10)
     assert sum(len(list(pieces(text))) for text in texts) > 1_000
     assert all("".join(pieces(text)) == text for text in texts)
     for plain in ("word1 word2. ", "行\n", "A, b\n"):
         assert max(map(len, pieces(plain * 100))) < 50
-    for a, b in zip(encoder(texts), whole, strict=True):
-        np.testing.assert_array_equal(a, b)
+    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 1_000)
+    in_pieces, in_pieces_bytes, n_pieces = encoded()
+    np.testing.assert_array_equal(in_pieces, tokens)
+    assert in_pieces.dtype == tokens.dtype
+    assert in_pieces_bytes == n_bytes
+    assert n_pieces > 1_000
 
 
 def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):

@@ -118,14 +118,14 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         workers = data.prepare_workers or default_workers(total - before)
         unsaved = 0
         with shown.bytes("encode", total, before) as advance:
-            for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer.to_str(), end, workers):
+            for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer, end, workers):
                 in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 train.add(batch.tokens[~in_val])
                 val.add(batch.tokens[in_val])
                 n_bytes = sum(document.n_bytes for document in batch.documents)
                 advance(n_bytes)
                 unsaved += n_bytes
-                if unsaved >= JOURNAL_BYTES:
+                if unsaved >= JOURNAL_BYTES and batch.documents[-1].ends:
                     journal.advance(batch.documents[-1].end, {"train": train, "val": val})
                     unsaved = 0
         splits, files = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes())
@@ -357,12 +357,14 @@ def _accepted_texts(data: DataConfig, reading: Reading, skip: OnError, leave_out
             leave_out("blank")
             continue
         content = text.encode()
-        if len(content) < data.min_document_bytes:
+        digest, n_bytes = int.from_bytes(blake2b(content, digest_size=8).digest(), "big"), len(content)
+        del content  # a long document is in memory once
+        if n_bytes < data.min_document_bytes:
             leave_out("short")
-        elif data.max_document_bytes is not None and len(content) > data.max_document_bytes:
+        elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
             leave_out("long")
         else:
-            yield text, int.from_bytes(blake2b(content, digest_size=8).digest(), "big"), len(content)
+            yield text, digest, n_bytes
 
 
 def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> Iterator[Document]:

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,21 +30,23 @@ _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, c
 
 @dataclass(frozen=True)
 class Document:
-    """A document to be encoded."""
+    """A document to be encoded, or a piece of one."""
 
     text: str
     n_bytes: int  # UTF-8
     held_out: bool
     end: int  # documents read from the sources so far, this one included
+    begins: bool = True  # the text begins with the document
+    ends: bool = True  # the text ends with the document
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of documents and their tokens, each document's beginning with the end-of-text token."""
+    """A batch of documents, or of pieces, and their tokens; each document's begin with the end-of-text token."""
 
     documents: list[Document]
-    tokens: np.ndarray  # token ids of all documents, in the store's dtype
-    lengths: np.ndarray  # tokens of each document
+    tokens: np.ndarray  # token ids of the whole batch, in the store's dtype
+    lengths: np.ndarray  # tokens of each document, or piece
 
 
 class Encoder:
@@ -54,7 +56,6 @@ class Encoder:
         self.tokenizer = parse_tokenizer(json, end_of_text)
         self.end = self.tokenizer.token_to_id(end_of_text)
         self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
-        self.cut = cuts_between_words(self.tokenizer)
         self.bytes = token_bytes(self.tokenizer)
         self.special = special_tokens(self.tokenizer)
         plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
@@ -62,16 +63,13 @@ class Encoder:
         back = all(one.special or decode(self.tokenizer, [index]) == one.content for index, one in added)
         self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
 
-    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts in one array, each text beginning with end of text; and the number of tokens of each text."""
-        cut = [list(pieces(text)) if self.cut else [text] for text in texts]
-        encoded = self._encoded([piece for text in cut for piece in text])
-        end = np.array([self.end], self.dtype)
-        documents = []
-        for text, in_pieces in zip(texts, cut, strict=True):
-            documents.append(np.concatenate([end, *(next(encoded) for _ in in_pieces)]))
-            self._check(text, documents[-1])
-        return np.concatenate(documents), np.array([len(document) for document in documents])
+    def __call__(self, texts: list[str], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all texts in one array, with end of text before each that `begins` a document; and the tokens of each text."""
+        encoded = []
+        for text, tokens, first in zip(texts, self._encoded(texts), begins, strict=True):
+            self._check(text, tokens)
+            encoded.append(np.append(np.array([self.end], self.dtype), tokens) if first else tokens)
+        return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
         """The token ids of each text, a few at a time."""
@@ -80,10 +78,9 @@ class Encoder:
             for ids in encode(self.tokenizer, [texts[n] for n in group]):
                 yield np.array(ids, self.dtype)
 
-    def _check(self, text: str, document: np.ndarray) -> None:
-        if self.byte_count_suffices and self.bytes[document].sum(dtype=np.float64) == len(text.encode()):
+    def _check(self, text: str, tokens: np.ndarray) -> None:
+        if self.byte_count_suffices and self.bytes[tokens].sum(dtype=np.float64) == len(text.encode()):
             return
-        tokens = document[1:]
         back = decode(self.tokenizer, tokens.tolist(), special=True)
         if back != text:
             place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
@@ -121,20 +118,24 @@ def pieces(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def encode_all(documents: Iterator[Document], json: str, end_of_text: str, workers: int) -> Iterator[Encoded]:
-    """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself."""
-    batches = _batches(documents)
+def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[Encoded]:
+    """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself.
+
+    Long documents are cut into pieces, if a decoder of bytes gives back each by itself: memory holds the tokens of a few pieces only.
+    """
+    json, cut = tokenizer.to_str(), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
+    batches = _batches(piece for document in documents for piece in (_in_pieces(document) if cut else [document]))
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
-            yield Encoded(batch, *encoder([document.text for document in batch]))
+            yield Encoded(batch, *encoder(*_texts(batch)))
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
     try:
         pending = deque()
         for batch in batches:
-            pending.append((batch, executor.submit(_work, [document.text for document in batch])))
+            pending.append((batch, executor.submit(_work, *_texts(batch))))
             if len(pending) > 2 * workers:
                 batch, future = pending.popleft()
                 yield Encoded(batch, *future.result())
@@ -159,8 +160,19 @@ def _start(json: str, end_of_text: str) -> None:
     _encoder = Encoder(json, end_of_text)
 
 
-def _work(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    return _encoder(texts)
+def _work(texts: list[str], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return _encoder(texts, begins)
+
+
+def _texts(batch: list[Document]) -> tuple[list[str], list[bool]]:
+    return [document.text for document in batch], [document.begins for document in batch]
+
+
+def _in_pieces(document: Document) -> Iterator[Document]:
+    end = 0
+    for text in pieces(document.text):
+        begin, end = end, end + len(text)
+        yield replace(document, text=text, n_bytes=len(text.encode()), begins=begin == 0, ends=end == len(document.text))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -22,7 +22,9 @@ def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple
     with pyarrow.OSFile(os.fsencode(temporary), "wb") as raw, pyarrow.CompressedOutputStream(raw, "zstd") as file:
         for item in texts:
             content = item[0].encode()
-            file.write(_LENGTH.pack(len(content)) + content)
+            file.write(_LENGTH.pack(len(content)))
+            file.write(content)
+            del content  # a long document is in memory once
             yield item
     os.replace(temporary, path)
 

@@ -164,6 +164,7 @@ def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
             except Unreadable as error:
                 on_error(error)
             else:
+                content.clear()  # a long document is in memory once
                 yield text
 
 
@@ -181,10 +182,10 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
             searched = max(0, len(begun) + 1 - longest)
             begun += block
             while separator and (found := pattern.search(begun, searched)):
-                yield first, begun[: found.start()]
-                first += found.end()
-                del begun[: found.end()]
-                searched = 0
+                rest = begun[found.end() :]
+                del begun[found.start() :]
+                yield first, begun
+                first, begun, searched = first + found.end(), rest, 0
     except Unreadable as damage:
         damage.n_bytes += len(begun)
         raise
@@ -195,16 +196,17 @@ def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
     """The text of bytes that begin at byte `begin` of a file, without a byte order mark; line ends stay as they are."""
     mark = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
-        return content[mark:].decode() if mark else content.decode()
+        return str(memoryview(content)[mark:], "utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}", len(content)) from None
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
-    begin = 0
+    begin = number = 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
-        for number, line in enumerate(file, 1):
-            where, row = f"{path}: line {number}", None
+        while line := file.readline():
+            number += 1
+            where, row, text = f"{path}: line {number}", None, ""
             try:
                 text = _decoded(line, begin, where)
                 row = row_text(json.loads(text), source.column, where, len(line)) if text.strip() else None
@@ -212,9 +214,10 @@ def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
                 on_error(error)
             except (ValueError, RecursionError) as error:
                 on_error(Unreadable(f"{where}: not valid JSON: {one_line(error)}", len(line)))
-            if row is not None:
-                yield row
             begin += len(line)
+            if row is not None:
+                del line, text  # a long document is in memory once
+                yield row
 
 
 def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:

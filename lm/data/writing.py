@@ -53,7 +53,7 @@ class SplitWriter:
             self.file.close()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append whole documents, each of which begins with the end-of-text token."""
+        """Append documents, each of which begins with the end-of-text token, or the next tokens of the last one."""
         while len(tokens):
             piece, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
