@@ -11,11 +11,13 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
+from functools import cache
 
 from lm.errors import Problem
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+fields = cache(dataclasses.fields)  # of a class: each configuration asks for them many times
 
 
 @dataclass(frozen=True)
@@ -311,7 +313,7 @@ def own_problems(block, path: str = "") -> list[Problem]:
     A block with rules beyond those of its single keys has a method `problems() -> list[Problem]`, whose paths are relative to the block.
     """
     found = [dataclasses.replace(one, path=_join(path, one.path)) for one in getattr(block, "problems", list)()]
-    for spec in fields(block):
+    for spec in fields(type(block)):
         value = getattr(block, spec.name)
         items = {f"[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {"": value}
         for index, item in items.items():
@@ -322,11 +324,11 @@ def own_problems(block, path: str = "") -> list[Problem]:
 
 def to_plain(config) -> dict[str, Plain]:
     """The instance as nested plain data, each variant with its `name`: what `build` reads back. Without defaults that `key` omits."""
-    plain = {"name": config.name} if "name" not in {f.name for f in fields(config)} and hasattr(config, "name") else {}
-    for spec in fields(config):
+    specs = fields(type(config))
+    plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
+    for spec in specs:
         value = getattr(config, spec.name)
-        default = spec.default if spec.default is not MISSING else spec.default_factory()
-        if spec.metadata.get("omit_default") and value == default:
+        if spec.metadata.get("omit_default") and value == (spec.default if spec.default is not MISSING else spec.default_factory()):
             continue
         if "item" in spec.metadata or "list_table" in spec.metadata:
             plain[spec.name] = [to_plain(item) for item in value]

@@ -2,17 +2,22 @@
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import lm
 from fabricated import finish_all
-from trials import written
+from trials import TUNED, written
 
+import lm.experiments.experiment as experiment_module
 from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
+from lm.experiments.experiment import Experiment
 from lm.experiments.opening import open_experiment, other_runs
+from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED, read_json, write_json
 
@@ -118,3 +123,28 @@ def test_the_first_start_keeps_its_overrides(tmp_path, arguments):
     folder = start(path, arguments[1:]).experiment.folder
     start(path, [*arguments[1:], "log.progress=none"])
     assert read_json(folder / RESOLVED)["overrides"] == json.loads(json.dumps(arguments[1:]))
+
+
+@pytest.mark.parametrize("tune", [None, TUNED["tune"]], ids=["untuned", "tuned"])
+def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path, runs, tune, monkeypatch):
+    calls: Counter[str] = Counter()
+
+    def counted(owner: type | ModuleType, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), function(*given))[1])
+
+    counted(experiment_module, "parse")
+    for owner, names in ((Experiment, ("config",)), (Procedure, ("run", "_config"))):
+        for name in names:
+            counted(owner, name)
+    rates = len(tune["grid"]) if tune else 1
+    taken = {}
+    for n_arms in (3, 6, 9):
+        calls.clear()
+        arms = {f"arm{number}": {"optim.z_loss": (number + 1) / 1000} for number in range(n_arms)}
+        procedure = open_experiment(written(tmp_path, tune=tune, arms=arms), ["data.source.paths=[.]", runs])
+        assert len(list(plan(procedure, costs(procedure), "unknown"))) > n_arms
+        assert calls["parse"] == n_arms * rates, "once for each rate, the first of which is that of the base"
+        taken[n_arms] = dict(calls)
+    for name in taken[3]:
+        assert taken[9][name] - taken[6][name] == taken[6][name] - taken[3][name], f"{name}: not in proportion to the arms"

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
@@ -350,6 +351,7 @@ class EvalConfig:
     )
 
     @classmethod
+    @cache
     def known(cls) -> list[str]:
         """All kinds of evaluation, the validation first."""
         return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]

@@ -58,7 +58,7 @@ def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
 def _check_sizes(experiment: Experiment, made: dict[tuple[str, str], Config]) -> list[Problem]:
     """That no two sizes are the same."""
     problems, seen = [], {}
-    for size, changes in experiment.sizes.items():
+    for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
         runs = tuple(config_hash(made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made)
         if runs in seen and len(runs) == len(experiment.arms):
             problems.append(Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it"))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from lm.attention.plugins import PLUGINS
 from lm.errors import RunError, shown
+from lm.experiments.arms import Arm
 from lm.experiments.experiment import Departure, Experiment, config_hash
 from lm.experiments.outcomes import Outcome
 from lm.runs.evaluations import measuring_code
@@ -18,14 +19,13 @@ _FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "devi
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
     """What is settled of an experiment now: primary metric, tuning, and a hash of each arm's configuration, by size."""
-    arms = {size: {arm.name: _hash(experiment, size, arm.name) for arm in experiment.arms} for size in experiment.sizes}
+    arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
     return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "arms": arms}
 
 
-def _hash(experiment: Experiment, size: str, name: str) -> str:
-    arm = next(one for one in experiment.arms if one.name == name)
+def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
     config = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
     return " ".join(map(str, (config, *((f"from {arm.start}", arm.swap, arm.trained) if arm.start else ()))))
 

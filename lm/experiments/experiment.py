@@ -4,7 +4,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,13 +13,14 @@ from lm.config.effects import effect_of
 from lm.config.interpolation import interpolated
 from lm.config.load import merge, parse
 from lm.config.tree import Config
-from lm.errors import Problem
+from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm, nested
 from lm.experiments.tuning_tables import Tried
-from lm.schema import Plain, flatten, is_block, key, to_plain
+from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
 MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
+_OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Experiment:
     dropped_late: bool = False
     departures: tuple[Departure, ...] = ()
     equal_to: Original | None = None
-    _configs: dict[str, Config] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys but for `_OWN`
 
     @property
     def command(self) -> str:
@@ -184,16 +185,23 @@ class Experiment:
         return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
-        """The configuration of one run; `rate` is the value of the tuned key. Raises ConfigError."""
-        known = json.dumps([size, arm.name, seed, rate, changes])
+        """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed
+        once, as do experiments that were made of each other. Raises ConfigError."""
+        tuned = {} if rate is None else nested({self.tune.key: rate})
+        plain = self.base
+        for more in (self.sizes[size], arm.changes, tuned, {"seed": seed + arm.offset}, changes):
+            plain = merge(plain, more)
+        plain = interpolated(plain)
+        own = {name: plain[name] for name in _OWN if name in plain}
+        known = repr({name: value for name, value in plain.items() if name not in own})
         if known not in self._configs:
-            tuned = {} if rate is None else nested({self.tune.key: rate})
-            plain = self.base
-            for more in (self.sizes[size], arm.changes, tuned, {"seed": seed + arm.offset}, changes):
-                plain = merge(plain, more)
             with PLUGINS.trusted():  # the user's own file names them
-                self._configs[known] = parse(interpolated(plain))
-        return self._configs[known]
+                self._configs[known] = parse(plain)
+        problems: list[Problem] = []
+        build(Config, own, "", problems)
+        if problems:
+            raise ConfigError(problems)
+        return replace(self._configs[known], **own)
 
     def evaluated(self, config: Config) -> Config:
         """The configuration that a run is measured with after training. Raises ConfigError."""

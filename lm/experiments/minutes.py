@@ -15,8 +15,8 @@ def total_seconds(procedure: Procedure, times: Times, n_seeds: int, jobs: int) -
     """How long what is left takes with so many final seeds, `jobs` runs at a time."""
     experiment = procedure.experiment
     known = procedure.known()
-    arms = {arm.name: arm for arm in experiment.arms}
-    planned = sum(seconds * procedure.n_runs(size, arms[arm], n_seeds) for (size, arm), seconds in times.items())
+    counts = {size: procedure.n_runs(size, n_seeds) for size in experiment.sizes}
+    planned = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
     kept = {*experiment.seeds[:n_seeds]}
     done = sum(times[one.size, one.arm] for one in known if one.outcome.ended and (one.stage == "tune" or one.seed in kept))
     return max(0.0, planned - done) / jobs

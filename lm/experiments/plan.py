@@ -46,7 +46,7 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
     tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
-    counts = {(size, arm.name): procedure.n_runs(size, arm, len(experiment.seeds)) for size in sizes for arm in experiment.arms}
+    counts = {(size, arm): number for size in sizes for arm, number in procedure.n_runs(size, len(experiment.seeds)).items()}
     number, more = (
         sum(counts.values()),
         "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else "",
@@ -99,7 +99,8 @@ def _power(procedure: Procedure) -> Iterator[str]:
     experiment, primary = procedure.experiment, procedure.experiment.primary
     if primary.learned is not None:
         return
-    measured = [compared(procedure, size, arm).differences for size in experiment.sizes for arm in experiment.arms[1:]]
+    begun = [size for size in experiment.sizes if procedure.rates(size) is not None]
+    measured = [compared(procedure, size, arm).differences for size in begun for arm in experiment.arms[1:]]
     measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
     spread, source = primary.spread, "primary.spread"
     if measured:

@@ -83,6 +83,7 @@ class Procedure:
         self._folder = experiment.folder
         self._ended: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
+        self._choices: dict[str, Choice] = {}
         self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
@@ -138,10 +139,19 @@ class Procedure:
         return self._evaluated[size, arm.name]
 
     def choice(self, size: str) -> Choice:
-        """The tuning runs of a size and the rates of its arms, as far as they are known.
+        """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are kept.
 
         Arms that start from others are tuned after these, as they start from the runs at the rate that these are judged at.
         """
+        if size in self._choices:
+            return self._choices[size]
+        choice = self._choice(size)
+        if choice.settled and choice.rates is not None:
+            self._choices[size] = choice
+        return choice
+
+    def _choice(self, size: str) -> Choice:
+        """What `choice` returns, by the run folders as they are now."""
         runs: dict[str, dict[float, list[Run]]] = {}
         rates: dict[str, float | None] = {}
         final: dict[str, tuple[float | None, ...]] = {}
@@ -321,14 +331,16 @@ class Procedure:
             found += self.final(size)
         return list({one.config.run_folder: one for one in found}.values())
 
-    def n_runs(self, size: str, arm: Arm, n_seeds: int) -> int:
-        """Runs of an arm in a size, with so many final seeds, as far as its grid and its rates are known; before tuning has ended, as if it
-        chose two rates."""
-        choice, tune = self.choice(size), self.experiment.tune
-        grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.trained else 0
-        crossed = [one.name for one in self.experiment.arms if one.trained and not one.start] if tune.grid else []
-        rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
-        return n_seeds * rates + grid * len(tune.seeds)
+    def n_runs(self, size: str, n_seeds: int) -> dict[str, int]:
+        """Runs of each arm in a size, with so many final seeds, as far as its grid and its rates are known; before tuning has ended, as if
+        it chose two rates."""
+        choice, tune, found = self.choice(size), self.experiment.tune, {}
+        crossed = {one.name for one in self.experiment.arms if one.trained and not one.start} if tune.grid else set()
+        for arm in self.experiment.arms:
+            grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.trained else 0
+            rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
+            found[arm.name] = n_seeds * rates + grid * len(tune.seeds)
+        return found
 
     @property
     def added(self) -> tuple[int, ...]:
