@@ -117,7 +117,7 @@ def picture(accuracies: Accuracies) -> None:
     figure, panels = plt.subplots(len(rates), len(LABELS), figsize=(13, 4.6), sharex=True, sharey=True, layout="constrained")
     guessing = 100 * sum(1 / k for k in range(1, 9)) / 8
     for row, rate in zip(panels, rates, strict=True):
-        for axes, (number, (arm, label)) in zip(row, enumerate(LABELS.items()), strict=True):
+        for axes, (number, arm) in zip(row, enumerate(LABELS), strict=True):
             values = 100 * np.array([list(accuracies[arm, rate, length].values()) for length in lengths])
             axes.axhline(guessing, color="0.6", linewidth=1, linestyle=":")
             axes.plot(lengths, values, color=f"C{number}", linewidth=0.8, alpha=0.6)
@@ -127,10 +127,10 @@ def picture(accuracies: Accuracies) -> None:
             axes.minorticks_off()
             axes.set_ylim(-3, 103)
             axes.spines[["top", "right"]].set_visible(False)
-            if row is panels[0]:
-                axes.set_title(label, fontsize=9)
         row[0].set_ylabel(f"learning rate {rate}\naccuracy, %")
         row[0].annotate("guess among\nvalues shown", (lengths[0], guessing + 2), fontsize=7, color="0.4")
+    for axes, label in zip(panels[0], LABELS.values(), strict=True):
+        axes.set_title(label, fontsize=9)
     figure.supxlabel("sequence length (trained on 64)", fontsize=9)
     PICTURE.write_bytes(svg(figure))
 
