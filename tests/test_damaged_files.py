@@ -184,7 +184,7 @@ def test_the_tokenizers_library_is_called_where_its_errors_are_turned_into_ours(
 def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise panic("called `Option::unwrap()`\non a `None` value")
 
     monkeypatch.setattr("lm.cli.app", fail)

@@ -337,11 +337,13 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
 
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
-    samples = tuple(Sample("", np.ones((len(groups), 1)), np.ones(len(groups)), np.array(groups)) for groups in ([0, 1, 2], [0, 1, 1]))
-    axis = Axis("sequence length", "tokens", "in sequences of", (64, 128))
-    one = Series("swap", "change of loss", "nats", "lower", 64, np.ones(2), axis=axis, samples=samples, interval="documents")
+    documents, values = ([0, 1, 2], [0, 1, 1], [0, 1, 2]), ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+    samples = tuple(Sample("", np.array([some]).T, np.ones(3), np.array(groups)) for some, groups in zip(values, documents, strict=True))
+    axis = Axis("sequence length", "tokens", "in sequences of", (64, 128, 256))
+    one = Series("swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents")
     print_results([Evaluated(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (one,)), cached=False)])
     said = capsys.readouterr().out
     assert "64 tokens " in said
-    assert "[1.0000, 1.0000]" in said
+    assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", said)
+    assert re.search(r"256 tokens +1\.0000 \(no interval: all agree\)", said)
     assert re.search(r"128 tokens +1\.0000 \(no interval: fewer than 3 documents\)", said)

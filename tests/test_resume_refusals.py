@@ -57,7 +57,7 @@ WRITERS = {
     "new": lambda folder: write_new(folder / "other", b"new"),
     "claim": lambda folder: Claims(folder).take("other"),
     "folder": _fill,
-    "checkpoint": lambda folder: save_checkpoint({}, folder / "other"),
+    "checkpoint": lambda folder: save_checkpoint({"state_dict": {}}, folder / "other"),
 }
 
 
