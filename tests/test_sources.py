@@ -117,7 +117,7 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     out, err = start(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
     size, growth = map(int, out.split())
     assert size == 60_000_000, err
-    assert growth < 30_000, err  # KiB
+    assert growth < 45_000, err  # KiB; held whole it is 60 MB or more, and which pages are free at the peak differs
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path: Path):
