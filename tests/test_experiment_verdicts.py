@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
+from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged, validate
 from scipy.stats import t
 
 from lm.errors import ConfigError, RunError
@@ -18,10 +18,10 @@ from lm.experiments.opening import open_experiment
 from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary
+from lm.experiments.summary import findings, summary
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
-from lm.runs.series import Sample, selects
+from lm.runs.series import Axis, Sample, Series, selects
 from lm.runs.validation import validation_series
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
@@ -54,6 +54,59 @@ def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_pat
     assert summary(procedure)[1]["verdict"] == "exploratory: better"
     assert any(note.startswith("exploratory: seeds 7 were added") for note in procedure.notes())
     assert summary(before)[1]["verdict"] == "better"
+
+
+def recall(value: float) -> Series:
+    """Accuracy in sequences of 16 and of 64 tokens, half of and twice the training length."""
+    samples = tuple(Sample(f"of {length}", np.full((4, 1), value), np.full(4, 8), np.arange(4)) for length in (16, 64))
+    axis = Axis("sequence length", "tokens", "in sequences of", (16, 64))
+    logged = ("recall/passkey 16", "recall/passkey 64")
+    return Series("recall", "accuracy", "fraction", "higher", 32, np.full(2, value), "passkey", axis=axis, samples=samples, logged=logged)
+
+
+OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
+WORSE = (
+    "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 39.2 % and that of softmax 90.0 %: worse by 0.51 ["
+)
+AT_8 = WORSE.replace("64 tokens, 2", "16 tokens, 0.5")
+
+
+@pytest.mark.parametrize(
+    ("primary", "values", "said"),
+    [
+        ({}, (4.9, 4.9001, 4.9002), "The val/loss of ssmax is 4.9001 and that of softmax 5.0000: better by 0.0999 [0.0997, 0.1001]."),
+        ({}, (5.3, 5.3, 5.3001), "The val/loss of ssmax is 5.3000 and that of softmax 5.0000: worse by 0.3000 ["),
+        ({}, (4.0, 6.0, 5.3), "The val/loss of ssmax is 5.1000 and that of softmax 5.0000: undecided, the difference is +0.1000 [-2.4"),
+        ({}, (5.0, 5.0001, 5.0002), "The val/loss of ssmax is 5.0001 and that of softmax 5.0000: equivalent, the difference is +0.0001 [-"),
+        ({}, (4.9, 4.9), "The val/loss of ssmax is 4.9000 and that of softmax 5.0000: incomplete, the difference is -0.1000 [no int"),
+        ({}, (4.9,), ""),
+        (OF_RECALL, (0.39, 0.391, 0.394), WORSE),
+        (OF_RECALL | {"metric": "recall/passkey 16"}, (0.39, 0.391, 0.394), AT_8),
+        (OF_RECALL, (1.0, 0.4, 0.9), "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 76.7 % and that"),
+        ({"reach": 6.0}, (4.9, 4.9, 4.9), ""),  # reached before it was measured, so that there is no factor
+        ({"learned": 4.95}, (4.9, 4.9, 5.0), ""),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_said_in_one_plain_sentence(tmp_path, primary, values, said):
+    of_recall = "better" in primary
+    asked = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    base = {"base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": asked}} if of_recall else {}
+    procedure = experiment(tmp_path, seeds=[1, 2, 3], primary=primary, **base)
+    for run in procedure.known():
+        if run.seed <= len(values):
+            value = values[run.seed - 1] if run.arm == "ssmax" else 0.9 if of_recall else 5.0
+            finish(run, value, *([recall(value)] if of_recall else []))
+    found = findings(procedure, summary(procedure))
+    assert len(found) == bool(said)
+    assert "".join(found).startswith(said), found
+
+
+def test_tokens_to_a_level_are_said_with_their_factor(tmp_path):
+    procedure = experiment(tmp_path, seeds=[1, 2, 3], primary={"reach": 5.5})
+    for run in procedure.known():
+        finish(run, 5.0)
+        validate(run, 2, 5.9 if run.arm == "softmax" else 5.6 + 0.01 * run.seed)
+    assert findings(procedure, summary(procedure))[0].startswith("The val/loss of 5.5 is reached by ssmax after ")
 
 
 def test_so_do_planned_seeds_that_are_left_out(tmp_path):
@@ -310,6 +363,13 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     measured = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(measured)[0]
+
+
+def test_the_quickstart_has_the_power_to_find_what_it_asks_about(tmp_path):
+    procedure = open_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [f"runs={tmp_path}"])
+    lines = [*plan(procedure, None, "not asked")]
+    assert [line for line in lines if line.startswith("power: 4 seeds find a difference of 0.5 with probability 0.74")]
+    assert not [line for line in lines if line.startswith("LOW POWER")]
 
 
 def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(tmp_path):

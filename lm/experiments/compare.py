@@ -26,7 +26,7 @@ from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary, tuning_means, tuning_table
+from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
@@ -212,7 +212,7 @@ def _conclude(procedure: Procedure) -> None:
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | page_files([procedure], experiment.folder / REPORT), "verdicts and report")
-    print(f"verdicts: {experiment.folder / VERDICTS}.json")
+    print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
 
 

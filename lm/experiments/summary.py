@@ -1,13 +1,16 @@
-"""What an experiment has shown so far, as tables: the arms with their verdicts, and the tuning runs."""
+"""What an experiment has shown so far: the arms with their verdicts as a table and in sentences, and the tuning runs."""
 
 import math
 
 import numpy as np
 
+from lm.experiments.experiment import Primary
 from lm.experiments.judging import differences_by_rate, judge
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.tuning_tables import table_lines
+from lm.report.tables import DIFFERENCE, Column, digits
+from lm.runs.series import Series
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 from lm.statistics.learned import clopper_pearson, has_learned
@@ -59,6 +62,52 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
                 }
             lines.append(line)
     return lines
+
+
+def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
+    """What each verdict says of the means of an arm and of the baseline, one plain sentence each; `lines`: the summary. Arms without a mean
+    have none, nor have runs that learn or don't: the verdict's reason counts them."""
+    experiment, found = procedure.experiment, []
+    for size in experiment.sizes:
+        base, *others = (line for line in lines if line["size"] == size)
+        finished = {run.arm: run for run in procedure.final(size) if run.outcome.state == "finished"}
+        for line in others:
+            if None in (line["mean"], base["mean"]) or not (line.get("factor") or line.get("difference")):
+                continue
+            series = [finished[one["arm"]].outcome.series(experiment.primary.metric) for one in (line, base)]
+            said = _tokens(experiment.primary, line, base) if "factor" in line else _means(experiment.primary.metric, series, line, base)
+            sentence = f"{said}: {_verdict(line, series[0].unit)}."
+            found.append(f"{size}: {sentence}" if size else f"{sentence[:1].upper()}{sentence[1:]}")
+    return found
+
+
+def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict[str, Plain]) -> str:
+    """The means of two arms, and where they are measured: a point of an axis, such as a length; `series`: of a run of each."""
+    axis, what, first = series[0].axis, f"the {metric}", ""
+    if axis and not axis.bins:
+        place, (x, _) = [*series[0].places.items()][series[0].logged.index(metric)]
+        alike = axis.unit == "tokens" and len({one.seq_len for one in series}) == 1
+        times = f", {x / series[0].seq_len:g} times the training length" if alike else ""
+        what, first = f"the {series[0].metric}", f"{f'{axis.before} {place} {axis.unit}'.rstrip()}{times}, "
+    ours, theirs = (f"{100 * one['mean']:.1f} %" if series[0].unit == "fraction" else digits(one["mean"]) for one in (line, base))
+    return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"
+
+
+def _tokens(primary: Primary, line: dict[str, Plain], base: dict[str, Plain]) -> str:
+    """After how many tokens two arms reach the level."""
+    ours, theirs = (f"{one['arm']} after {one['mean']:,.0f}" for one in (line, base))
+    return f"the {primary.metric} of {primary.reach:g} is reached by {ours} tokens and by {theirs}"
+
+
+def _verdict(line: dict[str, Plain], unit: str) -> str:
+    """A verdict with its interval: after `better` and `worse`, which say the direction, of the difference without its sign."""
+    mean, low, high = (math.nan if value is None else value for value in line.get("factor") or line["difference"])
+    size = Column("size", kind="mean", decimals=2 if unit == "fraction" or "factor" in line else 4)
+    if "factor" in line:
+        return f"{line['verdict']}, {size.shown(Interval(mean, low, high))} times the tokens"
+    if line["verdict"].endswith(("better", "worse")):
+        return f"{line['verdict']} by {size.shown(Interval(mean, low, high) if mean > 0 else Interval(-mean, -high, -low))}"
+    return f"{line['verdict']}, the difference is {DIFFERENCE.shown(Interval(mean, low, high))}"
 
 
 def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], list[Run]]:
