@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,9 +70,13 @@ def born(pid: int) -> str:
     return "alive"
 
 
-def child_environment() -> dict[str, str]:
-    """The environment for an `lm` process that is to be stopped when this one ends, however that happens; on Linux alone."""
-    return {**os.environ, _PARENT: str(os.getpid())}
+def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
+    """The environment for an `lm` process that is to be stopped when this one ends, however that happens; on Linux alone.
+
+    gpus: those that it sees, as CUDA_VISIBLE_DEVICES names them; None: all that this process does.
+    """
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**os.environ, **seen, _PARENT: str(os.getpid())}
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:

@@ -126,6 +126,7 @@ from fabricated import finish
 from lm.experiments import jobs
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure
+from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 file, seconds = Path(sys.argv[1]), float(sys.argv[2])
 jobs.POLL_SECONDS = 0.05
@@ -136,7 +137,7 @@ def launch(run):
     time.sleep(seconds)
     finish(run, 5 + abs(run.rate - 0.02) + 0.001 * run.seed)
     return 0
-jobs.Jobs(procedure, 2, launch).work()
+jobs.Jobs(procedure, Slots(2), launch).work()
 print(json.dumps(summary(procedure)))
 """
 

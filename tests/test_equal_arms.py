@@ -15,6 +15,7 @@ from lm.experiments.equal_arms import noise
 from lm.experiments.jobs import Jobs
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 from lm.runs.folder import read_json
 from lm.statistics.verdicts import ALPHA, FEWEST_SEEDS, POWER, detectable, power
@@ -100,7 +101,7 @@ def test_from_the_command_line_with_its_report(tmp_path, overrides):  # noqa: F8
     path = written(tmp_path, tune=None)
     planned = lm("compare", str(path), *overrides, "--aa", "--plan")
     assert "experiment trial-aa in " in planned.stdout, planned.stderr
-    Jobs(start(path, overrides, aa=True), 1, here).work()
+    Jobs(start(path, overrides, aa=True), Slots(1), here).work()
     done = lm("compare", str(path), *overrides, "--aa", "--report-only")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "trial-aa"

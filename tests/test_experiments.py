@@ -21,11 +21,12 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import Work, compare
 from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
-from lm.experiments.jobs import Jobs, Stopped
+from lm.experiments.jobs import Jobs, Stopped, retry
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
@@ -76,7 +77,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     path = written(tmp_path)
     procedure = Procedure(read_experiment(path, overrides))
     launched = []
-    Jobs(procedure, 1, lambda run: launched.append(run.label) or here(run)).work()
+    Jobs(procedure, Slots(1), lambda run: launched.append(run.label) or here(run)).work()
     known = procedure.known()
     assert len(launched) == len(set(launched)) == len(known)
     assert len({one.rate for one in known if one.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
@@ -88,7 +89,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
-    Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
     compare([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
@@ -113,17 +114,17 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
-        Jobs(procedure, 1, lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
+        Jobs(procedure, Slots(1), lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
     launched = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
-        Jobs(procedure, 1, lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
+        Jobs(procedure, Slots(1), lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
     assert launched == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
     with pytest.raises(RunError, match="2 runs failed"):
-        Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is tried again")).work()
+        Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is tried again")).work()
     assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
-    again = Jobs(procedure, 1, lambda run: launched.append(run.label) or 1)
-    again.retry()
+    again = Jobs(procedure, Slots(1), lambda run: launched.append(run.label) or 1)
+    retry(procedure)
     with pytest.raises(RunError, match="2 runs failed"):
         again.work()
     assert launched[3:] == ["ssmax seed 1", "ssmax seed 2"]
@@ -137,10 +138,10 @@ def interrupt() -> int:
 def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides, capsys):
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
-    Jobs(procedure, 1, here).work()
+    Jobs(procedure, Slots(1), here).work()
     assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
-    Jobs(procedure, 1, lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary(procedure)
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
@@ -148,7 +149,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
 
 def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
-    Jobs(procedure, 1, lambda run: finish(run, 9.5, unigram=9.0) or 0).work()
+    Jobs(procedure, Slots(1), lambda run: finish(run, 9.5, unigram=9.0) or 0).work()
     expected = "selection loss 9.5000, did not learn: final loss above the unigram cross-entropy (9.5000 > 9.0000), "
     assert expected in capsys.readouterr().out
 
@@ -156,7 +157,7 @@ def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
     made = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
     procedure = Procedure(made)
-    Jobs(procedure, 1, here).work()
+    Jobs(procedure, Slots(1), here).work()
     outcome = next(iter(procedure.known())).outcome
     assert outcome.state == "finished"
     for one in (found for kind in ("validation", "long_context") for found in evaluations(outcome, kind)):
@@ -167,7 +168,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
     assert replace(outcome).state == "unfinished", "killed after the validation"
-    Jobs(Procedure(made), 1, lambda run: train(replace(run.config, resume="auto"))).work()
+    Jobs(Procedure(made), Slots(1), lambda run: train(replace(run.config, resume="auto"))).work()
     assert (replace(outcome).state, long_context.exists()) == ("finished", True)
     long_context.unlink()
     with (outcome.folder / "metrics.jsonl").open("a") as log:
@@ -186,10 +187,10 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     path = written(tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4})
     wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
-        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: finish(run, 5.0) or 0).work()
+        Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: finish(run, 5.0) or 0).work()
     path, launched = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
-        Jobs(Procedure(read_experiment(path, overrides)), 1, lambda run: launched.append(run.label) or finish(run, 5.0) or 0).work()
+        Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: launched.append(run.label) or finish(run, 5.0) or 0).work()
     assert len(launched) == 1
 
 
@@ -214,7 +215,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     path = written(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
-    Jobs(procedure, 1, here).work()
+    Jobs(procedure, Slots(1), here).work()
     folder = procedure.known()[0].config.run_folder
     assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
     with pytest.raises(RunError, match="was measured on other sequences than in"):
@@ -228,7 +229,7 @@ def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
         "after": {"from": "wild", "optim.lr": 1e-3},
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
-    Jobs(procedure, 1, here).work()
+    Jobs(procedure, Slots(1), here).work()
     assert [one["verdict"] for one in summary(procedure)[1:]] == ["unstable", "unstable"]
 
 
@@ -338,7 +339,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
     for seed in (1, 2):
         assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
     order = []
-    Jobs(procedure, 1, lambda run: order.append(run.label) or here(run)).work()
+    Jobs(procedure, Slots(1), lambda run: order.append(run.label) or here(run)).work()
     assert order.index("softmax seed 2") < order.index("late seed 2")
     assert [one["runs"] for one in summary(procedure)] == [2, 2]
 

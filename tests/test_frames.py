@@ -11,6 +11,7 @@ from test_experiments import here, inline, overrides, written  # noqa: F401
 from lm.experiments.frames import curves, runs, tuning, verdicts
 from lm.experiments.jobs import Jobs
 from lm.experiments.opening import open_experiment
+from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 
 TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
@@ -34,7 +35,7 @@ def test_frames_hold_runs_tuning_verdicts_and_curves(file, overrides, monkeypatc
     assert list(before["state"]) == ["unfinished"] * 4
     assert before["val/loss"].isna().all()
     assert curves(procedure).empty
-    Jobs(procedure, 1, here).work()
+    Jobs(procedure, Slots(1), here).work()
 
     found = runs(procedure)
     assert set(map(tuple, found[["arm", "stage", "rate", "seed", "state"]].values)) == {

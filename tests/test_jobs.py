@@ -19,8 +19,9 @@ from waiting import wait_until
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
 from lm.experiments.failures import read_failure
-from lm.experiments.jobs import Jobs, Stopped
+from lm.experiments.jobs import Jobs, Stopped, retry
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 from lm.machine import born
 from lm.runs.folder import read_json, step_path
@@ -84,18 +85,18 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
 
     for launch in (saves_and_crashes, saves_and_crashes):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
-            Jobs(procedure, 1, launch).work()
+            Jobs(procedure, Slots(1), launch).work()
     for _ in range(2):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
-            Jobs(procedure, 1, crash).work()
+            Jobs(procedure, Slots(1), crash).work()
     assert len(launched) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
-    again = Jobs(procedure, 1, crash)
-    again.retry()
+    again = Jobs(procedure, Slots(1), crash)
+    retry(procedure)
     with pytest.raises(RunError, match=r"the same command goes on"):
         again.work()
     assert read_failure(procedure.experiment.folder, run) is None
-    Jobs(procedure, 1, lambda one: finish(one, 5.0) or 0).work()
+    Jobs(procedure, Slots(1), lambda one: finish(one, 5.0) or 0).work()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
@@ -104,7 +105,7 @@ def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, sta
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
-            Jobs(procedure, 1, lambda _: int(status)).work()
+            Jobs(procedure, Slots(1), lambda _: int(status)).work()
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
@@ -113,10 +114,10 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
     killer = threading.Thread(target=lambda: os.kill(child_of(folder, 5), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunError, match=r"1 runs failed \(softmax-seed1-.*killed by SIGKILL.*the same command goes on"):
-        Jobs(procedure, 1).work()
+        Jobs(procedure, Slots(1)).work()
     killer.join()
     assert not procedure.known()[0].outcome.ended
-    Jobs(procedure, 1).work()
+    Jobs(procedure, Slots(1)).work()
     assert procedure.known()[0].outcome.state == "finished"
     assert len(losses(folder)) == 60
     starts = json.loads((folder / "environment.json").read_text())["starts"]
@@ -136,7 +137,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(Stopped, match=r"stopped by SIGTERM: 1 runs were asked to save and have ended; the same command goes on") as error:
-        Jobs(procedure, 1).work()
+        Jobs(procedure, Slots(1)).work()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
     assert (folder / "checkpoints" / "last.ckpt").exists()
@@ -147,10 +148,11 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.jobs import Jobs
+from lm.experiments.jobs import Jobs, retry
 from lm.experiments.opening import start
-jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), 2)
-jobs.retry()  # two kills may meet a run at the same place
+from lm.experiments.slots import Slots
+jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
+retry(jobs.procedure)  # two kills may meet a run at the same place
 jobs.work()
 """
 

@@ -20,6 +20,7 @@ from lm.experiments.failures import Failure
 from lm.experiments.jobs import Jobs, claim_name
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
+from lm.experiments.slots import Slots
 from lm.runs.folder import write_json
 from lm.runs.metric_log import MetricTail
 
@@ -52,7 +53,9 @@ def work(tmp_path: Path):
     def make(progress: str = "auto", **changes: object) -> Jobs:
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
-        jobs = Jobs(Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), 2)
+        jobs = Jobs(
+            Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), Slots(2)
+        )
         jobs.known = jobs.procedure.known()
         return jobs
 
@@ -80,7 +83,7 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left(work, clo
     first, second, third, fourth = (runs["softmax", rate, seed] for rate in (1e-2, 2e-2) for seed in (101, 102))
     finish(first, 5.0)
     jobs.known = jobs.procedure.known()
-    jobs.pending = {Future(): (second, None), Future(): (third, None)}
+    jobs.pending = {Future(): (second, None, ()), Future(): (third, None, ())}
     jobs.failed[fourth.config.run_folder] = Failure(3, "out of memory", "log")
     table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0}, clock)
     text(table)
@@ -142,7 +145,7 @@ def test_many_runs_are_shown_in_groups_that_fit(work, clock):
     for run in jobs.known[:3]:
         finish(run, 5.0 + run.seed / 100)
     jobs.known = jobs.procedure.known()
-    jobs.pending = {Future(): (jobs.known[3], None)}
+    jobs.pending = {Future(): (jobs.known[3], None, ())}
     logged(jobs.known[3].config.run_folder, {"step": 4, "tokens": 0})
     table = LiveTable(jobs, {}, clock)
     heading, *lines, below = text(table)

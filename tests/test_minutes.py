@@ -23,6 +23,7 @@ from lm.experiments.minutes import limited, seeds_that_fit, total_seconds, with_
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
+from lm.experiments.slots import Slots
 from lm.experiments.timing import run_times
 from lm.machine import born
 from lm.runs.folder import write_json
@@ -62,26 +63,26 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
             finish(run, 5.0)
     procedure = Procedure(procedure.experiment)
     took(procedure, 60, 1e9)
-    times, source = run_times(procedure, costs(procedure), 2)
+    times, source = run_times(procedure, costs(procedure), Slots(2))
     assert source == "the runs that have ended"
     assert times["small", "softmax"] == pytest.approx(60)
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
-    assert total_seconds(procedure, times, 3, 2) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
+    assert total_seconds(procedure, times, 3, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
     for step in (2, 7, 8):
         took(procedure, 60 - 5 * step, 1e9, step)
-        found = run_times(procedure, costs(procedure), 2)[0]["small", "softmax"]
+        found = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
         assert found == pytest.approx(60), f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
 
 
 def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp_path):
     text, recall = experiment(tmp_path), experiment(tmp_path, "recall", seeds=[1, 2, 3, 4, 5])
     times = [{("", "softmax"): 60.0, ("", "ssmax"): 60.0}, {("", "softmax"): 30.0, ("", "ssmax"): 30.0}]
-    assert seeds_that_fit([text, recall], times, 11, 1) == [3, 5]
-    assert seeds_that_fit([text, recall], times, 10.9, 1) == [3, 4]
-    assert seeds_that_fit([text, recall], times, 8, 1) == [2, 3], "of two that have as many left, the longer one loses a seed"
-    assert seeds_that_fit([text, recall], times, 0, 1) == [1, 1]
-    assert seeds_that_fit([text, recall], times, 5.5, 2) == [3, 5]
+    assert seeds_that_fit([text, recall], times, 11, [Slots(1)] * 2) == [3, 5]
+    assert seeds_that_fit([text, recall], times, 10.9, [Slots(1)] * 2) == [3, 4]
+    assert seeds_that_fit([text, recall], times, 8, [Slots(1)] * 2) == [2, 3], "of two that have as many left, the longer one loses a seed"
+    assert seeds_that_fit([text, recall], times, 0, [Slots(1)] * 2) == [1, 1]
+    assert seeds_that_fit([text, recall], times, 5.5, [Slots(2)] * 2) == [3, 5]
     note = limited(recall.experiment, 3, 8, 660, late=False).dropped_note
     assert note == "final seeds 4, 5 of every arm were dropped: all experiments were estimated at 11 minutes, 8 were given (--minutes)"
 
@@ -129,13 +130,13 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(FILE))
     procedure = start(path, arguments[1:], 2)
-    times, source = run_times(procedure, costs(procedure), 2)
+    times, source = run_times(procedure, costs(procedure), Slots(2))
     assert source == "a pilot of some steps of each arm, 2 at a time"
     assert times.keys() == {("", "softmax"), ("", "ssmax")}
     assert min(times.values()) > 0
     assert [path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")] == []
     monkeypatch.setattr("lm.experiments.timing._timed", lambda *_: pytest.fail("timed again"))
-    assert run_times(procedure, costs(procedure), 2)[0] == times
+    assert run_times(procedure, costs(procedure), Slots(2))[0] == times
 
 
 PILOT = """
@@ -179,12 +180,12 @@ def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(FILE | {"arms": arms}, sort_keys=False))
         procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", *overrides]))
-        times, source = run_times(procedure, costs(procedure), 1)
+        times, source = run_times(procedure, costs(procedure), Slots(1))
         assert pilots == timed, overrides
         assert all(59 < seconds < 90 for seconds in times.values()), times
         assert source == "a pilot of some steps of each arm, 1 at a time"
         pilots.clear()
-    run_times(procedure, costs(procedure), 2)
+    run_times(procedure, costs(procedure), Slots(2))
     assert pilots == ["softmax", "ssmax"], "two at a time"
 
 
@@ -192,7 +193,7 @@ def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots,
     kinds = {f"kind{number}": {"model.n_embd": 40 + 8 * number} for number in range(30)}
     procedure = experiment(tmp_path, arms={"softmax": {}, "same": {"optim.schedule": "wsd"}, "slow": {"model.normalizer": "ssmax"}} | kinds)
     begin = time.monotonic()
-    times, source = run_times(procedure, costs(procedure), 1, 2.0)
+    times, source = run_times(procedure, costs(procedure), Slots(1), 2.0)
     assert time.monotonic() - begin < 60
     assert pilots[:3] == ["softmax", "slow", "kind0"], "what differs most comes first"
     assert len(pilots) == 16
@@ -204,7 +205,7 @@ def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots,
     assert [path.name for path in procedure.experiment.folder.iterdir()] == ["pilot.json"]
     pilots.clear()
     with pytest.raises(RunError, match="no arm was timed within 10 s"):
-        run_times(experiment(tmp_path, "other"), costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]}, 1, 0.0)
+        run_times(experiment(tmp_path, "other"), costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]}, Slots(1), 0.0)
     assert not pilots
 
 
@@ -250,7 +251,7 @@ def test_an_arm_that_would_be_refused_is_found_before_any_is_trained(tmp_path, a
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "softmax", "optim.groups.normalizer.lr_factor": 10}}
     procedure = start(written(tmp_path, arms=arms, tune=None), arguments[1:], 2)
     with pytest.raises(ConfigError, match=r"^ssmax: optim\.groups\.normalizer = .*: no trained parameter is in this group; drop it$"):
-        run_times(procedure, costs(procedure), 2)
+        run_times(procedure, costs(procedure), Slots(2))
 
 
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
@@ -259,5 +260,5 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     lines = "\n".join(plan(procedure, costs(procedure), "unknown"))
     assert "\n12 runs (3 of them are measured without training), " in lines
     times = {("", "softmax"): 60.0, ("", "as-it-is"): 10.0}
-    assert total_seconds(procedure, times, 3, 1) == 9 * 60 + 3 * 10
+    assert total_seconds(procedure, times, 3, Slots(1)) == 9 * 60 + 3 * 10
     assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known()) == 12

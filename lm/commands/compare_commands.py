@@ -29,7 +29,10 @@ def compare(
         ),
     ],
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="runs at a time; of GPUs: slots [default: all GPUs; 1 on a CPU]", show_default=False)
+    ] = None,
+    jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
@@ -62,9 +65,9 @@ def compare(
     if commands:
         print_commands(files, overrides, anew, aa)
     elif submit:
-        submit_workers(files, overrides, Work(jobs, retry, anew=anew, aa=aa), workers, job_options, submit)
+        submit_workers(files, overrides, Work(jobs, retry, anew=anew, aa=aa, per_gpu=jobs_per_gpu), workers, job_options, submit)
     else:
-        compare(files, overrides, Work(jobs, retry, minutes, anew, aa), plan, report_only, out)
+        compare(files, overrides, Work(jobs, retry, minutes, anew, aa, jobs_per_gpu), plan, report_only, out)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

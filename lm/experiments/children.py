@@ -15,6 +15,7 @@ from lm.experiments.claims import Claim
 from lm.experiments.commands import commands
 from lm.experiments.failures import log_path
 from lm.experiments.procedure import Run
+from lm.experiments.slots import Devices
 from lm.files import locked_folder
 from lm.machine import child_environment
 from lm.runs.folder import TRAINING
@@ -62,11 +63,12 @@ class Children:
         self._running: dict[Path, subprocess.Popen] = {}
         self._stopping = threading.Event()
 
-    def train(self, run: Run, claim: Claim) -> int:
-        """Train a run, or go on with it; the exit status of the last of its commands, negative: of the signal that killed it."""
+    def train(self, run: Run, claim: Claim, devices: Devices) -> int:
+        """Train a run, or go on with it, on these GPUs and no others; the exit status of the last of its commands, negative: of the signal
+        that killed it."""
         status = self._wait_for_earlier(run.config.run_folder)
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
-            status = self._execute(run, command, claim)
+            status = self._execute(run, command, claim, devices)
             if status:
                 break
         return status
@@ -82,7 +84,7 @@ class Children:
         if process := self._running.get(run.config.run_folder):
             process.send_signal(signal.SIGTERM)
 
-    def _execute(self, run: Run, command: list[str], claim: Claim) -> int:
+    def _execute(self, run: Run, command: list[str], claim: Claim, devices: Devices) -> int:
         """One `lm` command of a run, to its end."""
         folder, output = run.config.run_folder, log_path(self.experiment, run)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ class Children:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=child_environment(),
+                env=child_environment(devices),
             )
             self._running[folder] = process
             try:

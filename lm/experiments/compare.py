@@ -15,9 +15,11 @@ from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
 from lm.experiments.children import Stopped
 from lm.experiments.commands import commands
+from lm.experiments.definition import read_experiment
 from lm.experiments.equal_arms import noise
+from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
-from lm.experiments.jobs import Jobs, RunsFailed
+from lm.experiments.jobs import Jobs, RunsFailed, retry
 from lm.experiments.judging import next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
@@ -26,6 +28,7 @@ from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
+from lm.experiments.slots import Slots, slots_of
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
@@ -43,18 +46,24 @@ class Work:
     """How experiments are worked on.
 
     Attributes:
-        jobs: runs at a time.
+        jobs: slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU.
         retry: whether runs that failed are tried again.
         minutes: final seeds are dropped until all experiments are estimated to take no longer; None: nothing is dropped.
         aa: the A/A experiments are worked on, of the baselines against themselves, in place of the experiments.
         anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
+        per_gpu: slots on each GPU.
     """
 
-    jobs: int = 1
+    jobs: int | None = None
     retry: bool = False
     minutes: float | None = None
     anew: bool = False
     aa: bool = False
+    per_gpu: int = 1
+
+    def slots(self, experiment: Experiment) -> Slots:
+        """The slots for an experiment. Raises ConfigError: this machine has too few."""
+        return slots_of(experiment, self.jobs, self.per_gpu)
 
 
 def compare(
@@ -67,7 +76,9 @@ def compare(
         LMError: an experiment's file is wrong, or runs failed.
     """
     working = not plan_only and not report_only
-    procedures = [(start if working else open_experiment)(path, overrides, work.jobs, work.anew or plan_only, work.aa) for path in files]
+    jobs = [1 if report_only else work.slots(read_experiment(path, overrides)).jobs for path in files]  # enough, before text is prepared
+    opened = start if working else open_experiment
+    procedures = [opened(path, overrides, each, work.anew or plan_only, work.aa) for path, each in zip(files, jobs, strict=True)]
     times: list[Times] = [{} for _ in files]
     if not report_only:
         procedures, times = _planned(procedures, work, working)
@@ -77,9 +88,9 @@ def compare(
     for procedure, each in zip(procedures, times, strict=True):
         if working:
             if work.retry:
-                Jobs(procedure, work.jobs).retry()
+                retry(procedure)
             try:
-                procedure = _work(procedure, work.jobs, each)
+                procedure = _work(procedure, work.slots(procedure.experiment), each)
             except RunsFailed as error:
                 failures.append(str(error))
         judged.append(next_look(procedure))
@@ -90,29 +101,30 @@ def compare(
         raise RunsFailed("; ".join(failures))
 
 
-def _work(procedure: Procedure, jobs: int, times: Times) -> Procedure:
+def _work(procedure: Procedure, slots: Slots, times: Times) -> Procedure:
     """Train what an experiment needs, its second look included where there is one. Raises RunsFailed."""
-    at_work = Jobs(procedure, jobs)
+    at_work = Jobs(procedure, slots)
     with live_table(at_work, times):
         at_work.work()
     following = next_look(procedure)
-    return procedure if following is procedure else _work(following, jobs, times)
+    return procedure if following is procedure else _work(following, slots, times)
 
 
 def submit_workers(files: list[Path], overrides: list[str], work: Work, number: int, options: str, engine: Engine) -> None:
-    """Print the plans of experiments, prepare their text, and submit jobs that work on them, `work.jobs` runs at a time each.
+    """Print the plans of experiments, prepare their text, and submit jobs that work on them, each in the slots of its machine.
 
     Raises:
         LMError: an experiment's file or an option is wrong, or the scheduler refuses.
     """
-    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs, work.anew, work.aa) for path in files]
+    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs or 1, work.anew, work.aa) for path in files]
     for procedure in procedures:
         prepare(procedure.experiment.first_config.data, progress=True)
         print("\n".join(plan(procedure, costs(procedure), "not estimated for the machines of the jobs")), flush=True)
         if work.retry:
-            Jobs(procedure, work.jobs).retry()
+            retry(procedure)
     output = procedures[0].experiment.folder.absolute() / OUTPUT
-    arguments = [*map(str, files), *overrides, "--jobs", str(work.jobs), *(f"--{name}" for name in ("anew", "aa") if getattr(work, name))]
+    slots = [*([f"--jobs={work.jobs}"] if work.jobs else []), f"--jobs-per-gpu={work.per_gpu}"]
+    arguments = [*map(str, files), *overrides, *slots, *(f"--{name}" for name in ("anew", "aa") if getattr(work, name))]
     ids = submit(arguments, number, output, read, engine)
     print(f"submitted: {', '.join(ids)}; their output: {output}")
 
@@ -122,7 +134,7 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool = False, 
     for path in files:
         with redirect_stdout(sys.stderr):  # what is said of the text is no command
             procedure = start(path, overrides, anew=anew, aa=aa)
-        for run in Jobs(procedure, 1).free():
+        for run in Jobs(procedure, Slots(1)).free():
             lines = [shlex.join([sys.executable, "-m", "lm", *one]) for one in commands(run, procedure.experiment.folder)]
             print(" && ".join(lines), flush=True)
 
@@ -136,17 +148,17 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     decided = work.minutes is not None and all(limit_of(one.experiment) == work.minutes for one in procedures)
     if not decided:
         procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
-    taken = [costs(one) for one in procedures]
+    taken, slots = [costs(one) for one in procedures], [work.slots(one.experiment) for one in procedures]
     timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
-    for procedure, each in zip(procedures, taken, strict=True):
-        timed.append(_times(procedure, each, work.jobs, end - time.monotonic()))
+    for procedure, each, places in zip(procedures, taken, slots, strict=True):
+        timed.append(_times(procedure, each, places, end - time.monotonic()))
     if work.minutes is not None and not decided:
-        procedures = _fitted(procedures, timed, work.minutes, work.jobs)
-    for procedure, cost, (times, words) in zip(procedures, taken, timed, strict=True):
+        procedures = _fitted(procedures, timed, work.minutes, slots)
+    for procedure, cost, places, (times, words) in zip(procedures, taken, slots, timed, strict=True):
         if times:
-            seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), work.jobs)
-            words = f"about {duration(seconds)} for what is left, {work.jobs} at a time, by {words}"
-        print("\n".join(plan(procedure, cost, words)), flush=True)
+            seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), places)
+            words = f"about {duration(seconds)} for what is left, {len(places.lanes())} at a time, by {words}"
+        print("\n".join(plan(procedure, cost, words, str(places))), flush=True)
         if others := other_runs(procedure):
             print(f"note: {others}", flush=True)
         if working and work.minutes is None:
@@ -156,24 +168,25 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     return procedures, [times for times, _ in timed]
 
 
-def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes: float, jobs: int) -> list[Procedure]:
+def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes: float, slots: list[Slots]) -> list[Procedure]:
     """The experiments with as many final seeds as fit. Raises RunError if it is not known how long they take."""
     if untimed := [words for times, words in timed if not times]:
         raise RunError(f"--minutes {minutes:g}: how long the runs take is {untimed[0]}")
     times = [each for each, _ in timed]
-    counts = seeds_that_fit(procedures, times, minutes, jobs)
-    whole = sum(total_seconds(one, each, len(one.experiment.seeds), jobs) for one, each in zip(procedures, times, strict=True))
+    counts = seeds_that_fit(procedures, times, minutes, slots)
+    asked = zip(procedures, times, slots, strict=True)
+    whole = sum(total_seconds(one, each, len(one.experiment.seeds), places) for one, each, places in asked)
     late = [any(run.outcome.ended for run in one.known() if run.stage == "final") for one in procedures]
     fitted = [limited(one.experiment, n_seeds, minutes, whole, after) for one, n_seeds, after in zip(procedures, counts, late, strict=True)]
     return [Procedure(experiment) for experiment in fitted]
 
 
-def _times(procedure: Procedure, taken: Costs | None, jobs: int, budget: float) -> tuple[Times, str]:
+def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
     """Seconds of the runs and their source in words; no times, and why. `budget`: seconds that timing them may take."""
     if taken is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
-        return run_times(procedure, taken, jobs, budget)
+        return run_times(procedure, taken, slots, budget)
     except DataError:
         return {}, "not known before there is text to time some steps on: lm prepare makes it"
     except Stopped:

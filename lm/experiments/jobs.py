@@ -16,6 +16,7 @@ from lm.experiments.claims import Claim, Claims
 from lm.experiments.failures import LOGS, Failure, failure_of, forget_failure, read_failure, write_failure
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Devices, Slots, named
 from lm.experiments.timing import whole
 
 CLAIMS = "claims"  # in the experiment's folder
@@ -26,6 +27,12 @@ class RunsFailed(RunError):
     """Some runs of an experiment have no result; the others were trained."""
 
 
+def retry(procedure: Procedure) -> None:
+    """Let the runs that failed be tried again."""
+    for run in procedure.known():
+        forget_failure(procedure.experiment.folder, run)
+
+
 class Jobs:
     """Trains what an experiment needs until nothing is left, or nothing more can be done.
 
@@ -33,29 +40,24 @@ class Jobs:
 
     Args:
         procedure: says what is needed next.
-        jobs: runs at a time.
+        slots: how many runs work at a time, and on which GPUs.
         launch: trains one run, or goes on with it, and gives the exit status; None: `lm` in a process of its own.
 
     Attributes:
         known: the runs that the experiment needs, as they were at the last look.
-        pending: the runs that are being trained here, with the claims on them.
+        pending: the runs that are being trained here, with the claims on them and their GPUs.
         failed: why runs have failed, by run folder.
         seconds: that runs which ended here would have taken without interruption, by size and arm.
     """
 
-    def __init__(self, procedure: Procedure, jobs: int, launch: Callable[[Run], int] | None = None):
-        self.procedure, self.jobs, self.folder = procedure, jobs, procedure.experiment.folder
+    def __init__(self, procedure: Procedure, slots: Slots, launch: Callable[[Run], int] | None = None):
+        self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
         self.children, self.claims = Children(self.folder), Claims(self.folder / CLAIMS)
         self.launch = launch
         self.known: list[Run] = []
-        self.pending: dict[Future, tuple[Run, Claim]] = {}
+        self.pending: dict[Future, tuple[Run, Claim, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-
-    def retry(self) -> None:
-        """Let the runs that failed be tried again."""
-        for run in self.procedure.known():
-            forget_failure(self.folder, run)
 
     def work(self) -> None:
         """Train until no run is left.
@@ -64,18 +66,19 @@ class Jobs:
             RunsFailed: at the end, if some did.
             Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
         """
-        self.pending = pending = dict[Future, tuple[Run, Claim]]()
-        with interruptible() as received, ThreadPoolExecutor(self.jobs) as pool:
+        self.pending = pending = dict[Future, tuple[Run, Claim, Devices]]()
+        with interruptible() as received, ThreadPoolExecutor(self.slots.jobs) as pool:
             try:
                 while True:
                     others = False
-                    for run in self._startable({run.config.run_folder for run, _ in pending.values()}):
-                        if len(pending) == self.jobs:
-                            break
+                    for run in self._startable({run.config.run_folder for run, *_ in pending.values()}):
+                        devices = self.slots.devices(run.size, run.arm, [devices for *_, devices in pending.values()])
+                        if devices is None:
+                            break  # no later one goes before it: a run of several GPUs would wait for as long as there are others
                         claim = self._claim(run)
                         others |= claim is None
                         if claim:
-                            pending[pool.submit(self._train, run, claim)] = run, claim
+                            pending[pool.submit(self._train, run, claim, devices)] = run, claim, devices
                     if pending:
                         for future in wait(pending, POLL_SECONDS if others else None, FIRST_COMPLETED).done:
                             self._ended(*pending.pop(future), *future.result())
@@ -117,13 +120,13 @@ class Jobs:
             return None
         return claim
 
-    def _train(self, run: Run, claim: Claim) -> tuple[int, float]:
+    def _train(self, run: Run, claim: Claim, devices: Devices) -> tuple[int, float]:
         """The exit status of training a run, and the seconds it took."""
         begin = time.monotonic()
-        status = self.launch(run) if self.launch else self.children.train(run, claim)
+        status = self.launch(run) if self.launch else self.children.train(run, claim, devices)
         return status, time.monotonic() - begin
 
-    def _ended(self, run: Run, claim: Claim, status: int, seconds: float) -> None:
+    def _ended(self, run: Run, claim: Claim, devices: Devices, status: int, seconds: float) -> None:
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
         try:
             if outcome.ended:
@@ -134,11 +137,12 @@ class Jobs:
                 loss = f"diverged ({outcome.divergence})" if diverged else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
                 loss += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
                 known = self.procedure.known()
-                left = sum(not one.outcome.ended for one in known)
+                left = [self.slots.taken(one.size, one.arm) for one in known if not one.outcome.ended]
                 took = [*chain(*self.seconds.values())]
-                left_over = f"{left} of the {len(known)} runs known so far are left"
-                left_over += f", about {statistics.fmean(took) * left / self.jobs / 60:.0f} min" if took else ""
-                print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s; {left_over}", flush=True)
+                left_over = f"{len(left)} of the {len(known)} runs known so far are left"
+                left_over += f", about {statistics.fmean(took) * sum(left) / self.slots.jobs / 60:.0f} min" if took else ""
+                where = f" on {named(devices)}" if devices else ""
+                print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s{where}; {left_over}", flush=True)
             elif not status:
                 raise RunError(f"{folder}: {self._lacks(outcome)}")
             elif not claim.lost:

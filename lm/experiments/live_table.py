@@ -21,6 +21,7 @@ from lm.errors import RunError
 from lm.experiments.jobs import Jobs, claim_name
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Run
+from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import MetricTail
@@ -109,11 +110,11 @@ class LiveTable:
     def lines(self) -> list[Line]:
         """All runs that are known, and those that will be once learning rates are chosen."""
         now, known = self.clock(), self.jobs.known
-        running = {run.config.run_folder for run, _ in list(self.jobs.pending.values())}
+        running = {run.config.run_folder: devices for run, _, devices in list(self.jobs.pending.values())}
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             self._look_elsewhere([run for run in known if not run.outcome.ended and run.config.run_folder not in running])
-        under_way = running | self._elsewhere.keys()
+        under_way = running.keys() | self._elsewhere.keys()
         self._followed = {folder: self._followed.get(folder) or _Followed(MetricTail(folder / METRICS), now) for folder in under_way}
         for one in self._followed.values():
             one.look(now)
@@ -134,7 +135,7 @@ class LiveTable:
                     outcome = replace(run.outcome)  # read anew
                     self._done_elsewhere |= {run.config.run_folder: outcome} if outcome.ended else {}
 
-    def _line(self, run: Run, running: set[Path], ended: set[Path], now: float) -> Line:
+    def _line(self, run: Run, running: dict[Path, Devices], ended: set[Path], now: float) -> Line:
         folder = run.config.run_folder
         outcome = self._done_elsewhere.get(folder, run.outcome)
         line = Line(run.size, run.arm, run.stage, run.rate, run.seed, last_step=outcome.last_step, folder=folder, before=run.before)
@@ -145,7 +146,8 @@ class LiveTable:
         elif failure := self.jobs.failed.get(folder):
             line.state, line.note = "failed", f"status {failure.status}"
         elif followed:
-            line.state, line.note = ("running", "") if folder in running else ("elsewhere", self._elsewhere[folder])
+            here = folder in running
+            line.state, line.note = ("running", named(running[folder])) if here else ("elsewhere", self._elsewhere[folder])
             line.step, line.loss = followed.log.step, followed.log.latest.get(SELECTION)
             line.left = followed.left(line.last_step, now, self._expected(run.size, run.arm))
         elif run.before and run.before not in ended:
@@ -180,8 +182,9 @@ class LiveTable:
     def _estimate(self, lines: list[Line]) -> None:
         """Give the waiting lines their `left`, as if they were taken in their order, by as many at a time as work now."""
         busy = [line for line in lines if line.state in ("running", "elsewhere")]
-        slots = [line.left or 0.0 for line in busy]
-        slots += [0.0] * (self.jobs.jobs - sum(line.state == "running" for line in busy))
+        taken = self.jobs.slots.taken
+        slots = [line.left or 0.0 for line in busy for _ in range(taken(line.size, line.arm))]
+        slots += [0.0] * (self.jobs.slots.jobs - sum(taken(line.size, line.arm) for line in busy if line.state == "running"))
         heapq.heapify(slots)
         ends = {line.folder: line.left or 0.0 for line in busy}
         tuned: dict[str, float] = defaultdict(float)  # by size, when its tuning ends
@@ -190,13 +193,14 @@ class LiveTable:
                 tuned[line.size] = max(tuned[line.size], line.left)
             if line.state != "waiting" or (expected := self._expected(line.size, line.arm)) is None:
                 continue
-            free = heapq.heappop(slots)
+            free = [heapq.heappop(slots) for _ in range(taken(line.size, line.arm))]
             after = ends.get(line.before, 0.0) if line.folder else tuned[line.size]
-            line.left = max(free, after) + expected
+            line.left = max(*free, after) + expected
             ends |= {line.folder: line.left} if line.folder else {}
             if line.stage == "tune":
                 tuned[line.size] = max(tuned[line.size], line.left)
-            heapq.heappush(slots, line.left)
+            for _ in free:
+                heapq.heappush(slots, line.left)
 
     def render(self, height: int = 50) -> RenderableType:
         """The table, in at most about `height` lines."""
@@ -230,12 +234,13 @@ class LiveTable:
         for group in groups:
             steps = [f"{line.step} of {line.last_step}" for line in group if line.state in ("running", "elsewhere")]
             counts = {state: sum(line.state == state for line in group) for state in STATES}
+            on = {state: "".join(f" {line.note}" for line in group if line.state == state == "running" and line.note) for state in STATES}
             losses = [line.loss for line in group if line.state == "finished" and line.loss is not None]
             rows.append(
                 {
                     **self._place(group[0], names),
                     "runs": str(len(group)),
-                    "state": Text(", ".join(f"{count} {state}" for state, count in counts.items() if count)),
+                    "state": Text(", ".join(f"{count} {state}{on[state]}" for state, count in counts.items() if count)),
                     "step": "; ".join(steps),
                     f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else "",
                     "done in": _time(_latest(group)),

@@ -7,28 +7,30 @@ from pathlib import Path
 from lm.errors import RunError
 from lm.experiments.experiment import MINUTES, Experiment
 from lm.experiments.procedure import Procedure
+from lm.experiments.slots import Slots
 from lm.experiments.timing import Times
 from lm.runs.folder import read_json, write_json
 
 
-def total_seconds(procedure: Procedure, times: Times, n_seeds: int, jobs: int) -> float:
-    """How long what is left takes with so many final seeds, `jobs` runs at a time."""
+def total_seconds(procedure: Procedure, times: Times, n_seeds: int, slots: Slots) -> float:
+    """How long what is left takes with so many final seeds, in these slots."""
     experiment = procedure.experiment
     known = procedure.known()
     counts = {size: procedure.n_runs(size, n_seeds) for size in experiment.sizes}
+    times = {place: seconds * slots.taken(*place) for place, seconds in times.items()}
     planned = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
     kept = {*experiment.seeds[:n_seeds]}
     done = sum(times[one.size, one.arm] for one in known if one.outcome.ended and (one.stage == "tune" or one.seed in kept))
-    return max(0.0, planned - done) / jobs
+    return max(0.0, planned - done) / slots.jobs
 
 
-def seeds_that_fit(procedures: Sequence[Procedure], times: Sequence[Times], minutes: float, jobs: int) -> list[int]:
+def seeds_that_fit(procedures: Sequence[Procedure], times: Sequence[Times], minutes: float, slots: Sequence[Slots]) -> list[int]:
     """How many final seeds of each experiment fit into `minutes` for all: dropped from the end, of the one that has most left; at least
     one stays."""
     counts = [len(one.experiment.seeds) for one in procedures]
 
     def seconds(number: int, n_seeds: int) -> float:
-        return total_seconds(procedures[number], times[number], n_seeds, jobs)
+        return total_seconds(procedures[number], times[number], n_seeds, slots[number])
 
     while sum(seconds(*each) for each in enumerate(counts)) > 60 * minutes and max(counts) > 1:
         most = max(range(len(counts)), key=lambda number: (counts[number], seconds(number, counts[number])))

@@ -164,9 +164,9 @@ def _wrong(settled: dict[str, Plain]) -> str:
 def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
     """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
     from lm.experiments.costs import cost  # torch takes seconds to import
-    from lm.model.device import resolve_compile, resolve_device, resolve_precision
+    from lm.model.device import gpus_of, resolve_compile, resolve_precision
 
-    accelerator, _ = resolve_device(config)
+    accelerator = "gpu" if gpus_of(config) else "cpu"
     precision = resolve_precision(config, accelerator, {})
     compiled = resolve_compile(config, cost(config, vocabulary(config.data) or 1).flops, accelerator, {})
     return {

@@ -34,9 +34,9 @@ def costs(procedure: Procedure) -> Costs | None:
     return found
 
 
-def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
-    """Lines: the runs, their tokens, FLOPs and disk (`taken`, by `costs`) and `time`, what they share, and how many seeds a difference of
-    interest takes."""
+def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") -> Iterator[str]:
+    """Lines: the runs, their tokens, FLOPs and disk (`taken`, by `costs`) and `time`, what they share, how many seeds a difference of
+    interest takes, and `where` the runs compute."""
     experiment = procedure.experiment
     tune, primary, sizes = experiment.tune, experiment.primary, list(experiment.sizes)
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
@@ -66,7 +66,7 @@ def plan(procedure: Procedure, taken: Costs | None, time: str) -> Iterator[str]:
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, ALPHA / experiment.intervals)}"
     yield from _power(procedure)
     yield from procedure.notes()
-    yield f"runs compute with {_settings(experiment)}"
+    yield f"runs compute with {_settings(experiment)}" + (f"; {where}" if where else "")
 
 
 def _settings(experiment: Experiment) -> str:

@@ -23,6 +23,7 @@ from lm.data.prepare import open_prepared
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.children import Stopped, interruptible
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Devices, Slots
 from lm.files import unfinished, write_text
 from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files
@@ -43,7 +44,7 @@ _OUTPUT, _ERRORS = "output", "errors"  # files of a pilot
 Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 
 
-def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
+def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", slots: Slots, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
     """Seconds that a run of each size and arm takes, and where they come from in words.
 
     Ended runs of this experiment count first. If there are none, arms of the first size are timed for a few steps, as many at a time as
@@ -56,7 +57,7 @@ def run_times(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: 
     """
     measured, source = _ended(procedure), "the runs that have ended"
     if not any(costs[one].flops for one in measured):
-        measured, source = _pilot(procedure, costs, jobs, budget)
+        measured, source = _pilot(procedure, costs, slots, budget)
     if not measured:
         raise RunError(f"no arm was timed within {PILOT_SECONDS:g} s, which all experiments share; plan it alone, or let a run end")
     nearest = next(one for one in measured if costs[one].flops)  # arms that are not trained take none
@@ -108,13 +109,13 @@ def _last_start(run: Run) -> tuple[int, float] | None:
         return None
 
 
-def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int, budget: float) -> tuple[Times, str]:
+def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", slots: Slots, budget: float) -> tuple[Times, str]:
     """Seconds of a run of each arm in the first size that an earlier pilot has timed, or one does now within `budget`; and the source in
     words. Arms that take equally long are timed once; those with other normalizers and FLOPs than the arms before them come first."""
     experiment = procedure.experiment
     kept, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
     configs = {arm.name: experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"}) for arm in arms}
-    keys = {name: _what_time_depends_on(config, jobs) for name, config in configs.items()}
+    keys = {name: _what_time_depends_on(config, slots) for name, config in configs.items()}
     known = _kept(kept)
     missing = {key: name for name, key in reversed(keys.items()) if key not in known}
     partly: dict[str, float] = {}
@@ -124,11 +125,12 @@ def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int
         kinds = {name: (*sorted(config.normalizer_names), costs[size, name].flops) for name, config in configs.items()}
         first = {kinds[name]: name for name in reversed(configs)}.values()
         names = sorted(missing.values(), key=lambda name: (name not in first, list(configs).index(name)))[:MOST_PILOTS]
-        timed, partly = _timed({name: configs[name] for name in names}, kept, jobs, budget)
+        timed, partly = _timed({name: configs[name] for name in names}, kept, slots.lanes(), budget)
         known |= {keys[name]: seconds for name, seconds in timed.items()}
         write_json(kept, {"seconds": known})
     found = {name: known[key] for name, key in keys.items() if key in known}
-    words = f"a pilot of some steps of {'each arm' if len(found) == len(keys) else f'{len(found)} of {len(keys)} arms'}, {jobs} at a time"
+    timed_arms = "each arm" if len(found) == len(keys) else f"{len(found)} of {len(keys)} arms"
+    words = f"a pilot of some steps of {timed_arms}, {len(slots.lanes())} at a time"
     if partly := {name: seconds for name, seconds in partly.items() if name not in found}:
         words += f"; of {', '.join(partly)} the steps alone, as evaluations took too long"
     if len(found) + len(partly) < len(keys):
@@ -136,14 +138,14 @@ def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", jobs: int
     return {(size, name): seconds for name, seconds in (partly | found).items()}, words
 
 
-def _what_time_depends_on(config: Config, jobs: int) -> str:
-    """A hash of all that decides how long a run takes, `jobs` at a time on this machine: the keys that are more than names and seeds; of
+def _what_time_depends_on(config: Config, slots: Slots) -> str:
+    """A hash of all that decides how long a run takes, in these slots on this machine: the keys that are more than names and seeds; of
     numbers of model and optimizer that are no sizes, such as a learning rate, whether they are 0."""
     ours = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     for path, value in ours.items():
         if isinstance(value, float) and path.startswith(("model", "optim", "phases")):
             ours[path] = bool(value)
-    content = [ours, jobs, platform.node(), usable_cores()]
+    content = [ours, slots.jobs, platform.node(), usable_cores(), *([slots.gpus, slots.per_gpu] if slots.gpus else [])]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -153,21 +155,21 @@ def _kept(path: Path) -> dict[str, float]:
     return {key: float(value) for key, value in content.items() if len(key) == 16} if isinstance(content, dict) else {}
 
 
-def _timed(configs: dict[str, Config], kept: Path, jobs: int, budget: float) -> tuple[dict[str, float], dict[str, float]]:
+def _timed(configs: dict[str, Config], kept: Path, lanes: list[Devices], budget: float) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a run of each configuration, the start of its process included; and of those whose evaluations did not end within `budget`
-    the seconds of its steps alone. They are shared out among `jobs` processes that work at the same time, as the runs will; each is timed
-    at least once, and no process is idle from the start. Runs are kept beside `kept` until they are timed."""
+    the seconds of its steps alone. They are shared out among processes that work at the same time on the GPUs of `lanes`, as the runs will;
+    each is timed at least once, and no process is idle from the start. Runs are kept beside `kept` until they are timed."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    names, begin = list(configs), time.time()
+    names, begin, jobs = list(configs), time.time(), len(lanes)
     shared = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
     with interruptible() as received, tempfile.TemporaryDirectory(dir=kept.parent, prefix=unfinished(kept)) as folder:
         places = [Path(folder, str(number)) for number in range(jobs)]
         pilots = []
         try:
-            for place, some in zip(places, shared, strict=True):
+            for place, some, devices in zip(places, shared, lanes, strict=True):
                 for name in some:
                     write_text(place / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(place))))
-                pilots.append(_start(place, some))
+                pilots.append(_start(place, some, devices))
             _wait(pilots, places, begin, budget)
         except KeyboardInterrupt:
             number = received[-1] if received else signal.SIGINT
@@ -187,13 +189,13 @@ def _timed(configs: dict[str, Config], kept: Path, jobs: int, budget: float) -> 
     return found, {name: seconds for name, seconds in partly.items() if name not in found}
 
 
-def _start(place: Path, names: list[str]) -> subprocess.Popen:
-    """A process that times the configurations of these names in the folder `place`, where its output goes; it ends with this process."""
+def _start(place: Path, names: list[str], devices: Devices) -> subprocess.Popen:
+    """A process that times the configurations of these names in the folder `place`, where its output goes, on these GPUs; it ends with this
+    process."""
     command = [*COMMAND, *(str(place / f"{name}.yaml") for name in names)]
     with (place / _OUTPUT).open("wb") as output, (place / _ERRORS).open("wb") as errors:
-        return subprocess.Popen(
-            command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=child_environment()
-        )
+        environment = child_environment(devices)
+        return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 def _wait(pilots: list[subprocess.Popen], places: list[Path], begin: float, budget: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -32,18 +33,34 @@ class Resolved:
         return f"{self.value} ({self.reason})" if self.reason else self.value
 
 
-def resolve_device(config: Config) -> tuple[str, str]:
-    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine has not what was asked for."""
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that processes of this one may use, as CUDA_VISIBLE_DEVICES names them; does not initialise CUDA here.
+
+    Of MIG devices a process sees the first one alone: all that the variable names count.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(available)))).split(",")]
+    named_mig = tuple(takewhile(lambda name: name.startswith("MIG-"), given))
+    return (named_mig or tuple(given[:available])) if available else ()
+
+
+def gpus_of(config: Config) -> int:
+    """GPUs of this machine that a run takes, 0 on the CPU. Raises ConfigError if the machine has not what was asked for."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     asked = config.trainer.accelerator
     if asked == "gpu" and not available:
         raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
     if asked == "cpu" or not available:
-        return "cpu", "cpu"
+        return 0
     if config.trainer.devices > available:
         problem = Problem("trainer.devices", config.trainer.devices, f"this machine has {available} GPUs", "lower it, or use the cpu")
         raise ConfigError([problem])
-    return "gpu", torch.cuda.get_device_name(0)
+    return config.trainer.devices
+
+
+def resolve_device(config: Config) -> tuple[str, str]:
+    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine has not what was asked for."""
+    return ("gpu", torch.cuda.get_device_name(0)) if gpus_of(config) else ("cpu", "cpu")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,241 @@
+"""Slots of made-up GPUs: each run sees the devices that it was given, and no device is given more often at a time than was asked for."""
+
+import io
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lm
+from fabricated import finish
+from rich.console import Console
+from trials import written
+
+from lm.errors import ConfigError, RunError
+from lm.experiments.definition import read_experiment
+from lm.experiments.jobs import Jobs
+from lm.experiments.live_table import LiveTable
+from lm.experiments.minutes import total_seconds
+from lm.experiments.plan import costs
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Devices, Slots, named, slots_of
+from lm.experiments.timing import run_times
+from lm.model.device import gpus_of, visible_gpus
+
+MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function: makes up a machine with so many GPUs."""
+
+    def make(count: int, visible: str | None = None) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("initialises CUDA"))
+
+    return make
+
+
+def opened(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    """The untuned experiment of two arms and two seeds, or a changed one."""
+    given = ["data.source.paths=[.]", f"runs={folder / 'runs'}", "trainer.accelerator=auto", *overrides]
+    return Procedure(read_experiment(written(folder, **({"tune": None} | changes)), given))
+
+
+WIDE = {
+    "softmax": {},
+    "wide": {"model.n_embd": 64, "trainer.devices": 2},
+    "ssmax": {"model.normalizer": "ssmax"},
+    "cpu": {"model.n_embd": 16, "trainer.accelerator": "cpu"},
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "names"),
+    [
+        (0, None, ()),
+        (0, "0,1", ()),
+        (3, None, ("0", "1", "2")),
+        (2, "1, 3", ("1", "3")),
+        (1, "2,9", ("2",)),
+        (0, "", ()),
+        (2, "GPU-1f,GPU-2e", ("GPU-1f", "GPU-2e")),
+        (1, MIG, tuple(MIG.split(","))),
+    ],
+)
+def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, count, visible, names):
+    gpus(count, visible)
+    assert visible_gpus() == names
+    slots = slots_of(opened(tmp_path).experiment, None, 1)
+    assert (slots.gpus, slots.jobs) == (names, max(1, len(names)))
+
+
+def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> list[Devices]:
+    """The GPUs of each run, started in their order as soon as there are slots; those under way end in the order of the numbers `ending`."""
+    under_way, given = list[Devices](), []
+    for number, place in enumerate(runs):
+        while (devices := slots.devices(*place, under_way)) is None:
+            under_way.pop(ending[number] % len(under_way))
+        under_way.append(devices)
+        given.append(devices)
+        held = Counter(gpu for one in under_way for gpu in one)
+        assert max(held.values(), default=0) <= slots.per_gpu, held
+        assert sum(max(1, len(one)) for one in under_way) <= slots.jobs
+        assert len(set(devices)) == len(devices) == slots.wanted.get(place, 0)
+    return given
+
+
+@pytest.mark.parametrize("jobs", [None, 3])
+@pytest.mark.parametrize("per_gpu", [1, 2])
+def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path, jobs, per_gpu):
+    gpus(4, "3,5,6,7")
+    experiment = opened(tmp_path, arms=WIDE).experiment
+    slots = slots_of(experiment, jobs, per_gpu)
+    assert slots.jobs == (jobs or 4 * per_gpu)
+    assert slots.wanted == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
+    places = [("", arm) for arm in WIDE] * 20
+    given = replayed(slots, places, [7 * number**2 for number in range(len(places))])
+    assert {gpu for one in given for gpu in one} <= {*slots.gpus[: slots.jobs]}
+    assert given[0] == ("3",)
+    assert given[1] == ("5", "6"), "GPUs on which nobody works come first"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jobs", "3"], "--jobs 3: there are 2 slots, 1 on each of GPU 4, 5; lower it, or let more runs share a GPU: --jobs-per-gpu 2"),
+        (["--jobs", "5", "--jobs-per-gpu", "2"], "--jobs 5: there are 4 slots, 2 on each of GPU 4, 5; lower it, .*: --jobs-per-gpu 3"),
+        (["trainer.devices=3"], "trainer.devices = 3: this machine has 2 GPUs"),
+        (["trainer.devices=2", "--jobs", "1"], r"--jobs 1: a run of 2 GPUs \(trainer.devices\) takes 2 slots; raise it, or lower"),
+    ],
+)
+def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, monkeypatch, arguments, words):
+    gpus(2, "4,5")
+    monkeypatch.setattr("lm.experiments.compare.start", lambda *_: pytest.fail("prepares"))
+    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "trainer.accelerator=gpu", "data.seq_len=16", "optim.batch_tokens=768"]
+    result = lm("compare", str(written(tmp_path)), *given, *arguments)
+    assert result.returncode == ConfigError.exit_code
+    assert len(result.stderr.splitlines()) == 1
+    assert re.search(words, result.stderr), result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_on_the_cpu_take_slots_as_before(gpus, tmp_path):
+    gpus(2)
+    slots = slots_of(opened(tmp_path, "trainer.accelerator=cpu", "trainer.devices=2").experiment, 5, 1)
+    assert (slots.jobs, slots.gpus, str(slots)) == (5, (), "5 at a time on the CPU")
+    assert slots.devices("", "softmax", [()] * 4) == ()
+    assert slots.devices("", "softmax", [()] * 5) is None
+    assert slots_of(opened(tmp_path, "trainer.accelerator=cpu").experiment, None, 2).jobs == 1
+
+
+def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):
+    arms = {"softmax": {}, "wide": {"trainer.max_steps": 7}, "ssmax": {"model.normalizer": "ssmax"}}
+    procedure = opened(tmp_path, arms=arms, seeds=[1, 2, 3])
+    slots = Slots(3, ("0", "1", "2"), 1, {("", "softmax"): 1, ("", "wide"): 3, ("", "ssmax"): 1})
+    order, lock = [], threading.Lock()
+
+    def launch(run: Run) -> int:
+        with lock:
+            order.append((run.arm, run.seed, len(jobs.pending)))
+        finish(run, 5.0)
+        return 0
+
+    jobs = Jobs(procedure, slots, launch)
+    jobs.work()
+    started = [(arm, seed) for arm, seed, _ in order]
+    for seed in (1, 2, 3):
+        assert started.index(("softmax", seed)) < started.index(("wide", seed)) < started.index(("ssmax", seed))
+    assert all(beside <= 1 for arm, _, beside in order if arm == "wide")
+
+
+PROGRAM = """#!{python}
+import os, sys, time
+def say(what):
+    with open("{events}", "a") as log:
+        log.write(what + " " + os.environ.get("CUDA_VISIBLE_DEVICES", "all") + chr(10))
+say("begin")
+time.sleep(0.2)
+say("end")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("per_gpu", [1, 2])
+def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypatch, per_gpu):
+    gpus(3, "GPU-a,GPU-b,GPU-c")
+    program, events = tmp_path / "program", tmp_path / "events"
+    program.write_text(PROGRAM.format(python=sys.executable, events=events))
+    program.chmod(0o755)
+    procedure = opened(tmp_path, arms=WIDE, seeds=[1, 2, 3])
+    slots = slots_of(procedure.experiment, None, per_gpu)
+    monkeypatch.setattr("lm.experiments.children.sys.executable", str(program))
+    with pytest.raises(RunError, match="12 runs failed"):
+        Jobs(procedure, slots).work()
+    held, seen = Counter(), Counter()
+    for line in events.read_text().split("\n")[:-1]:
+        what, _, devices = line.partition(" ")
+        for name in filter(None, devices.split(",")):
+            held[name] += 1 if what == "begin" else -1
+        seen[len([*filter(None, devices.split(","))])] += what == "begin"
+        assert max(held.values(), default=0) <= per_gpu, events.read_text()
+    assert {*held} <= {"GPU-a", "GPU-b", "GPU-c"}
+    assert seen == {1: 6, 2: 3, 0: 3}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c"
+
+
+PILOT = """
+import json, os, sys, time
+print(json.dumps({"begun": time.time()}), flush=True)
+with open("EVENTS", "a") as log:
+    log.write(os.environ["CUDA_VISIBLE_DEVICES"] + chr(10))
+for _ in sys.argv[1:]:
+    print(json.dumps({"seconds": 60.0}), flush=True)
+"""
+
+
+def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
+    gpus(4)
+    (tmp_path / "program.py").write_text(PILOT.replace("EVENTS", str(tmp_path / "events")))
+    monkeypatch.setattr("lm.experiments.timing.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.timing.open_prepared", lambda _: None)
+    procedure = opened(tmp_path)
+
+    def seen(per_gpu: int, *overrides: str) -> list[str]:
+        procedure = opened(tmp_path, *overrides)
+        slots = slots_of(procedure.experiment, None, per_gpu)
+        (tmp_path / "events").write_text("")
+        times, words = run_times(procedure, costs(procedure), slots)
+        given = sorted((tmp_path / "events").read_text().split())
+        assert words == f"a pilot of some steps of each arm, {len(given)} at a time"
+        taken = max(1, gpus_of(procedure.experiment.first_config))
+        assert total_seconds(procedure, times, 2, slots) == pytest.approx(sum(times.values()) * 2 * taken / (4 * per_gpu))
+        return given
+
+    assert seen(1) == ["0", "1", "2", "3"]
+    assert seen(2) == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert seen(1, "trainer.devices=2") == ["0,1", "2,3"]
+    assert run_times(procedure, costs(procedure), slots_of(procedure.experiment, None, 1))[1].endswith("4 at a time"), "it is kept"
+
+
+def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
+    gpus(4, "0,1,GPU-1f2e3d4c5b6a,3")
+    assert named(("GPU-1f2e3d4c5b6a",)) == "GPU-1f2e3d4c"
+    assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each GPU"
+    procedure = opened(tmp_path)
+    jobs = Jobs(procedure, slots_of(procedure.experiment, None, 1))
+    jobs.known = procedure.known()
+    jobs.pending = {Future(): (jobs.known[0], None, ("1", "3")), Future(): (jobs.known[1], None, ())}
+    for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):
+        out = io.StringIO()
+        Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs, {}).render(height))
+        assert all(one in out.getvalue() for one in words), out.getvalue()
