@@ -1,6 +1,7 @@
 """What a process may use of its machine, and what it has used."""
 
 import ast
+import os
 import signal
 import subprocess
 import sys
@@ -76,3 +77,22 @@ def test_no_child_runs_python_between_fork_and_exec():
     for path in (ROOT / "lm").rglob("*.py"):
         named = [node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
         assert "preexec_fn" not in named, path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+@pytest.mark.parametrize(("setting", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_memory_that_a_step_frees_is_not_fetched_anew_by_the_next_unless_the_user_says_so(setting: dict[str, str], kept: bool):
+    code = """
+import resource
+import torch
+from lm.machine import keep_freed_memory
+keep_freed_memory()
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**20) for _ in range(8)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | setting
+    faults = int(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
+    assert (faults < 200) == kept  # of 8,192 pages

@@ -17,7 +17,7 @@ from lm.evaluation.evaluate import evaluate
 from lm.evaluation.measurement import Measurement, measurements
 from lm.evaluation.numbers import logged, print_results
 from lm.files import write_text
-from lm.machine import threads_each
+from lm.machine import keep_freed_memory, threads_each
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
@@ -65,6 +65,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mode = wandb_mode(config.log)
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
+        keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
 
     before: dict[str, Plain] = {}
