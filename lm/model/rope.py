@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.config.inference_config import AsTrained, RopeScaling
 from lm.config.model_config import Rope
@@ -39,10 +40,35 @@ def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, 
     return scaling.slowed(plain, trained * plain / (2 * math.pi), s)
 
 
+class _Rotated(torch.autograd.Function):
+    """Pairs (x1, x2) turned by their angles, in three passes over x; backward by the opposite angles."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin).to(ctx.dtype), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with its pairs (x1, x2) as (x1 cos - x2 sin, x2 cos + x1 sin), and its other dimensions as they are; contiguous."""
+    half = cos.size(-1)
+    x = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device).copy_(x)
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty_like(x)
+    torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-1)
+    torch.mul(x2, cos, out=out[..., half : 2 * half]).addcmul_(x1, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """`x` (B, H, T, D) rotated by RoPE, as fp32 (or wider): the first half of the rotated dimensions pairs with the second."""
     cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    half = cos.size(-1)
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
+    return _Rotated.apply(x, cos, sin)
