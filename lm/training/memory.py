@@ -117,8 +117,8 @@ def _gradients_of_loss(hidden: Tensor, head: Tensor, case: _Case) -> list[Tensor
     chunk = min(n_tokens, max(64, CHUNK_LOGITS["cuda" if case.accelerator == "gpu" else "cpu"] // case.vocab_size)) * case.vocab_size
     gradients = [torch.empty_like(hidden), *([torch.empty_like(head)] if head.requires_grad else [])]
     copy = torch.empty(low * head.numel() if case.bf16 else 0, dtype=torch.uint8)
-    # Logits and their gradient in fp32, and either its low precision or the derivative of a cap; then the product for the head's gradient.
-    of_chunk = max((16 if case.model.logit_softcap else 8 + 2 * case.bf16) * chunk, low * (chunk + head.numel() * head.requires_grad))
+    # Logits and probabilities in fp32, and what a cap's derivative takes; then the gradient and the product for that of the head.
+    of_chunk = max((12 if case.model.logit_softcap else 8) * chunk, low * (chunk + head.numel() * head.requires_grad))
     torch.empty(of_chunk, dtype=torch.uint8)
     parts = torch.empty_like(hidden)  # of the gradient, before they are joined
     del copy, parts
