@@ -342,12 +342,15 @@ def test_log_n_clip_is_softmax_below_its_base():
 def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(row_weights(opt.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
-    normalizer = make_normalizer(opt.SSMax(bias=True), LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
+    normalizer, softmax = (
+        make_normalizer(o, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH)).double() for o in (opt.SSMax(bias=True), opt.Softmax())
+    )
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
-    q, k, v = inputs(20)
-    assert torch.equal(normalizer(q, k, v, AttentionLayout.full(20)), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    for length in (20, 600):  # by both routes
+        q, k, v = inputs(length)
+        assert torch.equal(normalizer(q, k, v, AttentionLayout.full(length)), softmax(q, k, v, AttentionLayout.full(length)))
 
 
 def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():

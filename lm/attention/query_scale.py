@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.fused import fused_softmax
+from lm.attention.fused import fused_softmax, softmax_route
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.precision import without_autocast
@@ -41,7 +41,7 @@ class QueryScale(SoftmaxNormalizer):
         return fused_softmax(q, k, v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA, q scaled in fp32: a factor on the logits is a factor on the query"
+        return f"{softmax_route(device, self.layer.train_length)}, q scaled in fp32: a factor on the logits is a factor on the query"
 
 
 class Softmax(QueryScale):
@@ -54,7 +54,8 @@ class Softmax(QueryScale):
         return None if tau == 1 else torch.full((1, 1), 1 / tau, device=layout.positions.device)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA: plain softmax" if self.options.temperature == 1 else super().kernel_description(device)
+        plain = f"{softmax_route(device, self.layer.train_length)}: plain softmax"
+        return plain if self.options.temperature == 1 else super().kernel_description(device)
 
 
 class SSMax(QueryScale):
@@ -282,4 +283,4 @@ class QASSMax(SoftmaxNormalizer):
         return fused_softmax(self.scaled(q, layout), k, v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA, each dimension of q scaled in fp32"
+        return f"{softmax_route(device, self.layer.train_length)}, each dimension of q scaled in fp32"

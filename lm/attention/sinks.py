@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import options
-from lm.attention.fused import fused_softmax
+from lm.attention.fused import fused_softmax, softmax_route
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 
@@ -54,7 +54,7 @@ class Sink(Normalizer):
         return fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA with one more key, of logit b and value 0"
+        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit b and value 0"
 
 
 class Softmax1(Sink):
@@ -67,4 +67,4 @@ class Softmax1(Sink):
         return torch.zeros(self.layer.n_head, device=device)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return "SDPA with one more key, of logit 0 and value 0"
+        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit 0 and value 0"

@@ -1,0 +1,75 @@
+"""Softmax attention of short sequences on a CPU, by blocks of queries: equal to PyTorch's kernel, and nearer to fp64 in bf16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.attention.fused import fused_softmax, softmax_route
+from lm.attention.layout import AttentionLayout
+from lm.attention.short_sequences import BLOCK, BLOCK_WEIGHTS, LONGEST, short_attention
+
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 257, LONGEST)
+
+
+def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
+    """q, k, v and a gradient of the output, of two sequences, fp32; q and k large enough for weights that are far from equal."""
+    drawn = torch.Generator().manual_seed(length)
+    return [torch.randn(2, heads, length, n, generator=drawn) * factor for n, factor in ((size, 2), (size, 1), (width, 1), (width, 1))]
+
+
+def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True, scale=0.3)
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return short_attention(q, k, v, 0.3)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("size", "width"), [(16, 16), (24, 40), (32, 8)])
+def test_it_is_softmax_attention(length: int, size: int, width: int):
+    given = [x.double() for x in inputs(length, size, width)]
+    for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
+    given = [x.double() for x in inputs(LONGEST, 4, 4, heads=BLOCK_WEIGHTS // BLOCK // LONGEST // 2 + 1)]
+    for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [64, 256, LONGEST])
+def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
+    """Queries and keys come in fp32, as RoPE leaves them; the kernel rounds them to bf16."""
+    q, k, v, grad = inputs(length, 32, 32)
+    v, grad = v.bfloat16(), grad.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = results(blocks, q, k, v, grad), results(kernel, q, k, v, grad)
+    exact = results(kernel, *(x.double() for x in (q, k, v, grad)))
+    assert ours[0].dtype == torch.bfloat16
+    for a, b, true in zip(ours, theirs, exact, strict=True):
+        assert (a - true).norm() < (b - true).norm()
+
+
+def test_without_gradients_no_weights_are_kept():
+    q, k, v, _ = inputs(128, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(blocks(q, k, v), blocks(q.requires_grad_(), k, v).detach())
+    assert blocks(q.detach(), k, v).grad_fn is None
+
+
+@pytest.mark.parametrize(("length", "words"), [(LONGEST, "blocks of queries"), (LONGEST + 1, "SDPA")])
+def test_longer_sequences_take_the_kernel_and_the_banner_says_so(length: int, words: str, monkeypatch: pytest.MonkeyPatch):
+    q, k, v, _ = inputs(length, 8, 8)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: torch.tensor(1.0))
+    by_kernel = fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0
+    assert by_kernel == (words == "SDPA") == softmax_route("cpu", length).startswith("SDPA")
+    assert softmax_route("cuda", length) == "SDPA"
