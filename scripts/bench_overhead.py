@@ -10,7 +10,6 @@ import tempfile
 import time
 from unittest import mock
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lm.config.load import load
 from lm.data.batches import Batch
 from lm.model.device import Device
 from lm.training import fit
+from lm.training.lightning import L
 from lm.training.module import TrainModule
 from lm.training.optimizers import make_optimizer, set_rates
 from lm.training.train import train

@@ -369,6 +369,22 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
     assert result.stdout.strip() == "[]"
 
 
+def test_training_imports_lightning_alone_and_leaves_torchmetrics_to_others():
+    code = (
+        "import sys, lm.training.fit;"
+        "print([m for m in ('torchmetrics', 'scipy.signal', 'transformers', 'matplotlib', 'pandas', 'datasets') if m in sys.modules]);"
+        "import torchmetrics; from lm.training.lightning import L;"
+        "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), L.Trainer.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.splitlines() == ["[]", "torchmetrics.metric True Trainer"]
+
+
+def test_lightning_is_imported_in_one_place():
+    places = [path for path in (ROOT / "lm").rglob("*.py") if re.search(r"^\s*(import|from) lightning\b", path.read_text(), re.MULTILINE)]
+    assert places == [ROOT / "lm" / "training" / "lightning.py"]
+
+
 @pytest.mark.parametrize(
     ("kind", "off"),
     [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],

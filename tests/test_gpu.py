@@ -2,7 +2,6 @@
 
 import warnings
 
-import lightning as L
 import pytest
 import torch
 from interpreted import SIZES, dense, either_sum, every_function, results
@@ -21,6 +20,7 @@ from lm.attention.score_functions import ScoreFunction
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.head import Head
 from lm.training.callbacks import StopOnSignal
+from lm.training.lightning import L
 from lm.training.module import TrainModule
 from lm.training.train import train
 

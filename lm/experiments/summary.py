@@ -87,7 +87,8 @@ def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict
     if axis and not axis.bins:
         place, (x, _) = [*series[0].places.items()][series[0].logged.index(metric)]
         alike = axis.unit == "tokens" and len({one.seq_len for one in series}) == 1
-        times = f", {x / series[0].seq_len:g} times the training length" if alike else ""
+        factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
+        times = f", {factor}the training length" if alike else ""
         what, first = f"the {series[0].metric}", f"{f'{axis.before} {place} {axis.unit}'.rstrip()}{times}, "
     ours, theirs = (f"{100 * one['mean']:.1f} %" if series[0].unit == "fraction" else digits(one["mean"]) for one in (line, base))
     return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"

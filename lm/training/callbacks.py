@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-import lightning as L
-
 from lm.data.batches import train_sequences
 from lm.errors import RunError, one_line
 from lm.evaluation.continuity import Swap
@@ -22,6 +20,7 @@ from lm.runs.metric_log import PEAK_MEMORY
 from lm.runs.validation import selection_loss
 from lm.training.clock import Clock
 from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.lightning import L
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
 from lm.training.state import Best

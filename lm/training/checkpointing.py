@@ -2,8 +2,6 @@
 
 import time
 
-import lightning as L
-
 from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
@@ -12,6 +10,7 @@ from lm.runs.metadata import FORMAT
 from lm.runs.metric_log import log_seal
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
+from lm.training.lightning import L
 from lm.training.module import TrainModule
 from lm.training.optimizers import named_state
 from lm.training.run_context import RunContext

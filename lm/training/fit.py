@@ -5,9 +5,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import lightning as L
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config
@@ -34,6 +32,7 @@ from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
 from lm.training.checkpointing import Checkpoints
 from lm.training.clock import Clock
 from lm.training.launcher import Process
+from lm.training.lightning import ClusterEnvironment, L, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lm.training.metrics import MetricLog
 from lm.training.mirror import start_wandb, wandb_mode
 from lm.training.module import TrainModule

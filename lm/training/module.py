@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
 from lm.model.transfer import gradients_to_norm
 from lm.training.dynamics import gradient_norms, transferred
+from lm.training.lightning import L
 from lm.training.nonfinite import skip_or_stop
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
 from lm.training.run_context import RunContext

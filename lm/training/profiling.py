@@ -2,7 +2,6 @@
 
 import time
 
-import lightning as L
 from torch.profiler import ProfilerActivity, profile
 
 from lm.data.batches import Batch
@@ -10,6 +9,7 @@ from lm.files import write_text
 from lm.runs.folder import PROFILE
 from lm.training.callbacks import StepCallback
 from lm.training.clock import Clock
+from lm.training.lightning import L
 from lm.training.module import TrainModule
 from lm.training.run_context import RunContext
 
