@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, lm
 from folders import differences, kill_after, metrics
 
+from lm.attention.query_blocks import blocks_of
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -101,6 +102,17 @@ def test_all_that_a_run_needs_is_counted(tiny):
     assert estimate() - estimate("train_only=normalizer", "model.normalizer=ssmax") > 2 * weights
     on_cpu, on_gpu = (estimated_memory(tiny(*LARGER), 0, 4000, False, device) for device in ("cpu", "gpu"))
     assert on_gpu > on_cpu  # which holds fewer logits at a time
+
+
+def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(*LARGER, "model.normalizer=entmax15")
+    monkeypatch.setattr("lm.training.memory.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**15)
+    monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2**15)
+    on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
+    assert on_cpu == pytest.approx(measured(config), rel=0.15)
+    with blocks_of(2**19):
+        assert on_gpu == pytest.approx(measured(config), rel=0.15)
+    assert on_gpu > 1.2 * on_cpu
 
 
 def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.attention import catalogue, contract
+from lm.attention import catalogue, contract, query_blocks
 from lm.attention import options as opt
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
+from lm.attention.normalizer import LayerSpec, _Definition, make_normalizer
 from lm.attention.options import Options
+from lm.attention.query_blocks import by_query_blocks
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
+from lm.training.memory import TensorMemory
 
 # One case for each entry and choice of options; a new normalizer adds its case here.
 CASES = {
@@ -91,6 +93,30 @@ def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(options: Opti
     monkeypatch.setattr("lm.attention.tiles.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     contract.fast_path(options)
+
+
+@pytest.mark.parametrize("gib", [0, 1, 8, 23, 78, 139, 500])
+def test_blocks_are_as_large_as_a_gpus_free_memory_allows(gib: int, monkeypatch: pytest.MonkeyPatch):
+    """Made-up GPUs: 0 has so much free, 1 nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (gib * 2**30 * (index == 0), 512 * 2**30))
+    query_blocks._of_gpu.cache_clear()
+    weights = query_blocks.block_weights(torch.device("cuda"))
+    assert weights == {0: 2**21, 1: 2**21, 8: 2**23, 23: 2**24, 78: 2**26, 139: 2**27, 500: 2**27}[gib]
+    assert query_blocks.block_weights(torch.device("cpu")) == query_blocks.block_weights(torch.device("cuda", 1)) == 2**21
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
+    assert query_blocks.block_weights(torch.device("cuda", 0)) == weights, "the same in the whole process"
+    query_blocks._of_gpu.cache_clear()
+
+
+@every_case
+def test_a_block_takes_no_more_memory_for_a_weight_than_its_size_reckons_with(options: Options):
+    normalizer, layout, length = randomized(options, torch.float32), AttentionLayout.full(256), 256
+    q, k, v = (x.requires_grad_() for x in inputs(length, normalizer=normalizer, dtype=torch.float32))
+    with TensorMemory() as memory:
+        by_query_blocks(_Definition(normalizer), q, k, v, layout).sum().backward()
+    assert memory.peak - 20 * q.nbytes < query_blocks.WEIGHT_BYTES * q.size(0) * q.size(1) * length**2
 
 
 def test_row_length_policies():

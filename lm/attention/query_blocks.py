@@ -3,6 +3,11 @@
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -10,7 +15,38 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.attention.layout import AttentionLayout
 from lm.attention.precision import without_autocast
 
-BLOCK_WEIGHTS = 2**21  # weights held at a time
+BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and at least
+MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
+WEIGHT_BYTES = 64  # that the backward pass of the largest definition, 1.5-entmax, takes for a weight
+MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
+_given: ContextVar[int | None] = ContextVar("block_weights", default=None)
+
+
+def block_weights(device: torch.device) -> int:
+    """Weights that a block holds on a device: by the memory that a GPU has free at the first call in this process, a power of two."""
+    if (given := _given.get()) is not None:
+        return given
+    return _of_gpu(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
+
+
+@cache
+def _of_gpu(index: int | None) -> int:
+    """`block_weights` of a GPU, kept: blocks of other sizes would round sums otherwise. None: the current GPU."""
+    if index is None:
+        return _of_gpu(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info(index)
+    weights = free // (MEMORY_PART * WEIGHT_BYTES)
+    return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
+
+
+@contextmanager
+def blocks_of(weights: int) -> Iterator[None]:
+    """Let blocks hold so many weights, whatever the device: to count on one what another holds."""
+    token = _given.set(weights)
+    try:
+        yield
+    finally:
+        _given.reset(token)
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
@@ -19,7 +55,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory.
     """
     length, keys = q.size(2), k.size(2)
-    step, eighth = max(1, BLOCK_WEIGHTS // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
+    step, eighth = max(1, block_weights(q.device) // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
     ends = [(a, min(a + step, length)) for a in range(0, length, step)]
     return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in ends]
 
@@ -67,7 +103,7 @@ class _ByQueryBlocks(torch.autograd.Function):
 
 @torch.compiler.disable
 def by_query_blocks(definition: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """What `definition(q, k, v, layout)` gives, (B, H, T, E), for some queries at a time, holding `BLOCK_WEIGHTS` weights.
+    """What `definition(q, k, v, layout)` gives, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
 
     Gradients reach q, k, v and the definition's parameters.
     """
