@@ -18,6 +18,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, _Definition, make_normalizer
 from lm.attention.options import Options
 from lm.attention.query_blocks import by_query_blocks
+from lm.attention.sparse import entmax15_threshold
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
 from lm.training.memory import TensorMemory
@@ -220,6 +221,43 @@ def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query()
     expected = z.masked_fill(~AttentionLayout.full(9).visible(), -math.inf).softmax(-1)
     found = normalizer.weights(q, torch.cat((k, normalizer.key_features(x)), -1), AttentionLayout.full(9))
     assert torch.allclose(found, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, 131_072])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dtype: torch.dtype):
+    """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large entry beside many."""
+    ranks, drawn = (
+        torch.arange(size, dtype=torch.float64),
+        torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    )
+    rows = [
+        ranks * 0 + 1,
+        *(base ** (-ranks) for base in (1.001, 1.1, 2, 4, 16)),
+        1 / (1 + ranks),
+        1 / (1 + ranks).sqrt(),
+        1 / (2 + ranks.log1p()),
+    ]
+    rows += (
+        [(ranks < n) * 1.0 for n in (1, 2, size // 2)]
+        + [1 - 0.9 * (ranks >= n) for n in (1, 3, size // 3)]
+        + [*drawn, *drawn**8, *drawn**0.1]
+    )
+    z = torch.stack(rows)
+    z[:, 0] = 1
+    z = z.to(dtype).double()
+    low, high = z.new_zeros(len(z), 1), z.new_ones(len(z), 1)
+    for _ in range(100):
+        middle = (low + high) / 2
+        above = (z - middle).relu().square().sum(-1, keepdim=True) >= 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    found = entmax15_threshold(z.to(dtype)).double()
+    assert (found - low).abs().max() <= 64 * torch.finfo(dtype).eps
+    normalizer = make_normalizer(opt.Entmax15(), LayerSpec(1, 1, 1, size))
+    weights = normalizer.normalize(2 * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size))
+    expected = (z - low).relu().square()[:, None, None]
+    assert (weights - expected).abs().sum(-1).max() <= 8 * size**0.5 * torch.finfo(dtype).eps
+    assert (weights.sum(-1) - 1).abs().max() <= 8 * size**0.5 * torch.finfo(dtype).eps
 
 
 def test_asentmax_is_entmax_of_scaled_logits():

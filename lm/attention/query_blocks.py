@@ -17,7 +17,7 @@ from lm.attention.precision import without_autocast
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and at least
 MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
-WEIGHT_BYTES = 64  # that the backward pass of the largest definition, 1.5-entmax, takes for a weight
+WEIGHT_BYTES = 64  # more than the backward pass of any definition takes for a weight: softpick's takes 42
 MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
 _given: ContextVar[int | None] = ContextVar("block_weights", default=None)
 

@@ -40,14 +40,31 @@ class Entmax15(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         # From 0 to 1; what is 0 has no weight, so that sums of many such entries have nothing to cancel.
         z = 1 + relative_to_largest(scores, layout) / 2
-        high = z.sort(-1, descending=True).values
-        rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
-        mean = high.cumsum(-1) / rank
-        spread = high.square().cumsum(-1) - rank * mean.square()  # sum of squared deviations of the first `rank` entries
-        inside = (1 - spread) / rank
-        candidates = mean - inside.clamp(min=1e-30).sqrt()
-        size = ((candidates <= high) & (inside > 0) & (high > 0)).sum(-1, keepdim=True).clamp(min=1)
-        return (z - candidates.gather(-1, size - 1)).relu().square()
+        below = entmax15_threshold(z.detach())
+        above = (z - below).relu()
+        # The quadratic equation for tau - below on the support that `below` leaves: exact, and with the gradient of tau.
+        total, excess, size = (
+            above.sum(-1, keepdim=True),
+            above.square().sum(-1, keepdim=True) - 1,
+            above.detach().sign().sum(-1, keepdim=True),
+        )
+        tau = below + excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())
+        return (z - tau.clamp(min=0)).relu().square()
+
+
+@torch.no_grad()
+def entmax15_threshold(z: Tensor) -> Tensor:
+    """tau of rows (..., S) from 0 to 1, the largest entry 1, with sum relu(z - tau)^2 = 1: (..., 1), to 32 times the dtype's eps.
+
+    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from 0 it does not pass the root, and each step divides
+    g x slope by 4 at least (g_new / g + slope_new / slope <= 1). At the start g x slope is S at most, and no slope is below 1.
+    """
+    tau, above, bits = torch.zeros_like(z[..., :1]), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
+    for _ in range(math.ceil((math.log2(z.size(-1)) + bits - 5) / 2)):
+        torch.sub(z, tau, out=above).relu_()
+        norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
+        tau = tau + norm * (norm - 1) / above.sum(-1, keepdim=True)
+    return tau
 
 
 class ASEntmax(Entmax15):
