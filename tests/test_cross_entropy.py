@@ -12,7 +12,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
-from lm.model.cross_entropy import CHUNK_LOGITS, argmax_tokens, linear_cross_entropy, token_nll, training_loss
+from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, argmax_tokens, linear_cross_entropy, token_nll, training_loss
 from lm.model.decoder import Decoder
 from lm.model.head import Head
 
@@ -29,6 +29,7 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
     dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
+    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
     head = head_of(torch.randn(37, 24, generator=generator, dtype=dtype), softcap)
@@ -51,6 +52,7 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(softcap: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
+    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=generator, requires_grad=True)
     head = head_of(torch.randn(37, 24, generator=generator), softcap)
@@ -109,6 +111,7 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
             return out
 
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 256 * 1000)
+    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
     hidden = torch.randn(4096, 16, requires_grad=True)
     head = head_of(torch.randn(1000, 16), softcap=3.0)
     targets = torch.randint(1000, (4096,))

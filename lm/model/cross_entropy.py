@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from lm.data.batches import IGNORED
 from lm.model.head import Head, capped
 
-# Logits held at a time. On a CPU a chunk that stays in the cache (2 MiB) halves the head's time; a GPU wants large products.
-CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+# Logits held at a time. A GPU wants large products. On a CPU products of fewer tokens are slower, too, and each adds its part to the
+# gradient of the head's weights; the exponentials of some rows are formed while they are in the cache, which halves their time.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
 
 def chunk_tokens(weight: Tensor) -> int:
@@ -38,15 +40,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix, size = weight.to(dtype), chunk_tokens(weight)
         grad_hidden = torch.empty_like(hidden) if train else None  # filled in place, as in `_over_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        rows = max(1, CACHED_LOGITS[weight.device.type] // weight.size(0))
         for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
-            some, grad_logits = _of_logits(h_low, matrix, y, softcap, z_loss, train)
-            terms += some
+            logits = h_low @ matrix.t()  # (n, V), which become their gradient
+            terms += sum(_of_logits(*some, softcap, z_loss, train) for some in zip(logits.split(rows), y.split(rows), strict=True))
             if train:
-                grad_hidden[number * size :][:size] = grad_logits @ matrix
+                grad_hidden[number * size :][:size] = logits @ matrix
                 if grad_weight is not None:
-                    grad_weight += grad_logits.t() @ h_low
-                del grad_logits  # before the next chunk's
+                    grad_weight += logits.t() @ h_low
+            del logits  # before the next chunk's
         if train:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(terms)
@@ -61,19 +64,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _of_logits(h: Tensor, matrix: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> tuple[Tensor, Tensor | None]:
-    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32; and if `train` the gradient of their sum.
+def _of_logits(low: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
+    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the gradient of their sum takes the
+    place of the logits.
 
-    A function of its own: what it makes beside these is gone before the next chunk's logits are made.
+    A function of its own: what it makes is gone before the next rows are computed.
 
     Args:
-        h: hidden states (n, C), in the dtype of the product with `matrix` (V, C), which the gradient has, too.
+        low: logits (n, V), in the dtype of the products.
         y: targets (n, 1).
     """
     counts, y = (y != IGNORED).float(), y.clamp(min=0)
-    logits, squashed = (h @ matrix.t()).float(), None  # (n, V)
+    logits, squashed = low.float(), None
     if softcap is not None:
-        squashed = logits.div_(softcap).tanh_()
+        squashed = (logits / softcap).tanh_()
         logits = squashed * softcap
     p, largest = logits.softmax(-1), logits.amax(-1, keepdim=True)
     log_rest = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
@@ -81,14 +85,15 @@ def _of_logits(h: Tensor, matrix: Tensor, y: Tensor, softcap: float | None, z_lo
     log_z = largest + log_rest if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * counts).sum() if z_loss else torch.zeros_like(nll)))
     if not train:
-        return terms, None
+        return terms
     del logits
     if z_loss:
         p *= 1 + 2 * z_loss * log_z
     p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(counts)  # from here on the gradient
     if squashed is not None:
         p = torch.ops.aten.tanh_backward(p, squashed)
-    return terms, p.to(h.dtype)
+    low.copy_(p)
+    return terms
 
 
 def linear_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:

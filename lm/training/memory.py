@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lm.attention.query_blocks import block_weights, blocks_of
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.model.cross_entropy import CHUNK_LOGITS
+from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS
 from lm.model.decoder import Decoder
 from lm.training.optimizers import implied_state
 
@@ -117,11 +117,13 @@ def _gradients_of_loss(hidden: Tensor, head: Tensor, case: _Case) -> list[Tensor
     """The gradients of hidden states (B, T, C) and, if it is trained, of the head (V, C), as the loss forms them chunk by chunk
     (`lm.model.cross_entropy`), and beside them for a moment what that takes."""
     n_tokens, low = hidden.numel() // hidden.size(-1), 2 if case.bf16 else 4
-    chunk = min(n_tokens, max(64, CHUNK_LOGITS["cuda" if case.accelerator == "gpu" else "cpu"] // case.vocab_size)) * case.vocab_size
+    device = "cuda" if case.accelerator == "gpu" else "cpu"
+    chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // case.vocab_size)) * case.vocab_size
+    rows = min(chunk, max(1, CACHED_LOGITS[device] // case.vocab_size) * case.vocab_size)
     gradients = [torch.empty_like(hidden), *([torch.empty_like(head)] if head.requires_grad else [])]
     copy = torch.empty(low * head.numel() if case.bf16 else 0, dtype=torch.uint8)
-    # Logits and probabilities in fp32, and what a cap's derivative takes; then the gradient and the product for that of the head.
-    of_chunk = max((12 if case.model.logit_softcap else 8) * chunk, low * (chunk + head.numel() * head.requires_grad))
+    # Beside the logits: of some rows, logits and probabilities in fp32 and what a cap takes; then the product for the head's gradient.
+    of_chunk = low * chunk + max((4 + 4 * case.bf16 + 8 * bool(case.model.logit_softcap)) * rows, low * head.numel() * head.requires_grad)
     torch.empty(of_chunk, dtype=torch.uint8)
     parts = torch.empty_like(hidden)  # of the gradient, before they are joined
     del copy, parts
