@@ -41,7 +41,7 @@ def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, 
 
 
 class _Rotated(torch.autograd.Function):
-    """Pairs (x1, x2) turned by their angles, in three passes over x; backward by the opposite angles."""
+    """Pairs (x1, x2) turned by their angles, in few passes over x; backward by the opposite angles."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,13 +59,9 @@ class _Rotated(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with its pairs (x1, x2) as (x1 cos - x2 sin, x2 cos + x1 sin), and its other dimensions as they are; contiguous."""
     half = cos.size(-1)
-    x = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device).copy_(x)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     x1, x2 = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty_like(x)
-    torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-1)
-    torch.mul(x2, cos, out=out[..., half : 2 * half]).addcmul_(x1, sin)
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    return torch.cat(((x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin), x[..., 2 * half :]), -1)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
