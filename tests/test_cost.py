@@ -105,14 +105,14 @@ def test_all_that_a_run_needs_is_counted(tiny):
 
 
 def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
-    config = tiny(*LARGER, "model.normalizer=entmax15")
+    config = tiny(*LARGER, "model.normalizer=softpick")
     monkeypatch.setattr("lm.training.memory.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**15)
     monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2**15)
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     assert on_cpu == pytest.approx(measured(config), rel=0.15)
     with blocks_of(2**19):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
-    assert on_gpu > 1.2 * on_cpu
+    assert on_gpu > 1.1 * on_cpu
 
 
 def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
