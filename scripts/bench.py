@@ -116,10 +116,11 @@ def made(
 ) -> Step:
     """A training step of a fresh decoder."""
     decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(sequences.device)
-    loss_sum = torch.compile(decoder.loss) if compiled else decoder.loss
+    if compiled:
+        decoder.compile_blocks(lengths=1)
     tokens = sequences.size(0) * (sequences.size(1) - 1)
     optimizer = make_optimizer(decoder, optim) if optim else None
-    return train_step(decoder, lambda sequences: loss_sum(Batch.of(sequences)) / tokens, sequences, bf16, optimizer)
+    return train_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, bf16, optimizer)
 
 
 def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:

@@ -157,7 +157,8 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
     step_tokens, vocab, rounds = (65536, 50304, 10) if ON_GPU else (64, 100, 1)
     decoder = Decoder(model(normalizer), vocab, length).to(DEVICE)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
-    loss = torch.compile(decoder.loss, dynamic=False) if compiled else decoder.loss
+    if compiled:
+        decoder.compile_blocks(lengths=1)
     sequences = torch.randint(vocab, (step_tokens // length, length + 1), device=DEVICE)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -165,7 +166,7 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
     def step() -> None:
         for part in sequences.split(max(1, 16384 // length)):
             with torch.autocast(DEVICE.type, torch.bfloat16):
-                value = loss(Batch.of(part))
+                value = decoder.loss(Batch.of(part))
             (value / step_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -64,6 +64,7 @@ def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
     return [(slice(h, h + heads), a, min(a + BLOCK, length)) for h in range(0, n, heads) for a in range(0, length, BLOCK)]
 
 
+@torch.compiler.disable  # traced, its blocks would be unrolled: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q and k (B, H, T, D), v (B, H, T, E)."""
     wide = torch.promote_types(v.dtype, torch.float32)

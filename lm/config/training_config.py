@@ -261,7 +261,7 @@ class TrainerConfig:
         "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": EVERYWHERE}
     )
     compile: Literal["auto", True, False] = key(
-        "auto", "torch.compile; `auto`: when the run is long enough to repay it", {"affects": "numerics"}
+        "auto", "torch.compile; `auto`: when the run, or its experiment, is long enough to repay it", {"affects": "numerics"}
     )
     activation_checkpointing: bool = key(
         False,

@@ -58,7 +58,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     elif aa and first.exists():  # its runs are those of the experiment
         settled = {name: value for name, value in read_json(first).items() if name in SHARED}
     else:
-        settled = _on_this_machine(experiment.first_config, jobs)
+        settled = _on_this_machine(experiment, jobs)
     if wrong := _wrong(settled):
         raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
     asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
@@ -161,14 +161,17 @@ def _wrong(settled: dict[str, Plain]) -> str:
     return str(problems[0]) if problems else ""
 
 
-def _on_this_machine(config: Config, jobs: int) -> dict[str, Plain]:
-    """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
+def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
+    """Precision, compilation and threads of runs on this machine, `jobs` at a time; compilation by all runs of the baseline in the first
+    size, which share compiled code."""
     from lm.experiments.costs import cost  # torch takes seconds to import
     from lm.model.device import gpus_of, resolve_compile, resolve_precision
 
+    config, tune = experiment.first_config, experiment.tune
     accelerator = "gpu" if gpus_of(config) else "cpu"
+    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
     precision = resolve_precision(config, accelerator, {})
-    compiled = resolve_compile(config, cost(config, vocabulary(config.data) or 1).flops, accelerator, {})
+    compiled = resolve_compile(config, cost(config, vocabulary(config.data) or 1).flops, accelerator, {}, runs)
     return {
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": compiled.value == "true",

@@ -40,6 +40,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
+        self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block  # compiled by `compile_blocks`
         self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.inference.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
@@ -100,8 +101,10 @@ class Decoder(nn.Module):
             ValueError: positions beyond learned ones.
         """
         x, context = self.embed(tokens, layout, cache)
+        run = self.run_block if self.training else _run_block
         for block in self.blocks:
-            x = checkpoint(block, x, context, use_reentrant=False) if self.recomputes and torch.is_grad_enabled() else block(x, context)
+            again = self.recomputes and torch.is_grad_enabled()
+            x = checkpoint(run, block, x, context, use_reentrant=False) if again else run(block, x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
@@ -140,6 +143,16 @@ class Decoder(nn.Module):
         """The normalizers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
+    def compile_blocks(self, lengths: int) -> None:
+        """Compile what a block computes in training mode, for sequences of so many different lengths: once for all layers that are alike.
+
+        Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks would be unrolled.
+        """
+        limits = torch._dynamo.config  # on graphs of one function, over all models of a process; each layer may need its own
+        limits.recompile_limit += 2 * lengths * len(self.blocks)
+        limits.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
+        self.run_block = torch.compile(_run_block, dynamic=False)
+
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` does without all B x T x V."""
         return self.head(self(tokens))
@@ -155,6 +168,10 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
         return self(batch.tokens, batch_layout(batch))
+
+
+def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
+    return block(x, context)
 
 
 def batch_layout(batch: Batch) -> AttentionLayout:

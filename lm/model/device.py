@@ -1,10 +1,12 @@
 """Where and how a model computes: device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
 
+import hashlib
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -18,8 +20,10 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs of a run above which torch.compile earns back its start-up (about a minute).
-COMPILE_PAYS_FLOPS = {"cpu": 2e14, "gpu": 2e16}
+# FLOPs above which torch.compile repays what it takes (docs/speed.md): of all runs that share its code, and of each of them, which must
+# load that code.
+COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
+LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,14 @@ def has_native_bf16(accelerator: str) -> str:
     return f"the CPU has {found[0]}" if found else ""
 
 
-def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain]) -> Resolved:
-    """`true` or `false`. `auto` compiles runs of enough FLOPs (`flops`: of the whole run) if a C++ compiler is there."""
+def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain], runs: int = 1) -> Resolved:
+    """`true` or `false`. `auto` compiles where FLOPs repay it and a C++ compiler is there, or as the resumed run did.
+
+    Args:
+        flops: of the whole run.
+        before: what the resumed run recorded.
+        runs: how many such runs share the compiled code, which the first of them makes.
+    """
     asked = config.trainer.compile
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if asked is True and not compiler:
@@ -104,8 +114,33 @@ def resolve_compile(config: Config, flops: float, accelerator: str, before: dict
         return Resolved(str(before["compile"]).lower(), "as the run was started")
     if not compiler:
         return Resolved("false", "auto: no C++ compiler found")
-    pays = flops >= COMPILE_PAYS_FLOPS[accelerator]
-    return Resolved(str(pays).lower(), "auto: the run is " + ("long enough to repay it" if pays else "too short to repay it"))
+    of_all, of_each = COMPILE_PAYS_FLOPS[accelerator], LOADING_PAYS_FLOPS[accelerator]
+    pays = flops * runs >= of_all and flops >= of_each
+    have = f"{flops:.1e} FLOP" + (f" a run, {runs} runs" if runs > 1 else "")
+    needed = f"{of_each:.0e} a run and {of_all:.0e} in all" if runs > 1 else f"{of_all:.0e}"
+    return Resolved(str(pays).lower(), f"auto: {have}; it pays from {needed}")
+
+
+def use_compile_cache() -> None:
+    """Keep what torch.compile makes where later processes find it, unless TORCHINDUCTOR_CACHE_DIR says where.
+
+    The folder is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`, HASH of the CPU, for which code is made: machines may share a home.
+    Where that can't be written, torch's own default stays. Files there are safe with several processes at once.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):  # torch sets its default, too, as it is imported
+        return
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        cpu = [platform.machine()]
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+            cpu += [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU "))]
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm"
+        folder /= "compiled-" + hashlib.sha256("\n".join(cpu).encode()).hexdigest()[:8]
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 # ---------------------------------------------------------------- measuring

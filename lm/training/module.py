@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
+from lm.model.device import use_compile_cache
 from lm.model.transfer import gradients_to_norm
 from lm.training.dynamics import gradient_norms, transferred
 from lm.training.lightning import L
@@ -51,12 +52,10 @@ class TrainModule(L.LightningModule):
         super().__init__()
         self.config, self.store, self.decoder, self.start = run.config, run.store, start.decoder, start
         self.decoder.recomputes = run.config.trainer.activation_checkpointing
-        config, compiled = run.config, run.machine.compiles
-        # A plain attribute, because a compiled module would rename every parameter in the checkpoint. One graph for each sequence length.
-        self.loss_sums = torch.compile(self.decoder.training_loss, dynamic=False) if compiled else self.decoder.training_loss
-        if compiled:
-            lengths = len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
-            torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 2 * lengths)
+        config = run.config
+        if run.machine.compiles:
+            use_compile_cache()
+            self.decoder.compile_blocks(len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps)))
         self.accumulation = config.rank_sequences // config.micro_batch
         self.has_ignored = bool(config.data.tasks)  # some tokens are no targets
         self.sums: Tensor | None = None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
@@ -90,7 +89,7 @@ class TrainModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
-        (loss, terms), self.sequence_length = self.loss_sums(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
+        (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         targets = (batch.targets != IGNORED).sum() if self.has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
         self.sums = sums if self.sums is None else self.sums + sums

@@ -1,0 +1,159 @@
+"""Compilation: one graph for all layers that are alike, kept for later processes, and only where it pays."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from conftest import ROOT
+from folders import differences, kill_after
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from lm.attention import catalogue
+from lm.data.batches import Batch
+from lm.model.decoder import Decoder
+from lm.model.device import COMPILE_PAYS_FLOPS, LOADING_PAYS_FLOPS, resolve_compile, use_compile_cache
+from lm.training.train import train
+
+NARROW = ["model.n_head=1", "model.n_embd=8"]
+MODELS = {
+    **{name: [f"model.normalizer={name}"] for name in catalogue.SINGLE},
+    "gated attention unit": ["model.block=gau"],
+    "value residual": ["model.value_residual=first_layer"],
+    "value embedding": ["model.value_residual=embedding"],
+}
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch):
+    """Counts the graphs that torch.compile makes, and runs them eagerly."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def batch(length: int = 12) -> Batch:
+    """Two sequences of tokens."""
+    return Batch.of(torch.randint(50, (2, length + 1), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "softmax" else pytest.mark.slow) for name in MODELS])
+def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny, counter, name: str):
+    graphs = []
+    for n_layer in (2, 3):
+        decoder = Decoder(tiny(*NARROW, *MODELS[name], f"model.n_layer={n_layer}").model, 50, 12)
+        expected, _ = decoder.training_loss(batch())
+        decoder.compile_blocks(lengths=1)
+        torch._dynamo.reset()
+        counter.clear()
+        for _ in range(2):
+            loss, _ = decoder.training_loss(batch())
+            torch.testing.assert_close(loss, expected)
+            graphs.append(counter.frame_count)
+    first, *_, last = graphs
+    assert graphs == [first] * 2 + [last] * 2, "all graphs are made in the first step"
+    assert first > 0
+    assert last == first or name.startswith("value"), "layers that mix values are graphs of their own"
+
+
+def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
+    decoder = Decoder(tiny(*NARROW).model, 50, 32)
+    decoder.compile_blocks(lengths=2)
+    for length in (8, 16, 8, 16):
+        decoder.training_loss(batch(length))
+    made = counter.frame_count
+    decoder.eval()
+    decoder.training_loss(batch(24))
+    with torch.no_grad():
+        decoder.training_loss(batch(8))
+    assert counter.frame_count == made
+    decoder.train()
+    decoder.training_loss(batch(8))
+    assert counter.frame_count == made
+
+
+@pytest.mark.parametrize(
+    ("flops", "runs", "pays"),
+    [
+        (1.01 * COMPILE_PAYS_FLOPS["cpu"], 1, "true"),
+        (0.99 * COMPILE_PAYS_FLOPS["cpu"], 1, "false"),
+        (0.51 * COMPILE_PAYS_FLOPS["cpu"], 2, "true"),
+        (0.49 * COMPILE_PAYS_FLOPS["cpu"], 2, "false"),
+        (1.01 * LOADING_PAYS_FLOPS["cpu"], 1000, "true"),
+        (0.99 * LOADING_PAYS_FLOPS["cpu"], 1000, "false"),
+    ],
+)
+def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_loading_it(
+    tiny, monkeypatch: pytest.MonkeyPatch, flops: float, runs: int, pays: str
+):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    found = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs)
+    assert found.value == pays
+    assert f"{flops:.1e} FLOP" in found.reason
+    assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {"compile": True}, runs).value == "true", "as it was started"
+    assert resolve_compile(tiny("trainer.compile=true"), flops, "cpu", {}, runs).value == "true"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs).value == "false"
+
+
+def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    use_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch does, where nobody says otherwise
+    use_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/lm/compiled-")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    use_compile_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ, "torch's default"
+
+
+COUNTED = """
+import json, sys
+from lm.config.load import load
+from lm.training.train import train
+assert train(load(sys.argv[1:])) == 0
+from torch._dynamo.utils import counters
+print(json.dumps({name: counters[of][name] for of, names in {
+    "inductor": ["fxgraph_cache_hit", "fxgraph_cache_miss"], "aot_autograd": ["autograd_cache_hit", "autograd_cache_miss"]
+}.items() for name in names}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
+def test_a_second_process_finds_all_code_that_the_first_has_compiled(arguments: list[str], tmp_path, precision: str):
+    found, environment = [], {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    options = ["trainer.compile=true", f"trainer.precision={precision}", "trainer.max_steps=2", "model.normalizer=ssmax"]
+    for seed in (1, 2):
+        command = [sys.executable, "-c", COUNTED, *arguments, *options, f"seed={seed}", f"name=seed{seed}"]
+        ended = subprocess.run(
+            command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        found.append(json.loads(ended.stdout.splitlines()[-1]))
+    first, second = found
+    for cache in ("fxgraph_cache", "autograd_cache"):
+        assert first[f"{cache}_miss"] > 0
+        assert (second[f"{cache}_miss"], second[f"{cache}_hit"]) == (0, first[f"{cache}_miss"] + first[f"{cache}_hit"])
+    assert [one.name for one in (tmp_path / "lm").iterdir()] == [one.name for one in (tmp_path / "lm").glob("compiled-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["model.dropout=0.2", "trainer.micro_batch=4"]], ids=["plain", "dropout, micro-batches"])
+def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny, options: list[str]):
+    whole, killed = (tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed"))
+    assert (train(whole), train(killed)) == (0, 0)
+    kill_after(killed.run_folder, 4)
+    torch._dynamo.reset()
+    assert train(killed) == 0
+    assert differences(whole.run_folder, killed.run_folder) == []
