@@ -140,10 +140,11 @@ def _pilot(procedure: Procedure, costs: "dict[tuple[str, str], Cost]", slots: Sl
 
 def _what_time_depends_on(config: Config, slots: Slots) -> str:
     """A hash of all that decides how long a run takes, in these slots on this machine: the keys that are more than names and seeds; of
-    numbers of model and optimizer that are no sizes, such as a learning rate, whether they are 0."""
+    numbers of model and optimizer that are no sizes, such as a learning rate, whether they are 0; but settings of a group of parameters,
+    which a run without such parameters refuses, as they are."""
     ours = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     for path, value in ours.items():
-        if isinstance(value, float) and path.startswith(("model", "optim", "phases")):
+        if isinstance(value, float) and path.startswith(("model", "optim", "phases")) and not path.startswith("optim.groups"):
             ours[path] = bool(value)
     content = [ours, slots.jobs, platform.node(), usable_cores(), *([slots.gpus, slots.per_gpu] if slots.gpus else [])]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
