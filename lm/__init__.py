@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
-__version__ = "0.10.0"
+__version__ = "0.11.0"
 
 if TYPE_CHECKING:
     from lm.runs.loading import Loaded

@@ -1,0 +1,139 @@
+"""A training step of two commits, interleaved in one run: each commit in a process of its own, from a checkout of its own.
+
+python scripts/bench_commits.py OLD [NEW]                              1.2 M parameters, softmax, one thread; NEW: HEAD
+python scripts/bench_commits.py OLD --normalizer ssmax --recipe modern the recipe of configs/recipes/modern.yaml
+python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --nanogpt PATH/model.py   GPT-2's choices, nanoGPT beside them
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench import print_ratios
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {  # layers, heads, width, sequences of 256 tokens, vocabulary
+    "1.2M": (4, 3, 96, 8, 4096),
+    "13.9M": (6, 6, 384, 12, 8192),
+}
+LENGTH = 256
+
+WORKER = """
+import importlib.util, json, sys, time
+import torch
+side = json.loads(sys.argv[1])
+layers, heads, width, sequences, vocabulary = side["shape"]
+torch.set_num_threads(side["threads"])
+torch.manual_seed(0)
+given = torch.randint(vocabulary, (sequences, 257))
+try:
+    from lm.machine import keep_freed_memory
+    keep_freed_memory()  # as `lm train` does, from 0.11.0 on
+except ImportError:
+    pass
+if side["nanogpt"]:
+    found = importlib.util.spec_from_file_location("nanogpt_model", side["nanogpt"])
+    sys.modules["nanogpt_model"] = module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    sizes = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=256, vocab_size=vocabulary)
+    model = module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
+    forward = torch.compile(model) if side["compile"] else model
+    inputs, targets = given[:, :-1].contiguous(), given[:, 1:].contiguous()
+    loss, optimizer = lambda: forward(inputs, targets)[1], torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+else:
+    from lm.attention import catalogue
+    from lm.config.model_config import Learned, ModelConfig
+    from lm.config.training_config import OPTIMIZERS, OptimConfig
+    from lm.data.batches import Batch
+    from lm.model.decoder import Decoder
+    from lm.training.optimizers import make_optimizer
+    recipes = {
+        "plain": {},
+        "gpt2": dict(mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True),
+        "modern": dict(mlp="relu2", qk_norm=True, out_init="zero", embedding_norm="rms", value_residual="first_layer", logit_softcap=15),
+    }
+    normalizer = catalogue.SINGLE[side["normalizer"]]()
+    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer, **recipes[side["recipe"]])
+    model = Decoder(config, vocabulary, 256)
+    optimizer = make_optimizer(model, OptimConfig(optimizer=OPTIMIZERS["muon" if side["recipe"] == "modern" else "adamw"]()))
+    loss = lambda: model.loss(Batch.of(given)) / given[:, 1:].numel()
+
+def step():
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss()
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+for _ in range(3):
+    step()
+print("ready", flush=True)
+for _ in sys.stdin:
+    started = time.perf_counter()
+    step()
+    print(time.perf_counter() - started, flush=True)
+"""
+
+
+def checkout(commit: str, folder: Path) -> Path:
+    """The package as it was at a commit, in a folder of its own."""
+    place = folder / commit
+    place.mkdir()
+    archive = subprocess.run(["git", "archive", commit, "lm"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", place], input=archive.stdout, check=True)
+    return place
+
+
+def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
+    """A process that makes a step for each line which it is given, and prints its seconds."""
+    command, environment = [sys.executable, "-c", WORKER, json.dumps(side)], {**os.environ, "PYTHONPATH": str(tree)}
+    process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line == "ready\n":
+            return process
+    raise SystemExit("a side could not be started: its message is above")
+
+
+def main() -> None:
+    """Time the sides that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old")
+    parser.add_argument("new", nargs="?", default="HEAD")
+    parser.add_argument("--shape", choices=SHAPES, default="1.2M")
+    parser.add_argument("--normalizer", default="softmax", help="of the new commit, beside softmax of both")
+    parser.add_argument("--recipe", choices=["plain", "gpt2", "modern"], default="plain")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py: as it is and compiled, beside the others")
+    asked = parser.parse_args()
+    common = {"shape": SHAPES[asked.shape], "threads": asked.threads, "recipe": asked.recipe, "normalizer": "softmax", "nanogpt": ""}
+    with tempfile.TemporaryDirectory() as temporary:
+        old, new = (checkout(commit, Path(temporary)) for commit in (asked.old, asked.new))
+        sides = {asked.old: (common, old), asked.new: (common, new), f"{asked.new} again": (common, new)}
+        if asked.normalizer != "softmax":
+            sides[f"{asked.new}, {asked.normalizer}"] = {**common, "normalizer": asked.normalizer}, new
+        if asked.nanogpt:
+            beside = {**common, "nanogpt": str(asked.nanogpt.resolve())}
+            sides |= {"nanoGPT": ({**beside, "compile": False}, new), "nanoGPT compiled": ({**beside, "compile": True}, new)}
+        processes = {name: started(*side) for name, side in sides.items()}
+        times: dict[str, list[float]] = {name: [] for name in processes}
+        for _ in range(asked.rounds):
+            for name in random.sample(list(processes), len(processes)):
+                processes[name].stdin.write("\n")
+                processes[name].stdin.flush()
+                times[name].append(float(processes[name].stdout.readline()))
+        for process in processes.values():
+            process.stdin.close()
+    tokens = SHAPES[asked.shape][3] * LENGTH
+    for base in (asked.old, f"{asked.new} again", *(["nanoGPT compiled"] if asked.nanogpt else [])):
+        print_ratios(times, base, tokens)
+
+
+if __name__ == "__main__":
+    main()
