@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, lm
 from folders import differences, kill_after, metrics
 
-from lm.attention.query_blocks import blocks_of
+from lm.attention.precision import counted_on
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -107,13 +107,22 @@ def test_all_that_a_run_needs_is_counted(tiny):
 
 def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
     config = tiny(*LARGER, "model.normalizer=softpick")
-    monkeypatch.setattr("lm.training.memory.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**15)
-    monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2**15)
+    monkeypatch.setattr("lm.attention.query_blocks.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**15)
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     assert on_cpu == pytest.approx(measured(config), rel=0.15)
-    with blocks_of(2**19):
+    with counted_on(torch.device("cuda")):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
     assert on_gpu > 1.1 * on_cpu
+
+
+def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
+    """A CPU keeps the weights of short sequences, (B, H, T, T), for the backward pass; the fused kernel of a GPU recomputes them."""
+    config = tiny(*LARGER, "model.n_head=16")
+    on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
+    weights = 4 * config.model.n_layer * config.micro_batch * config.model.n_head * config.data.seq_len**2 // 2
+    assert on_cpu - on_gpu > 0.5 * weights
+    with counted_on(torch.device("cuda")):
+        assert on_gpu == pytest.approx(measured(config), rel=0.15)
 
 
 def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

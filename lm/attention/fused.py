@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
+from lm.attention.precision import executing_device
 from lm.attention.short_sequences import LONGEST, short_attention
 
 
@@ -19,7 +20,7 @@ def fused_softmax(
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
-    if layout.causal and mask is None and v.device.type == "cpu" and q.size(2) <= LONGEST:
+    if layout.causal and mask is None and executing_device(v).type == "cpu" and q.size(2) <= LONGEST:
         return short_attention(q, k, v, scale)
     pieces = -(-width // size)
     if width != size:

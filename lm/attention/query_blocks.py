@@ -3,9 +3,6 @@
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -13,19 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.layout import AttentionLayout
-from lm.attention.precision import without_autocast
+from lm.attention.precision import executing_device, without_autocast
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and at least
 MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
 WEIGHT_BYTES = 64  # more than the backward pass of any definition takes for a weight: softpick's takes 42
 MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
-_given: ContextVar[int | None] = ContextVar("block_weights", default=None)
 
 
 def block_weights(device: torch.device) -> int:
     """Weights that a block holds on a device: by the memory that a GPU has free at the first call in this process, a power of two."""
-    if (given := _given.get()) is not None:
-        return given
     return _of_gpu(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
@@ -39,23 +33,13 @@ def _of_gpu(index: int | None) -> int:
     return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
 
 
-@contextmanager
-def blocks_of(weights: int) -> Iterator[None]:
-    """Let blocks hold so many weights, whatever the device: to count on one what another holds."""
-    token = _given.set(weights)
-    try:
-        yield
-    finally:
-        _given.reset(token)
-
-
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys) of each block.
 
     Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory.
     """
     length, keys = q.size(2), k.size(2)
-    step, eighth = max(1, block_weights(q.device) // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
+    step, eighth = max(1, block_weights(executing_device(q)) // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
     ends = [(a, min(a + step, length)) for a in range(0, length, step)]
     return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in ends]
 

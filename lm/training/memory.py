@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lm.attention.query_blocks import block_weights, blocks_of
+from lm.attention.precision import counted_on
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS
@@ -61,7 +61,6 @@ class _Case:
     vocab_size: int
     bf16: bool
     accelerator: str
-    block_weights: int
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
@@ -73,8 +72,7 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(one) for one in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
-    block = block_weights(torch.device("cuda" if accelerator == "gpu" else "cpu"))
-    return max(_estimated(_Case(repr((model, kind)), config, model, vocab_size, bf16, accelerator, block)) for model in models)
+    return max(_estimated(_Case(repr((model, kind)), config, model, vocab_size, bf16, accelerator)) for model in models)
 
 
 @lru_cache(maxsize=64)
@@ -86,7 +84,7 @@ def _estimated(case: _Case) -> int:
     state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
     kept = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
-    with FakeTensorMode(allow_non_fake_inputs=True), blocks_of(case.block_weights), TensorMemory() as memory:
+    with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device("cuda" if case.accelerator == "gpu" else "cpu")), TensorMemory() as memory:
         decoder.to_empty(device="cpu")
         if case.model.tied:
             decoder.head.weight = decoder.embedding.weight
