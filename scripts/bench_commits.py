@@ -3,6 +3,7 @@
 python scripts/bench_commits.py OLD [NEW]                              1.2 M parameters, softmax, one thread; NEW: HEAD
 python scripts/bench_commits.py OLD --normalizer ssmax --recipe modern the recipe of configs/recipes/modern.yaml
 python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --nanogpt PATH/model.py   GPT-2's choices, nanoGPT beside them
+python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --llama   transformers' Llama of equal shape under its Trainer beside them
 """
 
 import argparse
@@ -36,7 +37,28 @@ try:
     keep_freed_memory()  # as `lm train` does, from 0.11.0 on
 except ImportError:
     pass
-if side["nanogpt"]:
+if side.get("llama"):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width, intermediate_size=-(-8 * width // 192) * 64)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=256, attn_implementation="sdpa", **sizes))
+    class Timed(TrainerCallback):
+        # A step for each line; the first three are not asked for.
+        def on_step_begin(self, arguments, state, control, **_):
+            if state.global_step == 3:
+                print("ready", flush=True)
+            if state.global_step >= 3 and not sys.stdin.readline():
+                raise SystemExit
+            self.started = time.perf_counter()
+        def on_step_end(self, arguments, state, control, **_):
+            if state.global_step > 3:
+                print(time.perf_counter() - self.started, flush=True)
+    rows = [{"input_ids": row[:-1], "labels": row[:-1]} for row in given] * 10000
+    arguments = TrainingArguments(
+        output_dir="trainer", use_cpu=True, bf16=True, max_steps=10000, per_device_train_batch_size=sequences, optim="adamw_torch_fused",
+        learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=rows, callbacks=[Timed()]).train()
+if side.get("nanogpt"):
     found = importlib.util.spec_from_file_location("nanogpt_model", side["nanogpt"])
     sys.modules["nanogpt_model"] = module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
@@ -111,8 +133,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py: as it is and compiled, beside the others")
+    parser.add_argument("--llama", action="store_true", help="transformers' Llama under its Trainer, eager, beside the others")
     asked = parser.parse_args()
-    common = {"shape": SHAPES[asked.shape], "threads": asked.threads, "recipe": asked.recipe, "normalizer": "softmax", "nanogpt": ""}
+    common = {"shape": SHAPES[asked.shape], "threads": asked.threads, "recipe": asked.recipe, "normalizer": "softmax"}
     with tempfile.TemporaryDirectory() as temporary:
         old, new = (checkout(commit, Path(temporary)) for commit in (asked.old, asked.new))
         sides = {asked.old: (common, old), asked.new: (common, new), f"{asked.new} again": (common, new)}
@@ -121,6 +144,8 @@ def main() -> None:
         if asked.nanogpt:
             beside = {**common, "nanogpt": str(asked.nanogpt.resolve())}
             sides |= {"nanoGPT": ({**beside, "compile": False}, new), "nanoGPT compiled": ({**beside, "compile": True}, new)}
+        if asked.llama:
+            sides["transformers' Llama"] = {**common, "llama": True}, new
         processes = {name: started(*side) for name, side in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in processes}
         for _ in range(asked.rounds):
@@ -131,7 +156,7 @@ def main() -> None:
         for process in processes.values():
             process.stdin.close()
     tokens = SHAPES[asked.shape][3] * LENGTH
-    for base in (asked.old, f"{asked.new} again", *(["nanoGPT compiled"] if asked.nanogpt else [])):
+    for base in [asked.old, f"{asked.new} again", *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides)]:
         print_ratios(times, base, tokens)
 
 
