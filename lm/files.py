@@ -1,19 +1,23 @@
-"""Atomic writes and locks: files and folders are written completely or not at all, and synced to disk."""
+"""Atomic writes, locks and hashes: files and folders are written completely or not at all, and synced to disk."""
 
+import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-from lm.errors import RunError, one_line
+from lm.errors import DataError, RunError, one_line
 from lm.machine import born, this_machine
+from lm.schema import Plain
 
 UNFINISHED = "unfinished"  # in the names of files and folders that are being filled
 ABANDONED_SECONDS = 86_400.0  # after which nothing of another machine is being filled any more
@@ -215,3 +219,69 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------- sha256 of plain data and of files
+
+
+HASHES_FILE = ".hashes.json"
+_SETTLED_NS = 2_000_000_000  # a file changed this recently may change again without another modification time
+
+
+def file_sha256(path: Path) -> str:
+    """A file's sha256. Raises OSError if it can't be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def plain_sha256(plain: Plain) -> str:
+    """sha256 of plain data; the order of keys doesn't matter."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _state(path: Path) -> list[int]:
+    """Size, times and inode: what changes with the content of a file."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+class FileHashes:
+    """sha256 by file, cached in `root`; a file is read again if its size, times or inode differ."""
+
+    def __init__(self, root: Path):
+        self.path = root / HASHES_FILE
+        self.changed = False
+        try:
+            kept = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            kept = {}
+        entries = kept.items() if isinstance(kept, dict) else ()  # anything else: a damaged cache, which is computed again
+        self.known = {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
+
+    def cached(self, path: Path) -> str | None:
+        """The file's sha256, if it is known without reading the file."""
+        try:
+            known = self.known.get(str(path.resolve()))
+            return known[-1] if known and known[:-1] == _state(path) else None
+        except OSError:
+            return None
+
+    def sha256(self, path: Path) -> str:
+        """The file's sha256. Raises DataError if it can't be read."""
+        try:
+            if known := self.cached(path):
+                return known
+            state = _state(path)
+            digest = file_sha256(path)
+        except OSError as error:
+            raise DataError(f"{path}: can't be read: {error.strerror}") from None
+        if time.time_ns() - max(state[1:3]) > _SETTLED_NS:
+            self.known[str(path.resolve())] = [*state, digest]
+            self.changed = True
+        return digest
+
+    def save(self) -> None:
+        """Save the cache, if its folder exists and can be written."""
+        if self.changed and self.path.parent.is_dir():
+            with contextlib.suppress(RunError):
+                write_text(self.path, json.dumps(self.known))

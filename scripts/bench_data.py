@@ -16,8 +16,7 @@ import numpy as np
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
-from lm.data.store import Store, shard_path
-from lm.data.writing import SHARD_TOKENS, npy, write_file, write_manifest
+from lm.data.store import SHARD_TOKENS, Store, npy, shard_path, write_file, write_manifest
 
 START = """
 import json, sys, time

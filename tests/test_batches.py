@@ -14,11 +14,22 @@ from hypothesis import strategies as st
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.lengths_config import Curriculum, DocumentLengths, FixedLength, MixedLengths
 from lm.config.load import load
-from lm.data.batches import Batch, MicroBatches, TextStream, TrainSequences, long_starts, train_loader, validation_starts, windows
+from lm.data.batches import (
+    BLOCK,
+    Batch,
+    DocumentPieces,
+    MicroBatches,
+    NoFullStep,
+    StratifiedSampler,
+    TextStream,
+    TrainSequences,
+    long_starts,
+    train_loader,
+    validation_starts,
+    windows,
+)
 from lm.data.prepare import prepare
-from lm.data.sequence_lengths import DocumentPieces, NoFullStep
 from lm.data.store import SourceCounts, Split, Store
-from lm.data.stratified_sampler import BLOCK, StratifiedSampler
 from lm.errors import ConfigError
 
 SEQ_LEN, BATCH_SLOTS, STEPS = 16, 8, 50

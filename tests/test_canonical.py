@@ -4,8 +4,8 @@ import pytest
 
 from lm.config.canonical import canonical, differences
 from lm.config.effects import function_of
-from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError
+from lm.files import plain_sha256
 from lm.runs.identity import arm
 from lm.schema import flatten, to_plain
 from lm.training.train import train

@@ -30,7 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
     texts = [" ".join(drawn.choices(words, k=40)) for _ in range(40)]
     data = files_config(write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.data.writing.SHARD_TOKENS", 2000)
+        patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
         return data, prepare(data)
 
 
@@ -55,7 +55,7 @@ def unfinished(whole: tuple[DataConfig, Store], tmp_path_factory: pytest.TempPat
 
 
 def small_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lm.data.writing.SHARD_TOKENS", 2000)
+    patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
     patch.setattr("lm.data.build.JOURNAL_BYTES", 1000)
     patch.setattr("lm.data.encoding.BATCH_BYTES", 1000)
 

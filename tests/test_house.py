@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "errors",
     "machine",
-    "files",
     "schema",
+    "files",
     "progress",
     "attention",
     "config",
@@ -34,7 +34,7 @@ ROOMS = (
     "commands",
     "cli",
 )
-LARGEST = 450  # lines of a module
+LARGEST = 600  # lines of a module
 
 
 def modules() -> dict[str, Path]:

@@ -11,9 +11,9 @@ from texts import TEXTS, one_line_error, start, stored_texts, write_parquet
 from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
 from lm.data import hub as module
 from lm.data.prepare import prepare, summary
-from lm.data.reading import Unreadable
 from lm.data.sources import documents, identity, licence
 from lm.data.store import Store
+from lm.data.text_files import Unreadable
 from lm.errors import DataError
 
 
@@ -123,12 +123,12 @@ def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "other text"])
 def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str):
-    from lm.data import build, spool
+    from lm.data import build
 
     def train(*given):
         (path,) = (tmp_path / "stores").glob(".*.partial/spool-0")
         if damage == "other text":
-            list(spool.spooled(iter([(TEXTS[1], 0, 0)]), path))
+            list(build.spooled(iter([(TEXTS[1], 0, 0)]), path))
         else:
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1

@@ -18,7 +18,7 @@ from test_import import OTHERS, V, imported, save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lm.data.rank_files import ENCODINGS
+from lm.data.tokenizer import ENCODINGS
 from lm.evaluation.generation import generate
 from lm.huggingface.gguf_file import FIELDS, LAYER, WHOLE
 from lm.model.rope import rope_rotation

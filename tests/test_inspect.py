@@ -8,8 +8,7 @@ from conftest import ROOT, lm
 from texts import TEXTS, files_config, write_texts
 
 from lm.config.data_config import DataConfig
-from lm.data.inspect import describe, draw_lengths, length_histogram, sample_documents
-from lm.data.overlap import N_GRAM, n_gram_hashes, overlap
+from lm.data.inspect import N_GRAM, describe, draw_lengths, length_histogram, n_gram_hashes, overlap, sample_documents
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 from lm.errors import DataError
@@ -59,8 +58,8 @@ def n_grams(store: Store, split: Split) -> list[tuple[int, ...]]:
 def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ):
-    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", shard_tokens)
-    monkeypatch.setattr("lm.data.overlap._BLOCK", 300)
+    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr("lm.data.inspect._BLOCK", 300)
     quoted = "a sentence that every second document quotes, word by word and to its very end"
     texts = [f"{text} {quoted if n % 2 else ''} {n}" for n, text in enumerate(TEXTS)] + ["short", "also"]
     store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path))

@@ -214,8 +214,8 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 
 
 KILLED = (
-    "import time, lm.data.build as build, lm.data.encoding, lm.data.writing\n"
-    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.writing.SHARD_TOKENS = 100_000, 50_000, 20_000\n"
+    "import time, lm.data.build as build, lm.data.encoding, lm.data.store\n"
+    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.store.SHARD_TOKENS = 100_000, 50_000, 20_000\n"
     "note = build.Journal.advance\n"
     "build.Journal.advance = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
 )
@@ -226,7 +226,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes of KILLED, in this process."""
     monkeypatch.setattr("lm.data.build.JOURNAL_BYTES", 100_000)
     monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
-    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 20_000)
+    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", 20_000)
 
 
 def contents(store: Store) -> dict[str, bytes]:

@@ -16,9 +16,8 @@ from texts import TEXTS, one_line_error, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Hub, Package
 from lm.data.packages import PACKAGES
-from lm.data.reading import Unreadable
 from lm.data.sources import description, documents, identity
-from lm.data.text_files import expand
+from lm.data.text_files import Unreadable, expand
 from lm.errors import DataError
 
 # ---------------------------------------------------------------- sources
@@ -326,7 +325,7 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
 
 
 def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import lm.data.hashes as module
+    import lm.files as module
 
     source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
     root.mkdir()

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from lm.config.data_config import DataConfig
-from lm.data.hashes import file_sha256
 from lm.data.prepare import prepare, store_of
-from lm.data.store import Store, fingerprint
-from lm.data.writing import npy, write_file, write_manifest
+from lm.data.store import Store, fingerprint, npy, write_file, write_manifest
 from lm.errors import DataError
+from lm.files import file_sha256
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -73,12 +72,12 @@ def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store that is large in that its hashes are cached, and whose hashes are not cached yet."""
     store = prepare(data)
     monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
-    monkeypatch.setattr("lm.data.hashes._SETTLED_NS", -1)
+    monkeypatch.setattr("lm.files._SETTLED_NS", -1)
     return store
 
 
 def test_a_large_store_is_read_once_until_a_file_changes(unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-    import lm.data.hashes as module
+    import lm.files as module
 
     read, digest = [], module.file_sha256
     monkeypatch.setattr(module, "file_sha256", lambda path: (read.append(path.name), digest(path))[1])
@@ -161,7 +160,7 @@ def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch
 def sharded(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Store]:
     """The same text in shards of 100 tokens, and whole."""
     whole = prepare(data)
-    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", 100)
+    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", 100)
     return prepare(dataclasses.replace(data, root=str(tmp_path / "sharded"))), whole
 
 
@@ -192,7 +191,7 @@ def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, S
 
 def test_a_split_that_fills_its_last_shard_has_no_empty_one(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     n_tokens = prepare(data).train.n_tokens
-    monkeypatch.setattr("lm.data.writing.SHARD_TOKENS", n_tokens)
+    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", n_tokens)
     store = prepare(dataclasses.replace(data, root=str(tmp_path / "sharded")))
     assert len(store.train.shards) == 1
     assert len(list(store.path.glob("train-*.bin"))) == 1

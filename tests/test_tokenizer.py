@@ -279,7 +279,7 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
 
 def spelled(token: str) -> bytes:
     """The bytes of a token in GPT-2's alphabet."""
-    from lm.data.rank_files import _alphabet
+    from lm.data.tokenizer import _alphabet
 
     return bytes(_alphabet().index(character) for character in token)
 

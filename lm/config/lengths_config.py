@@ -1,4 +1,4 @@
-"""The options of `data.lengths`: how many tokens the sequences of each training step have (made in lm/data/sequence_lengths.py)."""
+"""The options of `data.lengths`: how many tokens the sequences of each training step have (made in lm/data/batches.py)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -3,7 +3,10 @@
 It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
 """
 
-from typing import NamedTuple, Protocol
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,15 +14,254 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lm.config.data_config import DataConfig
+from lm.config.lengths_config import SHORTEST_PIECE, SequenceLengths
 from lm.config.task_config import Task
 from lm.config.tree import Config
-from lm.data.sequence_lengths import NoFullStep, lengths_of
 from lm.data.store import Split, Store
-from lm.data.stratified_sampler import StratifiedSampler, members
 from lm.data.tasks.examples import TaskError, fold
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError, Problem
+
+BLOCK = 1024  # slots that are assigned together
+_SAMPLER_SEED = 2**61  # keeps these draws apart from those of epochs and lengths
+
+
+def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The members of groups of the sizes `counts`, group by group: each member's group, and its number in it, from 0; int64 (members,)."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+class StratifiedSampler:
+    """Assigns slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place in them.
+
+    Slots go to the streams in the order in which they are due. However long the run, a stream has had its weight's fraction of the
+    slots so far to within 1 + w x streams; and no period of the run, such as every tenth step, favours any.
+
+    Args:
+        weights: above 0, in any unit.
+        seed_words: of the draws.
+    """
+
+    def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
+        self.weights, self.seed_words = np.array(weights) / np.sum(weights), seed_words
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stream of each of slots (k,) of the run, and which of its own slots that is: both int64 (k,)."""
+        blocks, places = np.divmod(slots, BLOCK)
+        streams, own = np.empty_like(slots), np.empty_like(slots)
+        for block in np.unique(blocks):
+            here = blocks == block
+            streams[here], own[here] = (assigned[places[here]] for assigned in self.block(int(block)))
+        return streams, own
+
+    def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """What `assign` gives for the slots from block x BLOCK to (block + 1) x BLOCK."""
+        if block not in self._blocks:
+            # A step may straddle two blocks, so the one before is kept.
+            self._blocks = {before: assigned for before, assigned in self._blocks.items() if before == block - 1}
+            self._blocks[block] = self._drawn(block * BLOCK)
+        return self._blocks[block]
+
+    def _drawn(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        # Before slot t, as many are due as t, give or take one a stream: these slots are due between `begin` and `end`.
+        begin, end = first - len(self.weights) - 1, first + BLOCK + len(self.weights) + 1
+        firsts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
+        counts = np.ceil(end * self.weights).astype(np.int64) + 1 - firsts
+        streams, place = members(counts)
+        own = place + firsts[streams]
+        due = (own + self._places(firsts, counts)) / self.weights[streams]
+        order = np.argsort(due, kind="stable")[first - firsts.sum() :][:BLOCK]
+        return streams[order], own[order]
+
+    def _places(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Where in its 1 / w slots each stream's slots from `firsts` on are due, `counts` of them: [0, 1], one stream after the other.
+
+        Drawn from raw PCG64 output, which never changes between NumPy versions.
+        """
+        drawn = []
+        for stream, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
+            random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
+            drawn.append(random.advance(first).random_raw(count) / 2**64)
+        return np.concatenate(drawn)
+
+
+# ---------------------------------------------------------------- lengths of sequences
+
+
+_LENGTH_SEED = 2**63  # keeps the draws of lengths apart from those of sequences
+
+
+class NoFullStep(ValueError):
+    """The documents have too few pieces of each length to fill a step."""
+
+
+class Lengths:
+    """Tokens in each sequence of a step.
+
+    Attributes:
+        shortest: the least length.
+        reads_text: true if the lengths come with the text that is read: a `lm.data.batches.Stream`.
+    """
+
+    shortest: int
+    reads_text: ClassVar[bool] = False
+
+    def __call__(self, step: int) -> int:
+        """The length of the sequences of `step` (0-based)."""
+        raise NotImplementedError
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
+        raise NotImplementedError
+
+    def note(self) -> str:
+        """Which tokens an epoch does not read, in words; empty if it reads all but fewer than a sequence."""
+        return ""
+
+
+def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
+    total = sum(counts.values())
+    return {length: count / total for length, count in sorted(counts.items()) if count}
+
+
+def lengths_of(
+    options: SequenceLengths, split: Split, seq_len: int, batch_slots: int, max_steps: int, seed_words: tuple[int, ...]
+) -> Lengths:
+    """The lengths that `data.lengths` describes, in steps of `batch_slots` x `seq_len` tokens.
+
+    Raises:
+        NoFullStep: pieces of documents of no length fill a step.
+    """
+    if begins := options.begins(seq_len, max_steps):
+        return StepwiseLengths(begins)
+    if weights := options.drawn():
+        return DrawnLengths(weights, seed_words)
+    return DocumentPieces(split, seq_len, seq_len * batch_slots, seed_words)
+
+
+class StepwiseLengths(Lengths):
+    """Lengths one after the other, by the step that each begins at: 0 first, ascending."""
+
+    def __init__(self, begins: Mapping[int, int]):
+        self.steps, self.lengths, self.shortest = list(begins), list(begins.values()), min(begins.values())
+
+    def __call__(self, step: int) -> int:
+        return self.lengths[bisect_right(self.steps, step) - 1]
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`."""
+        counts: Counter[int] = Counter()
+        for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
+            counts[length] += max(0, min(end, steps) - begin)
+        return _fractions(counts)
+
+
+class DrawnLengths(Lengths):
+    """Lengths drawn for each step by weight: each length's weight is its fraction of the steps, and so of the tokens."""
+
+    def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
+        self.lengths = sorted(weights)
+        self.shortest = self.lengths[0]
+        self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
+
+    def __call__(self, step: int) -> int:
+        block, place = divmod(step, BLOCK)
+        return self.lengths[self.sampler.block(block)[0][place]]
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`."""
+        return _fractions(Counter(map(self, range(steps))))
+
+
+class DocumentPieces(Lengths):
+    """Sequences within documents: each document is cut into pieces of powers of two tokens (`DocumentLengths` says which).
+
+    No piece is padded. The fewer than 16 tokens of a document that no piece has lie at its two ends, a random number at either in each
+    epoch. A piece shorter than 16 would predict next to nothing from context, so documents shorter than that are never read. The first
+    token of the text follows the last. In an epoch each length has as many steps as its pieces fill, in a random order; pieces that do
+    not fill a step are not read in this epoch: random ones, but for a length that fills no step at all, whose pieces are never read.
+
+    Args:
+        longest: tokens of the longest sequence, a power of two.
+        step_tokens: tokens of a step, a multiple of `longest`.
+
+    Raises:
+        NoFullStep: pieces of no length fill a step.
+    """
+
+    reads_text: ClassVar[bool] = True
+
+    def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
+        self.split, self.longest, self.step_tokens, self.seed_words = split, longest, step_tokens, seed_words
+        self.shortest = SHORTEST_PIECE
+        offsets = np.asarray(split.offsets)
+        sizes = np.diff(offsets)
+        self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
+        begun = np.zeros_like(sizes)
+        length = longest
+        while length >= SHORTEST_PIECE:
+            counts = (sizes - begun) // length
+            document, within = members(counts)
+            self.pieces[length] = document, begun[document] + within * length
+            begun += counts * length
+            length //= 2
+        self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
+        self.steps_per_epoch = sum(self.steps.values())
+        if not self.steps_per_epoch:
+            raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
+        self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # fraction of the tokens that an epoch leaves out
+        self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that all epochs leave out
+        self._epoch, self._order, self._starts = -1, np.empty(0), {}
+
+    def _enter(self, epoch: int) -> None:
+        """Draw the epoch: which length each step has, and which sequences."""
+        if epoch == self._epoch:
+            return
+        random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
+        shift = (random.random_raw(len(self.offsets)) % (self.spare + 1).astype(np.uint64)).astype(np.int64)
+        self._starts = {}
+        for length, (document, place) in self.pieces.items():
+            order = np.argsort(random.random_raw(len(document)), kind="stable") if len(document) else []
+            self._starts[length] = (self.offsets[document] + shift[document] + place)[order]
+        lengths = np.repeat(list(self.steps), list(self.steps.values()))
+        self._order = lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")]
+        self._epoch = epoch
+
+    def __call__(self, step: int) -> int:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        self._enter(epoch)
+        return int(self._order[place])
+
+    def fractions(self, steps: int) -> dict[int, float]:
+        """As `Lengths.fractions`, of whole epochs, whatever `steps`: an epoch's draws are large."""
+        return _fractions(self.steps)
+
+    def note(self) -> str:
+        """As `Lengths.note`."""
+        never = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
+        return f"{self.left_out:.1%} of the tokens are left out of each epoch{never}"
+
+    def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
+        """As `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
+        slots_per_step = self.step_tokens // self.longest
+        starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
+        return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
+
+    def sequence_starts(self, step: int) -> np.ndarray:
+        """Where the sequences of a step begin: int64 (step_tokens / length,)."""
+        length = self(step)
+        place = step % self.steps_per_epoch
+        before = int((self._order[:place] == length).sum())
+        count = self.step_tokens // length
+        return self._starts[length][before * count : (before + 1) * count]
+
+
+# ---------------------------------------------------------------- batches
+
 
 IGNORED = -1  # the target where nothing is to be predicted
 _SOURCE_SEED = 2**62  # keeps the draws of the sources of a mixture apart from those of epochs

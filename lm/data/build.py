@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import struct
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,22 +20,128 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source
-from lm.data import writing
 from lm.data.encoding import Document, default_workers, encode_all, pieces
-from lm.data.journal import Journal
-from lm.data.reading import OnError, Unreadable
 from lm.data.sources import documents, held_out, label, licence, streamed
-from lm.data.spool import Restart, read_spool, spooled
-from lm.data.store import SPLITS, TOKEN_BYTES, TOKENIZER, SourceCounts, token_dtype, unigram_cross_entropy
+from lm.data.store import (
+    SPLITS,
+    TOKEN_BYTES,
+    TOKENIZER,
+    SourceCounts,
+    SplitWriter,
+    npy,
+    token_dtype,
+    unigram_cross_entropy,
+    write_file,
+    write_manifest,
+    write_whole,
+)
 from lm.data.tasks.examples import SUBSETS, TaskError
-from lm.data.tasks.generators import check_task
-from lm.data.tasks.symbol_store import SHOWN, STORE_SEED, answer_counts, symbol_sequences, symbol_tokenizer
+from lm.data.tasks.generators import SHOWN, STORE_SEED, answer_counts, check_task, symbol_sequences, symbol_tokenizer
+from lm.data.text_files import OnError, Unreadable
 from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
-from lm.data.writing import SplitWriter, npy, write_file, write_manifest
-from lm.errors import DataError
-from lm.files import sync_folder
+from lm.errors import DataError, one_line
+from lm.files import file_sha256, plain_sha256, sync_folder
 from lm.progress import Progress
 from lm.schema import Plain
+
+JOURNAL = "journal.json"
+
+
+class Journal:
+    """What an interrupted preparation completed in `folder`; empty if it completed nothing, or if the journal is damaged."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.entry: dict[str, Plain] = {}
+        try:
+            found = json.loads((folder / JOURNAL).read_bytes())
+            if isinstance(found["entry"], dict) and plain_sha256(found["entry"]) == found["sha256"]:
+                self.entry = found["entry"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            pass
+
+    @property
+    def n_documents(self) -> int:
+        """Documents whose tokens are on disk."""
+        count = self.entry.get("documents")
+        return count if isinstance(count, int) and count > 0 else 0
+
+    def holds(self, name: str) -> bool:
+        """True if the file `name` is what `keep` wrote."""
+        path = self.folder / name
+        return path.is_file() and self.entry.get(name) == file_sha256(path)
+
+    def keep(self, name: str, content: bytes) -> None:
+        """Write the file `name`, and record its hash."""
+        write_whole(self.folder / name, content)
+        self._write({name: file_sha256(self.folder / name)})
+
+    def advance(self, n_documents: int, writers: dict[str, SplitWriter]) -> None:
+        """Record that the first `n_documents` documents are on disk, in the splits that `writers` write."""
+        for writer in writers.values():
+            writer.sync()
+        self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
+
+    def resumed(self, name: str, vocab_size: int, end_of_text: int) -> SplitWriter | None:
+        """A writer that continues the split `name`; None if its files are not those of the last `advance`."""
+        progress = self.entry.get(name)
+        if not isinstance(progress, dict) or not isinstance(n_tokens := progress.get("n_tokens"), int):
+            return None
+        try:
+            writer = SplitWriter(self.folder, name, vocab_size, end_of_text, n_tokens)
+        except (EOFError, ValueError, FileNotFoundError):  # too few tokens, or ids beyond the vocabulary
+            return None
+        if writer.progress() == progress:
+            return writer
+        writer.close()
+        return None
+
+    def remove(self) -> None:
+        """Delete the journal: the store is complete."""
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+
+    def _write(self, changes: dict[str, Plain]) -> None:
+        self.entry |= changes
+        write_whole(self.folder / JOURNAL, json.dumps({"entry": self.entry, "sha256": plain_sha256(self.entry)}).encode())
+
+
+_LENGTH = struct.Struct("<q")  # bytes of the document that follows
+
+
+class Restart(DataError):
+    """What an interrupted preparation kept can't be continued; it is deleted, and the next call starts again."""
+
+
+def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
+    """The items of `texts`, whose first fields are written to `path` (compressed), which appears when the last was given."""
+    import pyarrow
+
+    temporary = path.with_name(f"{path.name}.new")
+    with pyarrow.OSFile(os.fsencode(temporary), "wb") as raw, pyarrow.CompressedOutputStream(raw, "zstd") as file:
+        for item in texts:
+            content = item[0].encode()
+            file.write(_LENGTH.pack(len(content)))
+            file.write(content)
+            del content  # a long document is in memory once
+            yield item
+    os.replace(temporary, path)
+
+
+def read_spool(path: Path) -> Iterator[str]:
+    """The texts that `spooled` wrote. Raises Restart if the file is damaged."""
+    import pyarrow
+
+    try:
+        with pyarrow.OSFile(os.fsencode(path)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as file:
+            while head := file.read(_LENGTH.size):
+                (size,) = _LENGTH.unpack(head)
+                yield file.read(size).decode()
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError, ValueError, OverflowError, struct.error) as error:
+        raise Restart(f"{path}: can't be read (damaged?): {one_line(error)}; run again") from None
+
+
+# ---------------------------------------------------------------- building
+
 
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
@@ -184,7 +291,7 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
         "vocab_size": size,
         "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
         "dtype": token_dtype(size),
-        "shard_tokens": writing.SHARD_TOKENS,
+        "shard_tokens": writer.shard_tokens,
         "token_bytes": "one a symbol",
         "splits": splits,
         "files": files | write_file(partial / TOKEN_BYTES, npy(np.ones(size, np.float32))),

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config.data_config import Hub
-from lm.data.hashes import FileHashes
-from lm.data.reading import ROWS, OnError, check_column, column_texts
-from lm.data.text_files import files_in
+from lm.data.text_files import ROWS, OnError, check_column, column_texts, files_in
 from lm.errors import DataError, one_line
+from lm.files import FileHashes
 from lm.progress import Progress
 from lm.schema import Plain
 

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm.data.hashes import plain_sha256
 from lm.errors import DataError
-from lm.files import unfinished
+from lm.files import plain_sha256, unfinished
 
 Members = dict[str, bytes]  # contents of an archive, by name
 

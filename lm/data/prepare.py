@@ -10,12 +10,11 @@ from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build, labels
-from lm.data.hashes import plain_sha256
 from lm.data.sources import description, identity
 from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
-from lm.data.tasks.symbol_store import symbol_label, symbol_spec
+from lm.data.tasks.generators import symbol_label, symbol_spec
 from lm.errors import ConfigError, DataError, Problem, one_line
-from lm.files import lock
+from lm.files import lock, plain_sha256
 from lm.progress import Progress
 from lm.schema import Plain
 

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from lm.config.data_config import Files, Hub, Package, Source
 from lm.data import hub, text_files
-from lm.data.hashes import FileHashes, plain_sha256
 from lm.data.packages import PACKAGES, package_texts
-from lm.data.reading import OnError, Unreadable
+from lm.data.text_files import OnError, Unreadable
+from lm.files import FileHashes, plain_sha256
 from lm.schema import Plain
 
 ROOT = Path("data")

@@ -11,8 +11,7 @@ from torch import Tensor
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
-from lm.data.tasks.generators import example
-from lm.data.tasks.symbol_store import STORE_SEED
+from lm.data.tasks.generators import STORE_SEED, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.measurement import Progress
 from lm.evaluation.sequences import by_sequence, tokens_sha256

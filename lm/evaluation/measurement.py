@@ -11,9 +11,9 @@ from lm.attention.plugins import PLUGINS
 from lm.config.effects import function_of
 from lm.config.eval_config import Timing
 from lm.config.tree import Config
-from lm.data.hashes import plain_sha256
 from lm.data.store import Store
 from lm.evaluation.pictures import draw
+from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs import weights_file

@@ -14,7 +14,6 @@ from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, train_sequences
-from lm.data.hashes import file_sha256
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import Swap
@@ -22,7 +21,7 @@ from lm.evaluation.evaluate import open_device, open_store
 from lm.evaluation.numbers import Evaluated, print_results
 from lm.evaluation.on_text import on_text, text_config
 from lm.evaluation.results import measured, write_evaluation
-from lm.files import new_folder, write_text
+from lm.files import file_sha256, new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, score_factors, swapped

@@ -10,9 +10,8 @@ from pathlib import Path
 from lm.config.load import parse
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
-from lm.data.hashes import plain_sha256
 from lm.errors import ConfigError, RunError, one_line, shown
-from lm.files import write_together
+from lm.files import plain_sha256, write_together
 from lm.schema import Plain, convert, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"

@@ -16,9 +16,9 @@ from lm.config.data_config import END_OF_TEXT
 from lm.config.effects import function_of
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.data.hashes import file_sha256
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
+from lm.files import file_sha256
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lm.data.hashes import file_sha256
-from lm.files import new_folder, replacing
+from lm.files import file_sha256, new_folder, replacing
 from lm.model.spec import ModelSpec
 from lm.runs.folder import TOKENIZER, write_sealed
 from lm.runs.weights_file import Described, write_weights

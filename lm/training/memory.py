@@ -84,7 +84,11 @@ def _estimated(case: _Case) -> int:
     state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
     kept = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
-    with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device("cuda" if case.accelerator == "gpu" else "cpu")), TensorMemory() as memory:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        counted_on(torch.device("cuda" if case.accelerator == "gpu" else "cpu")),
+        TensorMemory() as memory,
+    ):
         decoder.to_empty(device="cpu")
         if case.model.tied:
             decoder.head.weight = decoder.embedding.weight
