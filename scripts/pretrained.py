@@ -25,8 +25,8 @@ from theory_statements import TRAINED, UNTRAINED, Described, Statement, compared
 from lm.attention.options import Softmax
 from lm.diagnostics.concentration import NO_FIRST
 from lm.errors import LMError, RunError
-from lm.evaluation.numbers import rows_of
 from lm.files import write_together
+from lm.results.evaluation_tables import rows_of
 
 HEADING = "## A worked example: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"

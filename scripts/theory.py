@@ -25,9 +25,9 @@ from theory_statements import OF_5, TRAINED, Described, compared, not_measured
 from lm.diagnostics.concentration import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.evaluation.diagnose import diagnose
-from lm.evaluation.line_styles import colour_and_marker, logarithmic_x
 from lm.experiments.compare import VERDICTS
 from lm.files import write_together
+from lm.results.pictures import colour_and_marker, logarithmic_x
 from lm.runs.folder import CONFIG, read_config, read_json
 
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"

@@ -24,13 +24,13 @@ from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
 from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.numbers import rows_of
 from lm.evaluation.recall import Recall
 from lm.evaluation.text_loss import Validation
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.head import Head
+from lm.results.evaluation_tables import rows_of
 from lm.schema import build
 from lm.statistics.intervals import interval_of
 from lm.training.train import train

@@ -14,10 +14,10 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.attention_pictures import Panels, draw
 from lm.evaluation.diagnose import check_source, config_of
 from lm.evaluation.evaluate import open_device
-from lm.evaluation.numbers import table_bytes
 from lm.files import write_together
 from lm.model.inference import for_inference
 from lm.progress import Progress
+from lm.results.evaluation_tables import table_bytes
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain
 

@@ -14,12 +14,12 @@ from lm.data.prepare import check_sequences, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, RunError, shown
 from lm.evaluation.measurement import measurements, weights_sha256
-from lm.evaluation.numbers import Evaluated, print_results, write_table
 from lm.evaluation.on_text import on_text, split_configurations, text_config
 from lm.evaluation.results import keep, kept, measured, write_evaluation
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
+from lm.results.evaluation_tables import Evaluated, print_results, write_table
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load

@@ -12,7 +12,6 @@ from lm.config.effects import function_of
 from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.evaluation.pictures import draw
 from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -57,6 +56,8 @@ class Measurement(ABC):
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
         """A PNG file of its result; None if there is nothing to draw."""
+        from lm.evaluation.fraction_pictures import draw  # imports matplotlib
+
         return draw(series)
 
     def lasts(self, series: Sequence[Series]) -> bool:

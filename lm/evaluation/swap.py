@@ -18,13 +18,13 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.continuity import Swap
 from lm.evaluation.evaluate import open_device, open_store
-from lm.evaluation.numbers import Evaluated, print_results
 from lm.evaluation.on_text import on_text, text_config
 from lm.evaluation.results import measured, write_evaluation
 from lm.files import file_sha256, new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, score_factors, swapped
+from lm.results.evaluation_tables import Evaluated, print_results
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json

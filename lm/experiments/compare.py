@@ -34,7 +34,7 @@ from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
-from lm.report.tables import NO_INTERVAL
+from lm.results.tables import NO_INTERVAL
 from lm.runs.folder import json_bytes
 from lm.schema import Plain
 

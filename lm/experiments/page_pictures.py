@@ -5,18 +5,17 @@ from itertools import product
 
 import numpy as np
 
-from lm.evaluation.pictures import MOST_LINES
+from lm.evaluation.fraction_pictures import MOST_LINES
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import compared, differences_by_rate
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
-from lm.report.along_axis import AlongAxis, differences_along, values_along
-from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
-from lm.report.panels import Map, Panel, Picture, Trace, picture
-from lm.report.plots import FIRST_POSITION, doublings, plain_ticks, smooth, token_unit
-from lm.report.sections import Section
+from lm.results.differences import AlongAxis, differences_along, values_along
+from lm.results.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
+from lm.results.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
+from lm.results.sections import Section
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import Curve, curve, read_metrics
 from lm.runs.series import Series

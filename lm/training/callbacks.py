@@ -11,10 +11,10 @@ from lm.data.batches import train_sequences
 from lm.errors import RunError, one_line
 from lm.evaluation.continuity import Swap
 from lm.evaluation.measurement import Measurement
-from lm.evaluation.numbers import logged
 from lm.evaluation.results import keep, measured, write_evaluation
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
+from lm.results.evaluation_tables import logged
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.metric_log import PEAK_MEMORY
 from lm.runs.validation import selection_loss

@@ -13,12 +13,12 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.measurement import Measurement, measurements
-from lm.evaluation.numbers import logged, print_results
 from lm.files import write_text
 from lm.machine import keep_freed_memory, threads_each
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
+from lm.results.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path, last_evaluations

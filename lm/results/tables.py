@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from lm.report.comparison import Comparison
-from lm.report.sections import Arm, Line, Section
+from lm.results.comparison import Comparison
+from lm.results.sections import Arm, Line, Section
 from lm.statistics.intervals import Interval
 
 NO_INTERVAL = "[no interval]"  # of values without spread, or that are not finite

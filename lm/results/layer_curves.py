@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm.report.panels import Panel, Picture, Trace, picture
-from lm.report.plots import token_unit
+from lm.results.pictures import Panel, Picture, Trace, picture, token_unit
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import read_metrics
 from lm.runs.record import RunRecord

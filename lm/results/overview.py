@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,33 +12,23 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.transforms import Transform
 
-from lm.evaluation.line_styles import colour_and_marker, dashes_and_width
-from lm.report.comparison import Comparison
-from lm.report.sections import Arm, Line, Section
+from lm.results.comparison import Comparison
+from lm.results.pictures import (
+    FIRST_POSITION,
+    GREY,
+    SETTINGS,
+    colour_and_marker,
+    dashes_and_width,
+    doublings,
+    note,
+    plain_ticks,
+    smooth,
+    token_unit,
+)
+from lm.results.sections import Arm, Line, Section
 from lm.runs.metric_log import Curve
-from lm.runs.series import number
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
-
-GREY = "#555555"
-FIRST_POSITION = 16  # where a picture by position begins
-SETTINGS = {
-    "svg.hashsalt": "lm.report",
-    "svg.fonttype": "path",
-    "text.parse_math": False,
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True)
@@ -153,12 +143,6 @@ def _training(axes: Axes, comparison: Comparison) -> tuple[str, str]:
     return f"loss against tokens seen.{ends}", f"{_bands(bands)} {cut}".strip()
 
 
-def token_unit(last: float) -> tuple[float, str]:
-    """The unit in which to draw tokens of which `last` is the most, and the label of the axis."""
-    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
-    return unit, f"tokens seen ({word})" if word else "tokens seen"
-
-
 def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens logged by every curve that has any, (points,), and the losses there, (curves, points)."""
     curves = [curve for curve in curves if len(curve.tokens)]
@@ -168,15 +152,6 @@ def _shared(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     for curve in curves[1:]:
         tokens = np.intersect1d(tokens, curve.tokens)
     return tokens, np.array([curve.loss[np.isin(curve.tokens, tokens)] for curve in curves])
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean, (points,); at the ends over the points there are. A value that isn't finite is left out."""
-    good = np.isfinite(values)
-    total, count = (
-        np.convolve(x, np.ones(window))[window // 2 :][: len(values)] for x in (np.where(good, values, 0.0), good.astype(float))
-    )
-    return np.where(good, total / np.maximum(count, 1), np.nan)
 
 
 # ---------------------------------------------------------------- sections
@@ -304,18 +279,3 @@ def _limit(axes: Axes, low: float, high: float | None, limit: float) -> float:
     pad = 0.06 * (high - low)
     axes.set_ylim(low - pad, high + pad)
     return high + pad
-
-
-def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
-    """Small grey words at a place, `offset` points away."""
-    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, **how)
-
-
-def doublings(first: float, last: float) -> dict[float, str]:
-    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
-    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
-
-
-def plain_ticks(values: Sequence[float]) -> dict[float, str]:
-    """Ticks at values, in plain numbers, thousands in k."""
-    return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

@@ -14,10 +14,33 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
+from matplotlib.transforms import Transform
 
-from lm.evaluation.line_styles import colour_and_marker
-from lm.report.plots import GREY, SETTINGS, note
+from lm.runs.series import number
 
+GREY = "#555555"
+FIRST_POSITION = 16  # where a picture by position begins
+SETTINGS = {
+    "svg.hashsalt": "lm.results",
+    "svg.fonttype": "path",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
+MARKERS = "osD^vP*"
+DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
+
+Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # what matplotlib's `plot` takes
 _WIDTH, _HEIGHT = 6.4, 4.3  # inches, of a panel
 
 
@@ -226,3 +249,55 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
             for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
                 writer.writerow([panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high])
     return out.getvalue()
+
+
+# ---------------------------------------------------------------- styles and axes
+
+
+def colour_and_marker(number: int) -> Style:
+    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both."""
+    return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
+
+
+def dashes_and_width(number: int) -> Style:
+    """Dashes and width (points) of a line by its number: no two of 14 lines agree in both."""
+    return {"linestyle": DASHES[number % 7], "linewidth": (1.8, 1.0)[number // 7 % 2]}
+
+
+def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis for ascending `values`: ticks at powers of 2, as of tokens and keys, or of 10 where there are values below 1."""
+    base = 2.0 if values[0] >= 1 else 10.0
+    ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := base**power) < values[-1] * base]
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def token_unit(last: float) -> tuple[float, str]:
+    """The unit in which to draw tokens of which `last` is the most, and the label of the axis."""
+    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
+    return unit, f"tokens seen ({word})" if word else "tokens seen"
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving mean, (points,); at the ends over the points there are. A value that isn't finite is left out."""
+    good = np.isfinite(values)
+    total, count = (
+        np.convolve(x, np.ones(window))[window // 2 :][: len(values)] for x in (np.where(good, values, 0.0), good.astype(float))
+    )
+    return np.where(good, total / np.maximum(count, 1), np.nan)
+
+
+def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
+    """Small grey words at a place, `offset` points away."""
+    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, **how)
+
+
+def doublings(first: float, last: float) -> dict[float, str]:
+    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
+    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
+
+
+def plain_ticks(values: Sequence[float]) -> dict[float, str]:
+    """Ticks at values, in plain numbers, thousands in k."""
+    return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}
