@@ -326,13 +326,13 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
     evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
     print_results([Evaluated(Path("runs/one"), evaluation, cached=False)])
     said = capsys.readouterr().out
-    assert re.search(r"entropy, layer 1 +as trained +1 \(2 tokens\) +29 \(30 tokens\)", said)
-    assert re.search(r"entropy, layer 2 +as trained *$", said, re.MULTILINE)
+    assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", said)
+    assert re.search(r"as trained +entropy, layer 2 *$", said, re.MULTILINE)
     assert "58 more numbers" in said
     assert "runs/one" not in said
     print_results([Evaluated(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
     said = capsys.readouterr().out
-    assert re.search(r"two, 8 +entropy, layer 1 +as trained +1 \(2 tokens\) +29 \(30 tokens\)", said)
+    assert re.search(r"two, 8 +as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", said)
     assert "116 more numbers" in said
 
 

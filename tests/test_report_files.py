@@ -21,10 +21,10 @@ from rich.console import Console
 
 from lm.errors import RunError
 from lm.results.comparison import compare
+from lm.results.comparison_tables import print_comparison
 from lm.results.html import write_comparison, write_report
 from lm.results.overview import overview
 from lm.results.pictures import colour_and_marker, dashes_and_width
-from lm.results.tables import print_table
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Series, Shown
 
@@ -45,7 +45,7 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_table(compare([read_run(folder) for folder in pair]), console)
+    print_comparison(compare([read_run(folder) for folder in pair]), console)
     assert numbers(markdown) <= numbers(console.export_text())
 
 
@@ -54,7 +54,7 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     comparison = compare([read_run(folder) for folder in folders])
     files, picture = write_comparison(comparison, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
-    print_table(comparison, console)
+    print_comparison(comparison, console)
     found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
     found["latex"] = found["latex"].replace("\\\\", "")
     return found | {
@@ -256,7 +256,7 @@ def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, b
     said = f"Accuracy in sequences of 256 tokens, as trained: {first.replace('soft', 'softmax').replace('scalable', 'ssmax')}."
     comparison = compare([read_run(folder) for folder in folders])
     console = Console(width=200, record=True, file=io.StringIO())
-    print_table(comparison, console)
+    print_comparison(comparison, console)
     files = write_comparison(comparison, tmp_path / "out")
     for text in (files.markdown.read_text(), files.html.read_text(), console.export_text()):
         assert said in text

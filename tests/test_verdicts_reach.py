@@ -21,7 +21,7 @@ from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary, tuning_table
-from lm.experiments.tuning_tables import csv_text
+from lm.results.tables import csv_text
 from lm.runs.validation import validation_series
 from lm.statistics.intervals import over_seeds
 from lm.statistics.reach import tokens_to_reach

@@ -76,11 +76,11 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
     """
     from lm.results.comparison import compare
+    from lm.results.comparison_tables import print_comparison
     from lm.results.html import write_comparison
-    from lm.results.tables import print_table
     from lm.runs.record import read_run
 
     comparison = compare([read_run(folder) for folder in runs], baseline)
     files = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
-    print_table(comparison)
+    print_comparison(comparison)
     print(f"report: {files.html}\npicture: {files.png}")

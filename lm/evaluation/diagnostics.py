@@ -17,7 +17,6 @@ from lm.diagnostics.families import families
 from lm.diagnostics.measured import Measures, orders
 from lm.diagnostics.rows import LEAST_KEYS, query_indices
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.diagnostic_pictures import draw
 from lm.evaluation.diagnostic_series import Models, series_of
 from lm.evaluation.held_out import HeldOut, task_sequences
 from lm.evaluation.measurement import Measurement, Progress
@@ -117,6 +116,8 @@ class Diagnostics(Measurement):
         return True  # what is not finite is not defined there
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
+        from lm.evaluation.diagnostic_pictures import draw  # imports matplotlib
+
         return draw(series)
 
     def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:

@@ -5,16 +5,13 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from lm.config.load import merge, overrides_in
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.evaluation.measurement import weights_sha256
+from lm.results.tables import Column, Table, print_tables
 from lm.runs.evaluations import evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import load
@@ -163,20 +160,20 @@ def _metrics(found: dict[str, Plain]) -> dict[str, float]:
 
 def print_tasks(result: dict[str, Plain], source: Path) -> None:
     """A table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
-    grid = Table(title=f"{source}, step {result['step']}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for column in ("task", "shots", "documents", "metric", "value"):
-        grid.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
-    for name, one in {**result["tasks"], **result["groups"]}.items():
-        cells = [name, str(one.get("num_fewshot", "")), str(one.get("documents", ""))]
-        for metric, value in one["metrics"].items():
+    rows: list[tuple[str, ...]] = []
+    for name, task in {**result["tasks"], **result["groups"]}.items():
+        cells = name, str(task.get("num_fewshot", "")), str(task.get("documents", ""))
+        for metric, value in task["metrics"].items():
             base, *kind = metric.split(",")
             if base.endswith("_stderr"):
                 continue
-            arrow = {True: " ↑", False: " ↓"}.get(one.get("higher_is_better", {}).get(base), "")
-            error = one["metrics"].get(",".join([f"{base}_stderr", *kind]))
-            grid.add_row(*cells, metric + arrow, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-            cells = ["", "", ""]
-    Console().print(grid)
+            arrow = {True: " ↑", False: " ↓"}.get(task.get("higher_is_better", {}).get(base), "")
+            error = task["metrics"].get(",".join([f"{base}_stderr", *kind]))
+            rows.append((*cells, metric + arrow, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
+            cells = "", "", ""
+    kinds = {"task": "label", "shots": "number", "documents": "number", "metric": "label", "value": "number"}
+    contents = [(Column(name, kind=kind), [row[number] for row in rows]) for number, (name, kind) in enumerate(kinds.items())]
+    print_tables(Table(f"{source}, step {result['step']}", "", tuple(contents)))
     for name, one in result["tasks"].items():
         if one["requests_cut"]:
             print(f"{name}: {one['requests_cut']} requests were longer than {one['max_length']} tokens and lost some on the left")

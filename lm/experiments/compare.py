@@ -1,15 +1,11 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
-import math
 import shlex
 import sys
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
@@ -20,23 +16,23 @@ from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
 from lm.experiments.failures import read_failure
 from lm.experiments.jobs import Jobs, RunsFailed, retry
-from lm.experiments.judging import next_look
+from lm.experiments.judging import judge, next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, other_runs, start
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import PAGE, page_files, write_page
+from lm.experiments.page_tables import summary_table
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
+from lm.experiments.size_results import SizeResults
 from lm.experiments.slots import Slots, slots_of
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
-from lm.experiments.tuning_tables import csv_text
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
-from lm.results.tables import NO_INTERVAL
+from lm.results.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import json_bytes
-from lm.schema import Plain
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
@@ -214,8 +210,12 @@ def _conclude(procedure: Procedure) -> None:
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
-        _print(f"tuning: mean {SELECTION} on the selection text", tuning_means(procedure))
-    _print(f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}", list(map(_shown, lines)))
+        means = [line | {"rate": f"{line['rate']:g}", SELECTION: digits(line[SELECTION])} for line in tuning_means(procedure)]
+        print_tables(from_lines(f"tuning: mean {SELECTION} on the selection text", means, ("rate", SELECTION)))
+    verdicts_by_arm = judge(procedure)
+    table = summary_table([SizeResults(procedure, size, verdicts_by_arm) for size in experiment.sizes], lines)
+    title = f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}"
+    print_tables(replace(table, title=title))
     for line in lines:
         if "verdict" in line:
             print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['verdict']}: {line['reason']}")
@@ -227,43 +227,3 @@ def _conclude(procedure: Procedure) -> None:
     write_together(files | page_files([procedure], experiment.folder / REPORT), "verdicts and report")
     print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
-
-
-def _shown(line: dict[str, Plain]) -> dict[str, Plain]:
-    """A line of the summary as it is printed: the difference with the interval that its verdict follows from."""
-    shown = {name: line[name] for name in ("size", "arm", "rate") if line[name] not in (None, "")}
-    shown |= {"runs": f"{line['runs']} of {line['of']}", "mean": line["mean"]}
-    if "learned" in line:
-        _, low, high = (math.nan if value is None else value for value in line["fraction_learned"])
-        shown["learned (95 %)"] = f"{line['learned']} of {line['ended']} [{low:.2f}, {high:.2f}]"
-    if line.get("difference"):
-        shown["difference (interval over seeds, together 95 %)"] = _with_ends(line["difference"], "+.4f")
-    if line.get("factor"):
-        shown["factor (interval over seeds, together 95 %)"] = _with_ends(line["factor"], ".3g")
-    if line.get("over_seeds_and_documents"):
-        shown["(over seeds and documents)"] = _with_ends(line["over_seeds_and_documents"], "+.4f")
-    return shown | {"verdict": line["verdict"]} if "verdict" in line else shown
-
-
-def _with_ends(interval: list[float | None], digits: str) -> str:
-    """A mean with the ends of its interval; without spread it has none."""
-    mean, low, high = interval
-    ends = NO_INTERVAL if low is None or high is None or low == high else f"[{low:{digits}}, {high:{digits}}]"
-    return "not finite" if mean is None else f"{mean:{digits}} {ends}"
-
-
-def _print(title: str, lines: list[dict[str, Plain]]) -> None:
-    table = Table(title=title, title_justify="left")
-    names = list(dict.fromkeys(name for line in lines for name, value in line.items() if value not in (None, "")))
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for line in lines:
-        table.add_row(*(_cell(line.get(name)) for name in names))
-    Console().print(table)
-
-
-def _cell(value: Plain) -> str:
-    """A learning rate in few digits, a loss in four decimals."""
-    if isinstance(value, float):
-        return f"{value:g}" if abs(value) < 0.1 else f"{value:.4f}"
-    return "" if value is None else str(value)

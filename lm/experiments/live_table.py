@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,7 @@ from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Run
 from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
+from lm.results.tables import from_lines, grid
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import MetricTail
 
@@ -30,6 +31,7 @@ REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 10.0  # between looks at what other processes work on
 MOST_LINES = 20  # runs are shown one by one up to so many, else in groups
 ENDED = ("finished", "diverged")
+NUMBERS = ("rate", "seed", "runs", SELECTION, "done in")  # columns
 STATES = (*ENDED, "failed", "running", "elsewhere", "waiting")  # in the order in which groups count them
 _STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "elsewhere": "cyan", "waiting": "dim"}
 _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest on
@@ -227,7 +229,7 @@ class LiveTable:
             }
             for line in lines
         ]
-        return _table(rows)
+        return grid(from_lines("", rows, NUMBERS))
 
     def _of_groups(self, names: tuple[str, ...], groups: list[list[Line]]) -> Table:
         rows = []
@@ -246,7 +248,7 @@ class LiveTable:
                     "done in": _time(_latest(group)),
                 }
             )
-        return _table(rows)
+        return grid(from_lines("", rows, NUMBERS))
 
     def _place(self, line: Line, names: tuple[str, ...]) -> dict[str, str]:
         """What tells a run from the others, without what the experiment does not have."""
@@ -309,12 +311,3 @@ def _latest(lines: list[Line]) -> float | None:
 
 def _time(seconds: float | None) -> str:
     return "" if seconds is None else duration(seconds)
-
-
-def _table(rows: list[dict[str, str | Text]]) -> Table:
-    table = Table()
-    for name in dict.fromkeys(chain(*rows)):
-        table.add_column(name, justify="right" if name in ("rate", "seed", "runs", SELECTION, "done in") else "left")
-    for row in rows:
-        table.add_row(*row.values())
-    return table

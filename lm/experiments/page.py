@@ -12,9 +12,10 @@ from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary
 from lm.files import write_together
 from lm.results.comparison import show
+from lm.results.comparison_tables import comparison_tables
 from lm.results.html import inline, rendered
 from lm.results.pictures import Picture
-from lm.results.tables import Table, comparison_tables, to_csv, to_latex
+from lm.results.tables import Table, to_csv, to_latex
 from lm.schema import Plain
 
 PAGE = "report.html"

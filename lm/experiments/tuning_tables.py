@@ -1,7 +1,6 @@
 """Tuning tables: what the tuning runs of an experiment gave, one line a run, as `tuning.csv` holds it and `tune.table` reads it."""
 
 import csv
-import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,25 +70,6 @@ def table_lines(tried: Iterable[Tried], metric: str) -> list[dict[str, Plain]]:
         | {"configuration": one.configuration}
         for one in tried
     ]
-
-
-def csv_text(lines: list[dict[str, Plain]]) -> str:
-    """Lines as CSV, with the columns of all of them: an interval in three, a map in one for each of its keys."""
-    file = io.StringIO()
-    cells = [dict(cell for name, value in line.items() for cell in _columns(name, value)) for line in lines]
-    names = list(dict.fromkeys(name for line in cells for name in line))
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(cells)
-    return file.getvalue()
-
-
-def _columns(name: str, value: Plain) -> list[tuple[str, Plain]]:
-    if isinstance(value, dict):
-        return [(f"{name} {key}", one) for key, one in value.items()]
-    if isinstance(value, list):
-        return list(zip((name, f"{name} low", f"{name} high"), value, strict=True))
-    return [(name, value)]
 
 
 def _cell(value: float | None) -> Plain:

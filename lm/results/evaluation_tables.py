@@ -1,23 +1,15 @@
-"""The numbers of evaluations, whatever they are of: as tables on the terminal, and as CSV or JSON, one a line."""
+"""The numbers of evaluations, whatever they are of: tables on the terminal, and CSV or JSON with one number a line."""
 
-import csv
-import io
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from lm.files import write_together
+from lm.results.tables import Column, Filled, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import json_bytes
-from lm.runs.series import Series, listed, number, series_names
-from lm.schema import Plain
+from lm.runs.series import Series, number, series_names
 from lm.statistics.intervals import FEWEST, interval_of
 
 SETTING = "inference setting"  # heading of the column that says how the model was used
@@ -34,6 +26,11 @@ class Evaluated:
     folder: Path
     evaluation: Evaluation
     cached: bool
+
+    @property
+    def label(self) -> str:
+        """The run's name and the checkpoint's step."""
+        return f"{self.folder.name}, {self.evaluation.step}"
 
     @cached_property
     def rows(self) -> list["Row"]:
@@ -94,101 +91,92 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for one in evaluation.series for name, value in one.scores.items()}
 
 
-def print_results(found: list[Evaluated], out: Path | None = None) -> None:
+def print_results(evaluated: list[Evaluated], out: Path | None = None) -> None:
     """Tables by kind of evaluation: of few numbers all, of many those of all places together and the ends of curves.
 
     Runs measured on other data are not comparable, which their fingerprints say. `out`: the file or folder that all numbers are in.
     """
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    several = len({one.folder for one in found}) > 1
-    for kind in dict.fromkeys(one.evaluation.kind for one in found):
-        same = [one for one in found if one.evaluation.kind == kind]
+    several = len({each.folder for each in evaluated}) > 1
+    for kind in dict.fromkeys(each.evaluation.kind for each in evaluated):
+        same = [each for each in evaluated if each.evaluation.kind == kind]
         title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].evaluation.step}"
-        title += " (cached)" if all(one.cached for one in same) else ""
+        title += " (cached)" if all(each.cached for each in same) else ""
         left_out = 0
-        for metrics in together(row for one in same for row in one.rows):
+        for metrics in together(row for each in same for row in each.rows):
             if len(metrics) > MOST_COLUMNS:
-                left_out += _print_by_metric(console, title, metrics, same)
+                print_tables(_by_metric(title, metrics, same))
+                left_out += sum(row.metric in metrics and bool(row.where) for each in same for row in each.rows)
                 continue
-            rows = [[row for row in one.rows if row.metric in metrics] for one in same]
+            rows = [[row for row in each.rows if row.metric in metrics] for each in same]
             if long := max(sum(row.low is None for row in some) for some in rows) > MOST_LINES:
-                rows = [[row for curve, name in one.curves(metrics) if _has_intervals(curve) for row in _rows(curve, name)] for one in same]
+                curves = [each.curves(metrics) for each in same]
+                rows = [[row for curve, name in some if _has_intervals(curve) for row in _rows(curve, name)] for some in curves]
             if any(rows):
-                _print_places(console, title, same, rows, several)
-            left_out += _print_ends(console, title, metrics, same, several) if long else 0
+                print_tables(_by_place(title, same, rows, several))
+            if long:
+                paired = zip(same, curves, strict=True)
+                without = [(each, *curve) for each, some in paired for curve in some if not _has_intervals(curve[0])]
+                if without:
+                    print_tables(_ends(title, without, several))
+                left_out += sum(len(curve.places) - min(2, len(_known(curve))) for _, curve, _ in without)
         if left_out:
             where = out or "in a table with -o table.csv"
             print(f"{left_out:,} more numbers, by layer, position or the like, and all intervals: {where}")
 
 
-def _print_places(console: Console, title: str, found: list[Evaluated], rows: list[list[Row]], several: bool) -> None:
+def _by_place(title: str, evaluated: list[Evaluated], rows: list[list[Row]], several: bool) -> Table:
     """A line for each place that the rows of an evaluation are of, and a column for each metric, with its interval."""
-    of_settings = any(row.setting for some in rows for row in some)
-    table = _table(title, *["run, step"] * several, *[SETTING] * of_settings, "measured at")
     over: dict[str, str] = {}
-    for row in itertools.chain(*rows):
-        over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
-    for metric, what in over.items():
-        table.add_column(f"{metric}\n[95% over {what}]" if what else metric, justify="right")
-    for one, some in zip(found, rows, strict=True):
-        lines: dict[tuple[str, str], dict[str, str]] = {}
+    lines: dict[_Place, dict[str, str]] = {}
+    for each, some in zip(evaluated, rows, strict=True):
         for row in some:
-            interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{_digits(row.low)}, {_digits(row.high)}]"
-            lines.setdefault((row.setting, row.where), {})[row.metric] = _digits(row.value) + interval
-        for index, ((setting, where), values) in enumerate(lines.items()):
-            name = [f"{one.folder.name}, {one.evaluation.step}" if index == 0 else ""] if several else []
-            table.add_row(*name, *[setting] * of_settings, where, *(values.get(metric, "") for metric in over))
-    console.print(table)
+            over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
+            interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
+            lines.setdefault((each, row.setting, row.where), {})[row.metric] = digits(row.value) + interval
+    columns = [Column(name, what and f"95% over {what}") for name, what in over.items()]
+    metrics = [(column, [cells.get(column.name, "") for cells in lines.values()]) for column in columns]
+    return Table(title, "", (*_labels(lines, several, "measured at"), *metrics))
 
 
-def _print_by_metric(console: Console, title: str, metrics: list[str], found: list[Evaluated]) -> int:
-    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting.
-
-    Returns how many numbers are left out.
-    """
+def _by_metric(title: str, metrics: list[str], evaluated: list[Evaluated]) -> Table:
+    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting."""
     columns: dict[tuple[str, str], dict[str, Row]] = {}
-    for one in found:
-        for row in one.rows:
+    for each in evaluated:
+        for row in each.rows:
             if row.metric in metrics and not row.where:
-                columns.setdefault((f"{one.folder.name}, {one.evaluation.step}", row.setting), {})[row.metric] = row
-    several = len({name for name, _ in columns}) > 1
-    table = _table(title, "metric")
-    for name, setting in columns:
-        table.add_column(f"{name}\n{setting}" if several else setting, justify="right")
-    for metric in metrics:
-        values = [column.get(metric) for column in columns.values()]
-        if any(values):
-            table.add_row(metric, *("" if row is None else f"{row.value:.4g}" for row in values))
-    console.print(table)
-    return sum(row.metric in metrics and bool(row.where) for one in found for row in one.rows)
+                columns.setdefault((each.label, row.setting), {})[row.metric] = row
+    several, shown = len({name for name, _ in columns}) > 1, [name for name in metrics if any(name in rows for rows in columns.values())]
+    contents: list[Filled] = [(Column("metric", kind="label"), shown)]
+    for (name, setting), rows in columns.items():
+        cells = [digits(rows[metric].value) if metric in rows else "" for metric in shown]
+        contents.append((Column(f"{name} {setting}" if several else setting), cells))
+    return Table(title, "", tuple(contents))
 
 
-def _print_ends(console: Console, title: str, metrics: list[str], found: list[Evaluated], several: bool) -> int:
-    """A line for each curve, with its values where it begins and where it ends. Returns how many numbers are left out.
-
-    Series with intervals are in a table of their own.
-    """
-    curves = [(one, curve, name) for one in found for curve, name in one.curves(metrics) if not _has_intervals(curve)]
-    of_settings = any(curve.setting for _, curve, _ in curves)
-    table, left_out = _table(title, *["run, step"] * several, "curve", *[SETTING] * of_settings), 0
-    for end in ("first value (at)", "last value (at)"):
-        table.add_column(end, justify="right")
-    for one, curve, name in curves:
-        known = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-        ends = dict.fromkeys((known[0], known[-1])) if known else ()
-        cells = [f"{curve.mean_at(place):.4g}" + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in ends]
+def _ends(title: str, curves: list[tuple[Evaluated, Series, str]], several: bool) -> Table:
+    """A line for each curve, with its values where it begins and where it ends."""
+    lines: dict[_Place, tuple[str, str]] = {}
+    for each, curve, name in curves:
+        cells = [digits(curve.mean_at(place)) + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in _known(curve)]
         label = ", ".join(filter(None, (curve.metric, name)))
-        table.add_row(*[f"{one.folder.name}, {one.evaluation.step}"] * several, label, *[curve.setting] * of_settings, *cells)
-        left_out += len(curve.places) - len(ends)
-    console.print(table)
-    return left_out
+        lines[each, curve.setting, label] = cells[0] if cells else "", cells[-1] if len(cells) > 1 else ""
+    ends = [(Column(f"{end} value (at)"), [cells[number] for cells in lines.values()]) for number, end in enumerate(("first", "last"))]
+    return Table(title, "", (*_labels(lines, several, "curve"), *ends))
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table whose first columns say what its lines are of."""
-    return Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+def _known(curve: Series) -> list[str]:
+    return [place for place in curve.places if math.isfinite(curve.mean_at(place))]
+
+
+_Place = tuple[Evaluated, str, str]  # a model, an inference setting, and what is measured there
+
+
+def _labels(lines: Iterable[_Place], several: bool, what: str) -> list[Filled]:
+    """The columns that say what each line is of: model, inference setting and `what`; the first two where there is something to tell."""
+    models, settings, places = (list(cells) for cells in zip(*lines, strict=True))
+    models = ["" if number and model is models[number - 1] else model.label for number, model in enumerate(models)]
+    named = {"run, step": models if several else [], SETTING: settings if any(settings) else [], what: places}
+    return [(Column(name, kind="label"), cells) for name, cells in named.items() if cells]
 
 
 def together(rows: Iterable[Row]) -> list[list[str]]:
@@ -205,24 +193,10 @@ def together(rows: Iterable[Row]) -> list[list[str]]:
     return groups
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"
-
-
-def write_table(found: list[Evaluated], path: Path) -> None:
-    """All numbers as CSV or JSON, one row or object a number, whole or not at all."""
-    lines = [
-        {"run": str(one.folder), "step": one.evaluation.step, "kind": one.evaluation.kind, **vars(row)} for one in found for row in one.rows
-    ]
+def write_table(evaluated: list[Evaluated], path: Path) -> None:
+    """Write all numbers as CSV or JSON, one row or object a number, whole or not at all."""
+    lines = []
+    for each in evaluated:
+        first = {"run": str(each.folder), "step": each.evaluation.step, "kind": each.evaluation.kind}
+        lines += [first | vars(row) for row in each.rows]
     write_together({path: table_bytes(lines, path)})
-
-
-def table_bytes(lines: list[dict[str, Plain]], path: Path) -> bytes:
-    """Lines of the same fields, at least one, as the CSV or JSON file that `path` names; what is not finite is null in JSON."""
-    if path.suffix == ".json":
-        return json_bytes(listed(lines))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(lines[0]))
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue().encode()

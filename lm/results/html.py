@@ -11,11 +11,12 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.results.comparison import Comparison, compare, printable, show
+from lm.results.comparison_tables import comparison_tables, differing, in_unit, notes
 from lm.results.descriptions import how_measured, methods
 from lm.results.layer_curves import by_layer
 from lm.results.overview import Overview, overview
 from lm.results.pictures import Picture
-from lm.results.tables import DIFFERENCE, Table, comparison_tables, differing, in_unit, notes, to_csv, to_latex, to_markdown
+from lm.results.tables import DIFFERENCE, Table, to_csv, to_latex, to_markdown
 from lm.runs.record import read_run
 
 BETTER = {"lower": " (below zero: better)", "higher": " (above zero: better)", "none": ""}  # words after the unit of a difference

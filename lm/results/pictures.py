@@ -1,6 +1,5 @@
 """Pictures from plain data: lines of every seed, dots, intervals and maps, each with its numbers as CSV."""
 
-import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Transform
 
+from lm.results.tables import csv_text
 from lm.runs.series import number
 
 GREY = "#555555"
@@ -236,19 +236,17 @@ def _map(axes: Axes, panel: Map) -> None:
 
 def _csv(panels: Sequence[Panel | Map | None]) -> str:
     """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["panel", "of", "kind", "x", "y", "low", "high"])
+    columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
     for panel in filter(None, panels):
         if isinstance(panel, Map):
             for (row, column), value in np.ndenumerate(panel.values):
-                writer.writerow([panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""])
+                lines.append((panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""))
             continue
         for trace in panel.traces:
             ends = ([""] * len(trace.x),) * 2 if trace.low is None else ([f"{x:.6g}" for x in some] for some in (trace.low, trace.high))
             for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
-                writer.writerow([panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high])
-    return out.getvalue()
+                lines.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high))
+    return csv_text([dict(zip(columns, line, strict=True)) for line in lines], columns)
 
 
 # ---------------------------------------------------------------- styles and axes

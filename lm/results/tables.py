@@ -1,9 +1,11 @@
-"""The comparison tables, as Markdown, CSV, LaTeX (booktabs) and terminal text. All print the same numbers."""
+"""Tables, as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers; and how a number is written."""
 
 import csv
 import io
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,14 +13,16 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
-from lm.results.comparison import Comparison
-from lm.results.sections import Arm, Line, Section
+from lm.runs.folder import json_bytes
+from lm.runs.series import listed
+from lm.schema import Plain
 from lm.statistics.intervals import Interval
 
 NO_INTERVAL = "[no interval]"  # of values without spread, or that are not finite
 
-Cell = str | Interval | None  # None: not measured
+Cell = str | Text | Interval | None  # None: not measured; Text: of a terminal alone
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Column:
 
     name: str
     unit: str = ""
-    kind: Literal["label", "number", "mean", "difference"] = "number"
+    kind: Literal["label", "words", "number", "mean", "difference"] = "number"
     decimals: int = 4  # digits of means
 
     @property
@@ -51,24 +55,27 @@ class Column:
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
 
+Filled = tuple[Column, list[Cell]]  # a column and its cells, row by row
+
+
 @dataclass(frozen=True)
 class Table:
     """Columns with their cells, row by row; labels first, of which the arm is the first."""
 
     title: str
     unit: str  # unit of most columns
-    made: tuple[tuple[Column, list[Cell]], ...]
+    contents: tuple[Filled, ...]
     summary: str = ""  # what to read first, in a sentence
 
     @property
     def columns(self) -> list[Column]:
         """Its columns, without their cells."""
-        return [column for column, _ in self.made]
+        return [column for column, _ in self.contents]
 
     @property
     def rows(self) -> list[list[tuple[Column, Cell]]]:
         """Its rows: each cell with its column."""
-        return [list(zip(self.columns, row, strict=True)) for row in zip(*(cells for _, cells in self.made), strict=True)]
+        return [list(zip(self.columns, row, strict=True)) for row in zip(*(cells for _, cells in self.contents), strict=True)]
 
 
 DIFFERENCE = Column("difference", kind="difference")
@@ -95,117 +102,6 @@ def signed(value: float) -> str:
     return "0.0000" if float(text) == 0 else text
 
 
-def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """One for each section: a row for each task, inference setting and arm, a column for each metric and place."""
-    return tuple(_table(comparison, section) for section in comparison.sections)
-
-
-_Made = tuple[Column, list[Cell]]  # a column and its cells, row by row
-
-
-def _table(comparison: Comparison, section: Section) -> Table:
-    lines = dict.fromkeys(replace(line, metric="") for line in section.lines)
-    by_metric = [[(arm, replace(line, metric=metric)) for line in lines for arm in comparison.arms] for metric in section.metrics]
-    measured = [any(section.of_arm(*of) for of in row) for row in zip(*by_metric, strict=True)]
-    by_metric = [[of for of, has in zip(rows, measured, strict=True) if has] for rows in by_metric]
-    rows, single = by_metric[0], section.shape == "number"
-    made: list[_Made] = [(Column("arm", kind="label"), [arm.label for arm, _ in rows])]
-    labels = {"task": [line.what for _, line in rows], "inference setting": [line.setting for _, line in rows]}
-    made += [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
-    made += [(Column("seeds"), [str(len(arm.runs)) for arm, _ in rows])]
-    for name, value in (("params", lambda run: run.measured("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-        made += [(Column(name, "M"), [_millions([value(run) for run in arm.runs]) for arm, _ in rows])] if single else []
-    several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    made += [column for rows in by_metric for column in _means(section, rows, several)]
-    made += [column for rows in by_metric for column in _references(section, rows)] if single else []
-    made += [column for rows in by_metric for column in _differences(comparison, section, rows)]
-    title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), tuple(made), _summary(section, rows))
-
-
-def _summary(section: Section, rows: list[tuple[Arm, Line]]) -> str:
-    """Of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
-    if section.shape != "points" or len(section.places) < 2:
-        return ""
-    (_, first), place, one = rows[0], list(section.places)[-1], section.first
-    same = [(arm, section.mean(arm, line, place)) for arm, line in rows if (line.what, line.setting) == (first.what, first.setting)]
-    known = [(arm.label, value) for arm, value in same if value is not None and np.isfinite(value)]
-    if one.better != "none":
-        known.sort(key=lambda arm: arm[1], reverse=one.better == "higher")
-    which = f" ({one.better} is better)" if one.better != "none" else ""
-    of = ", ".join(filter(None, (f"{one.axis.before} {place} {one.axis.unit}".strip(), *first.of)))
-    said = ", ".join(f"{label} {digits(value)}" for label, value in known)
-    return f"{one.metric[:1].upper()}{one.metric[1:]} {of}: {said}{which}." if known else ""
-
-
-def _millions(values: list[float | None]) -> str | None:
-    """The mean of those that are known."""
-    known = [value for value in values if value is not None]
-    return four_digits(np.mean(known) / 1e6) if known else None
-
-
-def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> list[_Made]:
-    """A column for each place, with intervals at points; the spread of a single number over `several` seeds has a column of its own."""
-    one = section.example(rows[0][1].metric)
-    unit, points, lengths = _unit(one.unit), section.shape == "points", section.seq_lens
-    columns = {}
-    for place, (start, _) in section.places.items():
-        name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
-        name = name if points and len(section.metrics) == 1 else f"{one.metric} {name}".strip()
-        columns[name] = [(section.interval(*of, place) if points else None) or digits(section.mean(*of, place)) for of in rows]
-    over = covered(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
-    how = {"unit": _with_interval(unit, " or over ".join(over)), "kind": "mean", "decimals": 3 if one.unit == "fraction" else 4}
-    made = [(Column(name, **how if over else {"unit": unit}), cells) for name, cells in columns.items()]
-    if not (several and section.shape == "number" and one.samples):
-        return made
-    values = [[found.mean_at("") for found in section.alike(*of, "")] for of in rows]
-    return [*made, (Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values])]
-
-
-def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
-    """The levels that a single number is to be compared with, each a mean over the runs."""
-    one = section.example(rows[0][1].metric)
-    made: list[_Made] = []
-    for name in one.references:
-        levels = [[found.references[name] for found in section.alike(*of, "") if name in found.references] for of in rows]
-        made.append((Column(name, _unit(one.unit)), [digits(float(np.mean(some))) if some else None for some in levels]))
-    return made
-
-
-def _differences(comparison: Comparison, section: Section, rows: list[tuple[Arm, Line]]) -> list[_Made]:
-    """Differences to the baseline: a column for each place that they are at and each thing that their intervals cover."""
-    metric, every = rows[0][1].metric, [one for one in comparison.differences if one.section is section]
-    found = {(one.arm, one.line): one for one in every if one.line.metric == metric and one.interval}
-    several, unit, base = len({one.line.metric for one in every}) > 1, _unit(section.example(metric).unit), comparison.arms[0].label
-    made = []
-    for place in dict.fromkeys(one.place for one in found.values()):
-        name = ", ".join(filter(None, (f"difference to {base}", metric if several else "", place)))
-        here = [found.get((arm.label, line)) for arm, line in rows]
-        intervals = [one.interval if one and one.place == place else None for one in here]
-        made += [(Column(name, _with_interval(unit, over), "difference"), _of_cover(over, intervals)) for over in covered(intervals)]
-    return made
-
-
-def covered(intervals: Iterable[Interval | None]) -> list[str]:
-    """The different things that intervals cover."""
-    return list(dict.fromkeys(one.over for one in intervals if one))
-
-
-def _of_cover(over: str, intervals: list[Interval | None]) -> list[Cell]:
-    """Those that cover it: the cells of its column."""
-    return [one if one and one.over == over else None for one in intervals]
-
-
-def _unit(unit: str) -> str:
-    """In the little room of a heading."""
-    return unit.replace(" per ", "/")
-
-
-def _with_interval(unit: str, over: str) -> str:
-    """The unit of numbers that have an interval."""
-    return f"{unit}, 95% interval" + (f" over {over}" if over else "")
-
-
 # ---------------------------------------------------------------- formats
 
 
@@ -228,18 +124,46 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 def to_csv(tables: tuple[Table, ...]) -> str:
     """One number a line, of all tables: what it is of, its value, and the ends of its interval, if it has one, and what that covers."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", *labels, "quantity", "unit", "value", "low", "high", "interval over"])
+    numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
         for row in table.rows:
             of = {column.name: cell for column, cell in row if column.kind == "label"}
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     alone = not isinstance(cell, Interval)
-                    values = [cell, "", "", ""] if alone else [*(column.text(value) for value in cell.listed()), cell.over]
-                    writer.writerow([table.title, *(of.get(label, "") for label in labels), column.name, column.unit, *values])
-    return out.getvalue()
+                    values = [cell] if alone else [*(column.text(value) for value in cell.listed()), cell.over]
+                    lines.append({"table": table.title} | of | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
+    return csv_text(lines, ("table", *labels, *numbers))
+
+
+def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str] = ()) -> Table:
+    """The table of lines by column, without the columns that are empty in all; all but `numbers` are labels."""
+    names = dict.fromkeys(name for line in lines for name, cell in line.items() if cell not in (None, ""))
+    kinds = {name: "number" if name in numbers else "label" for name in names}
+    return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))
+
+
+def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = ()) -> str:
+    """Lines as CSV with these columns and all others that they have: an interval in three, a map in one for each of its keys."""
+    text = io.StringIO()
+    cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value)) for line in lines]
+    writer = csv.DictWriter(text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(cells)
+    return text.getvalue()
+
+
+def _in_columns(name: str, value: Plain) -> list[tuple[str, Plain]]:
+    if isinstance(value, dict):
+        return [(f"{name} {key}", item) for key, item in value.items()]
+    if isinstance(value, list):
+        return list(zip((name, f"{name} low", f"{name} high"), value, strict=True))
+    return [(name, value)]
+
+
+def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
+    """Lines as the CSV or JSON file that `path` names; what is not finite is null in JSON."""
+    return json_bytes(listed(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
@@ -275,69 +199,40 @@ def _tex_cell(column: Column, cell: Cell) -> str:
     return _tex(column.shown(cell))
 
 
-def print_table(comparison: Comparison, console: Console | None = None) -> None:
-    """The tables, the differences, the warning and what is missing, on the terminal."""
+# ---------------------------------------------------------------- terminal
+
+MOST_MEANS = 2  # columns of means that are printed with their intervals; of more the means alone
+NARROW = 10  # characters of a column into which headings are wrapped at least
+
+
+def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print tables, each below its summary, and then the notes."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    for table in comparison_tables(comparison):
-        others = tuple(one for one in table.made if one[0].kind != "difference")  # they get a table of their own
-        _print(console, replace(table, made=others))
-    if comparison.differences:
-        _print(console, _difference_table(comparison))
-    for text in notes(comparison):
+    for table in tables:
+        if table.summary:
+            console.print(escape(table.summary), highlight=False)
+        console.print(grid(table))
+    for text in notes:
         console.print(escape(text), highlight=False)
 
 
-def _print(console: Console, table: Table) -> None:
-    """Means without their intervals; differences with theirs."""
-    grid = RichTable(title=escape(f"{table.title} ({table.unit})"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        heading = escape(column.name if column.unit == table.unit or column.kind == "mean" else column.heading)
-        if column.kind == "label":
-            grid.add_column(heading, min_width=8, overflow="fold")
-        elif column.kind == "difference":
-            grid.add_column(heading.replace(" over ", "\nover "), no_wrap=True)
+def grid(table: Table) -> RichTable:
+    """The table as a terminal shows it; a unit that most columns have stands in its title alone."""
+    title = f"{table.title} ({table.unit})" if table.unit else table.title
+    drawn = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    brief = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS
+    columns = []
+    for column, cells in table.contents:
+        means = brief and column.kind == "mean"
+        columns.append([column.text(cell.mean) if means and isinstance(cell, Interval) else column.shown(cell) for cell in cells])
+        heading = column.name if column.unit == table.unit or means else column.heading
+        if column.kind in ("label", "words"):
+            drawn.add_column(escape(heading), min_width=8, overflow="fold")
         else:
-            grid.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    if table.summary:
-        console.print(escape(table.summary), highlight=False)
-    for row in table.rows:
-        grid.add_row(*(escape(c.text(cell.mean) if c.kind == "mean" and isinstance(cell, Interval) else c.shown(cell)) for c, cell in row))
-    console.print(grid)
-
-
-def _difference_table(comparison: Comparison) -> Table:
-    """Each difference in the column of what its interval covers."""
-    every, intervals = comparison.differences, [one.interval for one in comparison.differences]
-    labels = {"arm": [one.arm for one in every], "of": [one.what for one in every]}
-    made: list[_Made] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
-    for over in covered(intervals) or [""]:
-        column = Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference")
-        made.append((column, _of_cover(over, intervals)))
-    units = dict.fromkeys(f"{metric}{in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
-    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), tuple(made))
-
-
-def differing(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Metric, unit and which way is better of what has differences."""
-    of = dict.fromkeys((one.section, one.line.metric) for one in comparison.differences)
-    return [(metric, one.unit, one.better) for section, metric in of for one in [section.example(metric)]]
-
-
-def in_unit(unit: str) -> str:
-    """Words after what a number is of, with a space before them; none of a number without a unit."""
-    return f" as a {unit}" if unit == "fraction" else f" in {unit}" if unit else ""
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """What differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
-    lines = [comparison.warning] if comparison.warning else []
-    for note in dict.fromkeys(difference.note for difference in comparison.differences):
-        same = [difference for difference in comparison.differences if difference.note == note]
-        whats: dict[tuple[str, ...], list[str]] = {}  # by the arms that have this note
-        for what in dict.fromkeys(difference.what for difference in same):
-            whats.setdefault(tuple(difference.arm for difference in same if difference.what == what), []).append(what)
-        kind = "" if same[0].interval else "no "
-        lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(which)}: {note}" for arms, which in whats.items()]
-    return lines + [f"missing: {lack}" for lack in comparison.missing]
+            width = max(NARROW, *map(len, columns[-1]), 0)
+            drawn.add_column(escape(textwrap.fill(heading, width, break_long_words=False)), justify="right")
+    for row in zip(*columns, strict=True):
+        drawn.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    return drawn
