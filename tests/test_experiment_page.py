@@ -154,7 +154,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
         environment = json.loads((folder / "environment.json").read_text())
         environment["starts"][0]["device"] = device
         (folder / "environment.json").write_text(json.dumps(environment))
-    cells = dict(cost_table(SizeResults(procedure, "", judge(procedure))).made)[Column("peak memory", unit)]
+    cells = dict(cost_table(SizeResults(procedure, "", judge(procedure))).contents)[Column("peak memory", unit)]
     assert cells == [None, "2.5", None]
 
 

@@ -210,7 +210,9 @@ def _conclude(procedure: Procedure) -> None:
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
+        without = ("size",) if "" in experiment.sizes else ()
         means = [line | {"rate": f"{line['rate']:g}", SELECTION: digits(line[SELECTION])} for line in tuning_means(procedure)]
+        means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
         print_tables(from_lines(f"tuning: mean {SELECTION} on the selection text", means, ("rate", SELECTION)))
     verdicts_by_arm = judge(procedure)
     table = summary_table([SizeResults(procedure, size, verdicts_by_arm) for size in experiment.sizes], lines)

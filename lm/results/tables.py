@@ -137,8 +137,8 @@ def to_csv(tables: tuple[Table, ...]) -> str:
 
 
 def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str] = ()) -> Table:
-    """The table of lines by column, without the columns that are empty in all; all but `numbers` are labels."""
-    names = dict.fromkeys(name for line in lines for name, cell in line.items() if cell not in (None, ""))
+    """The table of lines by column; all columns but `numbers` are labels."""
+    names = dict.fromkeys(name for line in lines for name in line)
     kinds = {name: "number" if name in numbers else "label" for name in names}
     return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))
 
@@ -232,7 +232,9 @@ def grid(table: Table) -> RichTable:
             drawn.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(NARROW, *map(len, columns[-1]), 0)
-            drawn.add_column(escape(textwrap.fill(heading, width, break_long_words=False)), justify="right")
+            parts = heading.replace(" over ", "\nover ").split("\n")  # what an interval covers stays together
+            wrapped = "\n".join(textwrap.fill(part, width, break_long_words=False) for part in parts)
+            drawn.add_column(escape(wrapped), justify="right")
     for row in zip(*columns, strict=True):
         drawn.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
     return drawn
