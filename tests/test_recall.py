@@ -396,7 +396,7 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
     assert "64 tokens" in result.stdout
     words = " ".join(re.sub("[│┃]", " ", result.stdout).split())
     assert "as trained, roll-out" in words
-    assert "sequences, 1 seed]" in words
+    assert "sequences, 1 seed)" in words
 
 
 def refused(*overrides: str) -> str:

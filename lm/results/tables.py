@@ -232,8 +232,8 @@ def grid(table: Table) -> RichTable:
             drawn.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(NARROW, *map(len, columns[-1]), 0)
-            parts = heading.replace(" over ", "\nover ").split("\n")  # what an interval covers stays together
-            wrapped = "\n".join(textwrap.fill(part, width, break_long_words=False) for part in parts)
+            first, *over = heading.partition(" over ")  # what an interval covers stays together
+            wrapped = textwrap.fill(first, width, break_long_words=False) + "".join(over).replace(" ", "\n", 1)
             drawn.add_column(escape(wrapped), justify="right")
     for row in zip(*columns, strict=True):
         drawn.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
