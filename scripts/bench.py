@@ -45,7 +45,7 @@ from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.dynamics import gradient_norms, largest_scores, logit_scales, transferred
+from lm.training.module import gradient_norms, largest_scores, logit_scales, transferred
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]

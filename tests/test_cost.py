@@ -18,10 +18,10 @@ from lm.data.batches import Batch
 from lm.machine import peak_process_bytes
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
+from lm.training.callbacks import mfu, peak_flops
 from lm.training.memory import TensorMemory, estimated_memory
 from lm.training.optimizers import freeze, make_optimizer
 from lm.training.train import train
-from lm.training.utilization import mfu, peak_flops
 
 RECOMPUTED = "trainer.activation_checkpointing=true"
 LARGER = ["model.n_embd=64", "model.n_layer=3", "data.seq_len=128", "optim.batch_tokens=2048"]

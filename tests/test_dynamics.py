@@ -18,8 +18,7 @@ from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS
 from lm.runs.metric_log import read_metrics
-from lm.training.dynamics import gradient_norms, largest_scores, logit_scales, normalizer_parameters, transferred
-from lm.training.module import TrainModule
+from lm.training.module import TrainModule, gradient_norms, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)

@@ -11,8 +11,7 @@ from lm.model.decoder import Decoder, group_of, projections
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
-from lm.training.muon import BATCH_ELEMENTS, orthogonalised
-from lm.training.optimizers import after_swap, load_named_state, make_optimizer, named_state
+from lm.training.optimizers import BATCH_ELEMENTS, after_swap, load_named_state, make_optimizer, named_state, orthogonalised
 from lm.training.train import train
 
 MODELS = {
@@ -49,7 +48,7 @@ def parts(decoder: Decoder) -> dict[str, Tensor]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether bf16 counts as native, whatever this machine has."""
     native = request.param == "bf16 products"
-    monkeypatch.setattr("lm.training.muon.has_native_bf16", lambda accelerator: "yes" if native else "")
+    monkeypatch.setattr("lm.training.optimizers.has_native_bf16", lambda accelerator: "yes" if native else "")
     return native
 
 
@@ -76,8 +75,8 @@ OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_ste
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int):
-    monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements)
-    monkeypatch.setattr("lm.training.muon.has_native_bf16", lambda accelerator: "as in torch's")
+    monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements)
+    monkeypatch.setattr("lm.training.optimizers.has_native_bf16", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
     alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
@@ -120,7 +119,7 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
 
 def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
     asked = set()
-    monkeypatch.setattr("lm.training.muon.orthogonalised", lambda means, steps, products: asked.add(products) or means)
+    monkeypatch.setattr("lm.training.optimizers.orthogonalised", lambda means, steps, products: asked.add(products) or means)
     decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
     give_gradients(decoder, 0)
     optimizer.step()
@@ -128,7 +127,7 @@ def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch
 
 
 def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
-    monkeypatch.setattr("lm.training.muon.BATCH_ELEMENTS", elements := 20_000)
+    monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements := 20_000)
     taken = []
     for depth in (4, 16):
         decoder, optimizer = made(tiny(f"model.n_layer={depth}"), OptimConfig(optimizer=Muon()))

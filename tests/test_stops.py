@@ -17,8 +17,7 @@ from folders import alive, curve, differences, swap_to
 from processes import command, forked, within
 
 from lm.runs.checkpoints import load_checkpoint
-from lm.training.callbacks import StopOnSignal
-from lm.training.checkpointing import Checkpoints
+from lm.training.callbacks import Checkpoints, StopOnSignal
 from lm.training.module import TrainModule
 from lm.training.train import train
 

@@ -18,7 +18,7 @@ from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
-from lm.training.metrics import MetricLog
+from lm.training.mirror import MetricLog
 from lm.training.module import TrainModule
 from lm.training.starting import truncate_after
 from lm.training.train import train

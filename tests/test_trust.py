@@ -24,7 +24,7 @@ from lm.runs.checkpoints import load_checkpoint, save_checkpoint, verify
 from lm.runs.folder import read_config, read_json, read_sealed, write_json, write_sealed
 from lm.runs.loading import export, save_model
 from lm.runs.metadata import FORMAT, load_metadata
-from lm.training.checkpointing import Checkpoints
+from lm.training.callbacks import Checkpoints
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context.length_factor=0"]

@@ -10,7 +10,7 @@ from lm.errors import RunError, one_line
 from lm.runs.folder import check_fields, steps_saved
 
 FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
-# Metadata that every checkpoint has; one that can be resumed has more (lm.training.state).
+# Metadata that every checkpoint has; one that can be resumed has more (lm.training.starting).
 METADATA = {
     "step": int,
     "tokens": int,

@@ -2,29 +2,120 @@
 
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from types import FrameType
 
-from lm.data.batches import train_sequences
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lm.attention.plugins import PLUGINS
+from lm.config.load import to_yaml
+from lm.data.batches import Batch, train_sequences
 from lm.errors import RunError, one_line
 from lm.evaluation.continuity import Swap
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import keep, measured, write_evaluation
+from lm.files import write_text
+from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.results.evaluation_tables import logged
+from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.metric_log import PEAK_MEMORY
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PROFILE, step_of, step_path, steps_saved
+from lm.runs.metadata import FORMAT
+from lm.runs.metric_log import PEAK_MEMORY, log_seal
 from lm.runs.validation import selection_loss
-from lm.training.clock import Clock
-from lm.training.dynamics import Named, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.lightning import L
-from lm.training.module import TrainModule
+from lm.training.module import Named, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.optimizers import named_state
 from lm.training.run_context import RunContext
-from lm.training.state import Best
-from lm.training.utilization import mfu
+from lm.training.starting import Best
+
+
+class Clock:
+    """Seconds of training, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._begin = self._paused = 0.0
+
+    def start(self, seconds: float = 0.0) -> None:
+        """Start at `seconds`."""
+        self._begin, self._paused = time.perf_counter() - seconds, 0.0
+
+    def seconds(self) -> float:
+        """Seconds since `start`, pauses excluded."""
+        return time.perf_counter() - self._begin - self._paused
+
+    def paused(self, since: float) -> None:
+        """Exclude the time since `since` (`time.perf_counter`)."""
+        self._paused += time.perf_counter() - since
+
+
+# ---------------------------------------------------------------- how much of the device's arithmetic a run uses
+
+
+# TFLOP/s of cards in bf16 (tensor cores, dense, sums in fp32) and in fp32, by their makers' data sheets. Lightning's table has others for
+# bf16: an A40's and an RTX 4090's are a fourth and half of these, an H200's is for sparse matrices; and it takes an L40 for an L4.
+GPUS = {
+    "A10": (125, 31.2),
+    "A40": (149.7, 37.4),
+    "A100": (312, 19.5),
+    "A100 PCIE": (312, 19.5),
+    "H100": (989.4, 66.9),  # SXM
+    "H100 NVL": (835.5, 60),
+    "H100 PCIE": (756, 51.2),
+    "H200": (989.4, 66.9),  # SXM
+    "H200 NVL": (835.5, 60),
+    "L4": (121, 30.3),
+    "L40": (181, 90.5),
+    "L40S": (362, 91.6),
+    "RTX A6000": (154.8, 38.7),
+    "RTX 3090": (71, 35.6),
+    "RTX 4090": (165.2, 82.6),
+}
+SIZE, SECONDS = 1024, 0.1  # of the matrices that are multiplied to measure a CPU, and how long
+
+
+def peak_flops(accelerator: str, bf16: bool) -> float | None:
+    """FLOPs a second that one device can make in this precision; None if that is not known.
+
+    Of a GPU: its maker's figure. Of a CPU: what a matrix product reaches now, with torch's threads.
+    """
+    if accelerator == "gpu":
+        words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        name = " ".join(word for word in words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
+        return GPUS[name][0 if bf16 else 1] * 1e12 if name in GPUS else None
+    return _matmul_flops(torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
+
+
+@lru_cache
+def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
+    """FLOPs a second of the fastest of some matrix products; `threads`: torch's, by which a process remembers it."""
+    matrix, times = torch.ones(SIZE, SIZE, dtype=dtype), []
+    while sum(times) < SECONDS or len(times) < 2:
+        begin = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - begin)
+    return 2 * SIZE**3 / min(times)
+
+
+def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
+    """MFU at a speed on devices of `peak` FLOPs a second in all, by the metrics' names; {} if that is not known.
+
+    `mfu/causal` counts what causal attention needs; `mfu/palm` counts all of the T x T scores, as PaLM and nanoGPT do.
+    """
+    if not peak:
+        return {}
+    counts = {"mfu/causal": flops_per_token(decoder), "mfu/palm": flops_per_token(decoder, masked=True)}
+    return {name: round(flops * tokens_per_s / peak, 4) for name, flops in counts.items()}
+
+
+# ---------------------------------------------------------------- callbacks
 
 
 class StepCallback(L.Callback):
@@ -224,3 +315,141 @@ class Evaluate(Evaluations):
         """Measure what is due."""
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Checkpoints(StepCallback):
+    """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
+    training ends; links `last.ckpt` and `best.ckpt` to them.
+
+    Lightning saves none of them: its own saving goes through $TMPDIR, which leaves a truncated file when that is another file
+    system and the process dies, and stores counters that a resumed run would have to correct.
+    """
+
+    def __init__(self, run: RunContext, clock: Clock):
+        self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
+        self.every = self.config.checkpoint_every
+        self.folder = self.config.run_folder / CHECKPOINTS
+        self.saved = -1
+
+    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """Save if it is time."""
+        if self.is_regular(step) or step in self.config.phase_ends or is_best(module, step):
+            self.save(trainer, module)
+
+    def is_regular(self, step: int) -> bool:
+        """True for the steps of which the last `keep_checkpoints` are kept."""
+        return step % self.every == 0 or step == self.config.trainer.max_steps
+
+    def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Save where a signal stopped training."""
+        if trainer.global_step != self.saved:
+            self.save(trainer, module)
+
+    def save(self, trainer: L.Trainer, module: TrainModule) -> None:
+        """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
+        started, self.saved = time.perf_counter(), trainer.global_step
+        if trainer.is_global_zero:
+            path = step_path(self.folder, self.saved)
+            module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
+            link_checkpoint(LAST, path)
+            if is_best(module, self.saved):
+                link_checkpoint(BEST, path)
+            self.prune()
+        trainer.strategy.barrier()
+        self.clock.paused(started)
+
+    def content(self, module: TrainModule) -> dict[str, object]:
+        """Weights, the optimizer's state by name, and metadata: enough to rebuild the model, to resume, and to refuse a mismatch."""
+        start, step = module.start, module.global_step
+        start.state.elapsed_s = self.clock.seconds()
+        metadata = {
+            "format": FORMAT,
+            "config": to_yaml(self.config),
+            "vocab_size": module.decoder.vocab_size,
+            "data_fingerprint": module.store.fingerprint,
+            "step": step,
+            "tokens": step * self.config.optim.batch_tokens,
+            "phase": start.phase,
+            "plugins": PLUGINS.versions(self.config.normalizer_names),
+            "wandb_id": self.wandb_id,
+            "log": log_seal(self.config.run_folder / METRICS),
+            **start.state.plain(),
+        }
+        optimizer = named_state(module.optimizers(use_pl_optimizer=False))
+        return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
+
+    def prune(self) -> None:
+        """Delete all but the one just saved, the last regular ones and the ends of phases; `best.ckpt` is a link of its own and stays."""
+        saved = steps_saved(self.folder)
+        regular = [path for path in saved if self.is_regular(step_of(path))]
+        swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
+        for old in {*saved} - {step_path(self.folder, self.saved), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
+            old.unlink(missing_ok=True)
+
+
+def is_best(module: TrainModule, step: int) -> bool:
+    """True if the validation at `step` is the best so far."""
+    best = module.start.state.best
+    return best is not None and best.step == step
+
+
+# ---------------------------------------------------------------- torch's profiler
+
+
+ROWS = 40  # operations in the table
+
+
+class ProfileSteps(StepCallback):
+    """Records the steps of `trainer.profile` on the first process, or as many of them as are made.
+
+    In the run's folder profile/: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and as .txt the operations that
+    took most time.
+    """
+
+    def __init__(self, run: RunContext, clock: Clock):
+        self.run, self.clock, self.window, self.profiler = run, clock, run.config.trainer.profile, None
+        self.first = self.last = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Say so if training goes on after a window of which nothing was recorded."""
+        over = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
+        if over and not (self.run.config.run_folder / PROFILE).exists():
+            self.run.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
+        """Start with the first step of the window that is made here."""
+        step = trainer.global_step + 1
+        if self.profiler or not self.window or not self.window.first <= step <= self.window.last or not trainer.is_global_zero:
+            return
+        on_gpu = self.run.machine.accelerator == "gpu"
+        self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
+        self.first, begin = step, time.perf_counter()
+        self.profiler.start()  # which loads libraries first
+        self.clock.paused(begin)
+
+    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """End after the last one."""
+        self.last = step
+        if self.profiler and step >= self.window.last:
+            self._write()
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Keep what was recorded until a stop, or the end of a phase."""
+        if self.profiler and self.last >= self.first:
+            self._write()
+
+    def _write(self) -> None:
+        begin = time.perf_counter()
+        self.profiler.stop()
+        folder = self.run.config.run_folder / PROFILE
+        folder.mkdir(exist_ok=True)
+        path = folder / f"steps-{self.first}-{self.last}.txt"
+        self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
+        order = "self_cuda_time_total" if self.run.machine.accelerator == "gpu" else "self_cpu_time_total"
+        write_text(path, self.profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
+        self.profiler = None
+        self.clock.paused(begin)
+        self.run.progress.say(f"profile of steps {self.first} to {self.last}: {path}")

@@ -28,18 +28,13 @@ from lm.runs.metric_log import DIVERGED, read_metrics, truncate_metrics
 from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.callbacks import Evaluate, Metrics, StopOnSignal, Validate
-from lm.training.checkpointing import Checkpoints
-from lm.training.clock import Clock
+from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
 from lm.training.launcher import Process
 from lm.training.lightning import ClusterEnvironment, L, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lm.training.metrics import MetricLog
-from lm.training.mirror import start_wandb, wandb_mode
+from lm.training.mirror import MetricLog, start_wandb, wandb_mode
 from lm.training.module import TrainModule
-from lm.training.profiling import ProfileSteps
 from lm.training.run_context import Machine, RunContext
 from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
-from lm.training.utilization import peak_flops
 
 # How Lightning finds the other processes, by who started them: it would guess.
 LAUNCHERS: dict[str, type[ClusterEnvironment]] = {

@@ -68,7 +68,7 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     activations, logits.
 
     Not considered are `torch.compile`, which keeps less, isolated documents, evaluations, and what Muon takes during its step, when the
-    activations are gone: 12 to 22 bytes x `lm.training.muon.BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    activations are gone: 12 to 22 bytes x `lm.training.optimizers.BATCH_ELEMENTS`, or x the entries of the largest matrix.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(one) for one in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)

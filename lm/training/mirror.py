@@ -1,5 +1,7 @@
-"""wandb, the mirror of metrics.jsonl: when it is on, what a run is there, and what it is sent."""
+"""metrics.jsonl, the log of a run, and wandb, its mirror: when that is on, what a run is there, and what it is sent."""
 
+import json
+import math
 import netrc
 import os
 from pathlib import Path
@@ -126,3 +128,36 @@ def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
         "job_type": place.stage,
         "tags": [f"{name} {value}" for name, value in named.items() if value is not None] if place.name else None,
     }
+
+
+# ---------------------------------------------------------------- the log
+
+
+class MetricLog:
+    """Appends one JSON object a line to `metrics.jsonl` and mirrors it to wandb. Does nothing on other ranks."""
+
+    def __init__(self, path: Path, mirror: Mirror | None, main: bool):
+        self.path, self.mirror, self.main = path, mirror, main
+
+    def write(self, metrics: dict[str, Plain]) -> None:
+        """`metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
+        if not self.main:
+            return
+        finite = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
+        if self.mirror:
+            self.mirror.log(metrics)
+
+    def evaluation(self, result: Evaluation, picture: Path) -> None:
+        """Mirror what an evaluation gave beside its lines here: curves, and its picture, if there is one at `picture`."""
+        if self.mirror:
+            self.mirror.evaluation(result, picture)
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        if self.mirror:
+            self.mirror.finish()

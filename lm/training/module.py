@@ -1,21 +1,141 @@
-"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step."""
+"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step.
+
+What is logged of a model while it trains, beside loss and speed: of its normalizers, and what `log.dynamics` names.
+
+Metrics are named `WHAT/layerL/headH`, or `WHAT/layerL` of what has no heads; layers and heads count from 0. Values stay on the device
+until `transferred` brings all of them to the host at once.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
-from lm.model.device import use_compile_cache
+from lm.errors import Diverged
+from lm.model.attention_stream import attention_blocks
+from lm.model.decoder import Decoder
+from lm.model.device import Device, eval_mode, use_compile_cache
 from lm.model.transfer import gradients_to_norm
-from lm.training.dynamics import gradient_norms, transferred
 from lm.training.lightning import L
-from lm.training.nonfinite import skip_or_stop
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
 from lm.training.run_context import RunContext
-from lm.training.starting import PhaseStart
+from lm.training.starting import PhaseStart, RunState
+
+Named = tuple[list[str], Tensor]  # names of metrics and their values, (names,)
+
+
+def transferred(found: Iterable[Named]) -> dict[str, float]:
+    """Values by name, in one transfer from the device."""
+    found = list(found)
+    names = [name for some, _ in found for name in some]
+    return dict(zip(names, torch.cat([values.double() for _, values in found]).tolist(), strict=True)) if names else {}
+
+
+def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
+    """Values of the normalizers' parameters: `normalizer/NAME/layerL/headH` of a parameter with one value a head,
+    `normalizer/NAME/layerL/rms`, the root mean square, of any other. Parameters that layers share are those of the first."""
+    shown: set[nn.Parameter] = set()
+    for layer, normalizer in enumerate(decoder.normalizers()):
+        for name, parameter in normalizer.named_parameters():
+            if parameter in shown:
+                continue
+            shown.add(parameter)
+            where, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
+            if values.shape == (normalizer.layer.n_head,):
+                yield _by_head(where, values)
+            else:
+                yield [f"{where}/rms"], values.square().mean().sqrt().view(1)
+
+
+def logit_scales(decoder: Decoder) -> Iterator[Named]:
+    """c(n), the factor on q.k / sqrt(D) that a query which sees n keys has in a sequence of the training length L.
+
+    `logit_scale/nN/layerL/headH` at n = 2, sqrt(L) and L; `logit_scale/slope/...` and `logit_scale/intercept/...`, a and b of the
+    least-squares fit a ln n + b over n = 2 ... L. The weight of a single key is 1 whatever its score, which leaves out n = 1.
+    Nothing of normalizers whose scores are no multiple of q.k (`Normalizer.scale_by_position`).
+    """
+    for layer, normalizer in enumerate(decoder.normalizers()):
+        scale, length = normalizer.scale_by_position(), normalizer.layer.train_length
+        if scale is None:
+            continue
+        scale = scale.to(decoder.embedding.weight.device)  # of a normalizer without parameters it is elsewhere
+        for n in sorted({min(2, length), round(math.sqrt(length)), length}):
+            yield _by_head(f"logit_scale/n{n}/layer{layer}", scale[:, n - 1])
+        if length > 2:
+            log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
+            centred = log_n - log_n.mean()
+            mean = scale[:, 1:].mean(-1)
+            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred / centred.square().sum()  # 0 of a constant, to the bit
+            yield _by_head(f"logit_scale/slope/layer{layer}", slope)
+            yield _by_head(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
+
+
+def largest_scores(decoder: Decoder, batch: Batch, where: Device) -> Iterator[Named]:
+    """`largest_score/layerL/headH`: the largest score before normalization (fp32) of any query and key that it sees, in a batch.
+
+    Scores of some queries of a layer are held at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
+    """
+    largest: dict[int, Tensor] = {}
+    with eval_mode(decoder), where.autocast():
+        for block in attention_blocks(decoder, batch.to(where.device)):
+            found = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
+            largest[block.layer] = torch.maximum(largest[block.layer], found) if block.layer in largest else found
+    for layer, values in largest.items():
+        yield _by_head(f"largest_score/layer{layer}", values)
+
+
+def gradient_norms(decoder: Decoder) -> Iterator[Named]:
+    """`train/grad_norm/layerL`: the norm of the gradient of a block's parameters as it is now (`lm.model.transfer.gradients_to_norm`);
+    nothing of a block without gradients."""
+    for layer, block in enumerate(decoder.blocks):
+        if grads := gradients_to_norm(block, decoder.config):
+            yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
+
+
+def _by_head(where: str, values: Tensor) -> Named:
+    return [f"{where}/head{head}" for head in range(len(values))], values
+
+
+# ---------------------------------------------------------------- steps that are not finite
+
+
+MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
+
+
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, found: str) -> None:
+    """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
+
+    step: the one to be made, from 1. found: its loss and gradient norm, in words.
+
+    Raises:
+        Diverged: the policy is `stop`, or too many consecutive steps were skipped.
+    """
+    state.count_skipped()
+    where = f"step {step}: {found} ({_norms(decoder)})"
+    if policy == "stop":
+        advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
+        raise Diverged(f"{where}; checkpoints up to the last saved are intact: {advice}", step)
+    if state.skipped_in_a_row >= MOST_SKIPPED:
+        raise Diverged(f"{where}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
+    for parameter in decoder.parameters():
+        parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
+
+
+def _norms(decoder: Decoder) -> str:
+    """The first parameter whose gradient isn't finite, and the layer with the largest gradient that is."""
+    norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
+    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    first = f"not finite in {bad[0]} and {len(bad) - 1} of {len(norms)} others" if bad else "finite in each parameter"
+    largest = max(finite, key=finite.get, default="")
+    return first + (f", largest finite norm {finite[largest]:.3g} in {largest}" if largest else "")
+
+
+# ---------------------------------------------------------------- the module
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from lm.evaluation.measurement import Measurement
 from lm.model.device import Resolved
 from lm.progress import StepProgress
 from lm.training.launcher import Launcher
-from lm.training.metrics import MetricLog
+from lm.training.mirror import MetricLog
 
 
 @dataclass(frozen=True)
