@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from lm.diagnostics.critical import compared, samples
+from lm.diagnostics.limits import compared, samples
 
 
 def test_it_is_the_first_number_of_keys_that_is_not_rejected():

@@ -9,7 +9,7 @@ from torch import Tensor
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, make_normalizer
-from lm.diagnostics.jacobian import directions, finite_difference, spectral_norm
+from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 
 KEYS = 24
 

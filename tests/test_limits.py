@@ -17,8 +17,7 @@ from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.limits import family
 from lm.diagnostics.measured import Measures
-from lm.diagnostics.rows import AttentionRows
-from lm.diagnostics.statistic import Values
+from lm.diagnostics.rows import AttentionRows, Values
 from lm.diagnostics.theorems import DISTANCES, SEPARABLE, few, many, means, octaves
 from lm.evaluation.diagnostic_pictures import draw
 from lm.model.attention_stream import attention_blocks

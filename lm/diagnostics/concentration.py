@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.diagnostics import sparsity
-from lm.diagnostics.rows import AttentionRows
-from lm.diagnostics.statistic import Family, Statistic
+from lm.diagnostics.rows import AttentionRows, Family, Statistic
 
 MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 NO_FIRST = ", no first"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics import concentration, limits, sparsity_statistics
-from lm.diagnostics.statistic import Family
+from lm.diagnostics.rows import Family
 
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {
     "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),

@@ -6,7 +6,8 @@ option, `eval.diagnostics.limits`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,12 +15,64 @@ from torch import Tensor
 
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
-from lm.diagnostics.critical import Compared, compared, samples
 from lm.diagnostics.measured import mean, visible_keys
-from lm.diagnostics.rows import AttentionRows
-from lm.diagnostics.statistic import Accumulated, Derived, Family, Statistic, Values
+from lm.diagnostics.rows import Accumulated, AttentionRows, Derived, Family, Statistic, Values
 from lm.diagnostics.theorems import DIFFERENCES, DISTANCES, SEPARABLE, Theorems, few, many, means, octaves, parts
 from lm.runs.series import Axis
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two samples, such as heads' mean distances of the largest weights and of random keys, compared for each number of keys N.
+
+    Attributes:
+        counts: the numbers N.
+        statistic: (G,) largest difference of the two distribution functions, D; NaN where a sample is empty.
+        p: (G,) p values of the two-sided test.
+        size: values in each sample; D of two small samples is large by chance.
+    """
+
+    counts: Sequence[int]
+    statistic: np.ndarray
+    p: np.ndarray
+    size: int
+
+    def critical(self, level: float) -> float:
+        """The smallest N at which the test at `level` does not reject that the samples are of one distribution; NaN if it does at all N."""
+        accepted = np.flatnonzero(self.p >= level)
+        return float(self.counts[accepted[0]]) if len(accepted) else float("nan")
+
+
+def compared(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> Compared:
+    """Two samples of equal size for each N, (size, G); values that are not finite are left out."""
+    from scipy.stats import ks_2samp
+
+    results = []
+    for one, other in zip(first.T, second.T, strict=True):
+        one, other = one[np.isfinite(one)], other[np.isfinite(other)]
+        results.append(ks_2samp(one, other) if len(one) and len(other) else (np.nan, np.nan))
+    statistic, p = np.array(results, dtype=float).T
+    return Compared(counts, statistic, p, len(first))
+
+
+def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
+    """Means by head as a sample of about `size` values, so that models with other numbers of heads are tested with equal power: (size', G).
+
+    With fewer heads each one's sequences are dealt into several groups, of which each gives a mean: as many as `size` needs, at most one a
+    sequence. With more heads, an evenly spread part of them is taken.
+
+    sums: (N, heads, G), of N sequences; rows: (N, heads, G), how many rows are in each.
+    """
+    sequences, heads, _ = sums.shape
+    groups = min(sequences, -(-size // heads))
+    with np.errstate(invalid="ignore"):
+        means = [sums[start::groups].sum(0) / rows[start::groups].sum(0) for start in range(groups)]
+    found = np.concatenate(means)
+    return found[np.linspace(0, len(found) - 1, min(size, len(found))).round().astype(int)]
+
+
+# ---------------------------------------------------------------- the family
+
 
 LEVELS = (0.01, 0.05)  # both levels that the paper names, in tests for the critical number of keys
 TESTED = (1, 2, 4)  # places in `DISTANCES` of the expectations that the largest weights are compared with

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.data.batches import Batch
-from lm.diagnostics.rows import LEAST_KEYS, AttentionRows
-from lm.diagnostics.statistic import Family, Values
+from lm.diagnostics.rows import LEAST_KEYS, AttentionRows, Family, Values
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.runs.series import Axis
