@@ -11,7 +11,7 @@ from lm.config.inference_config import AsTrained, Interpolation
 from lm.config.model_config import Rope
 from lm.config.rope_scaling import LinearScaling, Llama3Scaling, TrainedScaling, YarnScaling
 from lm.errors import ConfigError
-from lm.huggingface.rope_fields import write_rope
+from lm.huggingface.fields import write_rope
 from lm.model.rope import frequencies, rope_rotation
 
 SCALINGS = [

@@ -9,8 +9,7 @@ from typing import ClassVar
 from lm.attention.catalogue import Layers
 from lm.attention.options import Options, Softmax, Window
 from lm.config.model_config import Learned, ModelConfig
-from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
-from lm.huggingface.rope_fields import read_rope, write_rope
+from lm.huggingface.fields import FIXED, IRRELEVANT, Fields, read_rope, write_rope
 from lm.schema import Plain
 
 MOST_LAYERS = 10**4
