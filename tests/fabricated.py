@@ -11,11 +11,9 @@ import numpy as np
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.checkpoints import link_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, measuring_code
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, step_path, write_sealed
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path, write_sealed
 from lm.runs.metadata import FORMAT
-from lm.runs.metric_log import log_seal
-from lm.runs.series import Sample, Series
-from lm.runs.validation import validation_series
+from lm.runs.series import Sample, Series, validation_series
 from lm.schema import Plain
 
 DOCUMENTS = 24

@@ -15,8 +15,7 @@ from lm.results.sections import Line
 from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
 from lm.runs.folder import sealed
 from lm.runs.record import read_run
-from lm.runs.series import Axis, Sample, Series, Shown
-from lm.runs.validation import validation_series
+from lm.runs.series import Axis, Sample, Series, Shown, validation_series
 from lm.statistics.intervals import Interval
 
 SEQ_LEN = 64

@@ -16,8 +16,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import METRICS
-from lm.runs.metric_log import read_metrics
+from lm.runs.folder import METRICS, read_metrics
 from lm.training.module import TrainModule, gradient_norms, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.train import train
 

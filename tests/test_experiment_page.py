@@ -26,8 +26,7 @@ from lm.results.differences import differences_along
 from lm.results.pictures import Panel, Trace, picture
 from lm.results.tables import Column
 from lm.runs.evaluations import evaluation_path
-from lm.runs.folder import CONFIG, METRICS
-from lm.runs.metric_log import DIVERGED
+from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.series import Axis, Sample, Series, Shown, selects
 
 STEPS = 200

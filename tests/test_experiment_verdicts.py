@@ -21,8 +21,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import findings, summary
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
-from lm.runs.series import Axis, Sample, Series, selects
-from lm.runs.validation import validation_series
+from lm.runs.series import Axis, Sample, Series, selects, validation_series
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
 

@@ -24,8 +24,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 from lm.machine import born
-from lm.runs.folder import read_json, step_path
-from lm.runs.metric_log import MetricTail
+from lm.runs.folder import MetricTail, read_json, step_path
 from lm.training.train import find_checkpoint, train
 
 

@@ -21,8 +21,7 @@ from lm.experiments.jobs import Jobs, claim_name
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.runs.folder import write_json
-from lm.runs.metric_log import MetricTail
+from lm.runs.folder import MetricTail, write_json
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),

@@ -12,8 +12,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.runs.folder import ENVIRONMENT, METRICS, read_json
-from lm.runs.metric_log import read_metrics
+from lm.runs.folder import ENVIRONMENT, METRICS, read_json, read_metrics
 from lm.training.mirror import wandb_mode
 from lm.training.train import train
 

@@ -10,8 +10,7 @@ from reported import asked, build_run, compared, edit, first_sample, fraction_ri
 from lm.results.html import write_report
 from lm.results.overview import overview
 from lm.runs.record import read_run
-from lm.runs.series import Sample
-from lm.runs.validation import validation_series
+from lm.runs.series import Sample, validation_series
 from lm.statistics.intervals import Interval, effective_trials, wilson
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")

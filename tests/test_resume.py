@@ -27,8 +27,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files
 from lm.runs.folder import read_json, steps_saved
 from lm.runs.loading import load
-from lm.runs.series import Series
-from lm.runs.validation import selecting, selection_loss
+from lm.runs.series import Series, selecting, selection_loss
 from lm.training.train import train
 
 # options, and the steps that the run is killed after

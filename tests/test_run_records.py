@@ -15,9 +15,9 @@ from lm.errors import RunError
 from lm.results.comparison import compare
 from lm.results.html import write_report
 from lm.runs.evaluations import Evaluation, read_evaluation
-from lm.runs.metric_log import PEAK_MEMORY, peak_memory, training_seconds
+from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
-from lm.runs.validation import UNIGRAM
+from lm.runs.series import UNIGRAM
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_table
 from lm.model.device import Device
 from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
-from lm.runs.folder import METRICS, json_bytes, sealed
-from lm.runs.metric_log import DIVERGED
+from lm.runs.folder import DIVERGED, METRICS, json_bytes, sealed
 from lm.runs.record import read_run
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}

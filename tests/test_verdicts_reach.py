@@ -22,7 +22,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary, tuning_table
 from lm.results.tables import csv_text
-from lm.runs.validation import validation_series
+from lm.runs.series import validation_series
 from lm.statistics.intervals import over_seeds
 from lm.statistics.reach import tokens_to_reach
 from lm.statistics.verdicts import Comparison, verdicts

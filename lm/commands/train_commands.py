@@ -98,7 +98,7 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """
     paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
     from lm.config.load import load
-    from lm.runs.weights_shape import with_shape_of
+    from lm.runs.model_folder import with_shape_of
 
     loaded = load(arguments, with_shape_of)
     from lm.training.train import train

@@ -15,7 +15,7 @@ from lm.data.store import Store
 from lm.files import plain_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.runs import weights_file
+from lm.runs import checkpoints
 from lm.runs.evaluations import measuring_code
 from lm.runs.series import Series
 from lm.schema import Plain
@@ -96,4 +96,4 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
 def weights_sha256(model: nn.Module) -> str:
     """A sha256 over all parameters and buffers with their names and types: that of `state_dict` in a checkpoint of the model."""
-    return weights_file.weights_sha256(model.state_dict())
+    return checkpoints.weights_sha256(model.state_dict())

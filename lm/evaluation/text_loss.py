@@ -9,8 +9,7 @@ from lm.evaluation.measurement import Measurement, Progress
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.inference import for_inference
-from lm.runs.series import Axis, Sample, Series, Shown
-from lm.runs.validation import KIND, LOSS, validation_series
+from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, validation_series
 from lm.schema import Plain, to_plain
 
 

@@ -8,8 +8,7 @@ from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.experiments.tuning_tables import Tried
-from lm.runs.folder import METRICS
-from lm.runs.metric_log import PEAK_MEMORY, peak_memory, read_metrics, training_seconds
+from lm.runs.folder import METRICS, PEAK_MEMORY, peak_memory, read_metrics, training_seconds
 
 _PLACE = ("size", "arm", "stage", "rate", "seed")
 

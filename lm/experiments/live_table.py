@@ -24,8 +24,7 @@ from lm.experiments.procedure import Run
 from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
 from lm.results.tables import from_lines, grid
-from lm.runs.folder import METRICS
-from lm.runs.metric_log import MetricTail
+from lm.runs.folder import METRICS, MetricTail
 
 REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 10.0  # between looks at what other processes work on

@@ -16,8 +16,7 @@ from lm.results.differences import AlongAxis, differences_along, values_along
 from lm.results.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
 from lm.results.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
 from lm.results.sections import Section
-from lm.runs.folder import METRICS
-from lm.runs.metric_log import Curve, curve, read_metrics
+from lm.runs.folder import METRICS, Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain
 

@@ -15,9 +15,8 @@ from lm.experiments.summary import crossed_runs
 from lm.results.comparison import Comparison, show
 from lm.results.descriptions import how_measured
 from lm.results.tables import Cell, Column, Table, digits, four_digits, signed
-from lm.runs.folder import METRICS
+from lm.runs.folder import METRICS, peak_memory, training_seconds
 from lm.runs.identity import starts
-from lm.runs.metric_log import peak_memory, training_seconds
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds

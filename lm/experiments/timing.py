@@ -27,9 +27,8 @@ from lm.experiments.slots import Devices, Slots
 from lm.files import unfinished, write_text
 from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import ENVIRONMENT, METRICS, read_json, write_json
+from lm.runs.folder import ENVIRONMENT, METRICS, read_json, step_seconds, training_seconds, write_json
 from lm.runs.identity import starts
-from lm.runs.metric_log import step_seconds, training_seconds
 from lm.schema import flatten, to_plain
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, SINGLE
 from lm.huggingface.tokenizer_files import TOKENIZER_CONFIG
 from lm.model.spec import ModelSpec
+from lm.runs.checkpoints import Described, write_weights
 from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
-from lm.runs.weights_file import Described, write_weights
 from lm.schema import Plain
 
 MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations

@@ -17,9 +17,9 @@ from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
 from lm.huggingface.tokenizer_files import checked, named_tokenizer, read_tokenizer, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
+from lm.runs.checkpoints import Described
 from lm.runs.folder import TOKENIZER, read_json
 from lm.runs.model_folder import write_model
-from lm.runs.weights_file import Described
 from lm.schema import Plain, to_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -27,7 +27,7 @@ from lm.results.pictures import (
     token_unit,
 )
 from lm.results.sections import Arm, Line, Section
-from lm.runs.metric_log import Curve
+from lm.runs.folder import Curve
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
 
 

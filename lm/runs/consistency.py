@@ -12,9 +12,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line, shown
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
-from lm.runs.folder import METRICS, check_fields, read_json
+from lm.runs.folder import EMPTY_LOG, METRICS, check_fields, is_altered, read_json
 from lm.runs.metadata import SEALS, SHA256, without_tensors
-from lm.runs.metric_log import EMPTY_LOG, is_altered
 from lm.schema import Plain, to_plain
 
 # Entries of environment.json that a resumed run goes by; a model without a training run of its own lacks some.

@@ -11,10 +11,8 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.runs import identity
 from lm.runs.consistency import check_measured
 from lm.runs.evaluations import Evaluation, last_evaluations
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, read_json, require_run
-from lm.runs.metric_log import Curve, curve, read_metrics
-from lm.runs.series import Series
-from lm.runs.validation import KIND, validation_series
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, curve, read_json, read_metrics, require_run
+from lm.runs.series import KIND, Series, validation_series
 from lm.schema import Plain, flatten
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")

@@ -26,7 +26,7 @@ from lm.evaluation.held_out import validation_sequences
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
 from lm.runs.folder import command_line
-from lm.runs.validation import selecting
+from lm.runs.series import selecting
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups

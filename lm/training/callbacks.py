@@ -26,10 +26,9 @@ from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.results.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PROFILE, step_of, step_path, steps_saved
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, step_of, step_path, steps_saved
 from lm.runs.metadata import FORMAT
-from lm.runs.metric_log import PEAK_MEMORY, log_seal
-from lm.runs.validation import selection_loss
+from lm.runs.series import selection_loss
 from lm.training.lightning import L
 from lm.training.module import Named, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.optimizers import named_state

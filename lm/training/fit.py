@@ -22,9 +22,22 @@ from lm.results.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path, last_evaluations
-from lm.runs.folder import BEST, CHECKPOINTS, CONFIG, ENVIRONMENT, EVALUATIONS, LAST, METRICS, TOKENIZER, step_path, write_json
+from lm.runs.folder import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    DIVERGED,
+    ENVIRONMENT,
+    EVALUATIONS,
+    LAST,
+    METRICS,
+    TOKENIZER,
+    read_metrics,
+    step_path,
+    truncate_metrics,
+    write_json,
+)
 from lm.runs.loading import Loaded
-from lm.runs.metric_log import DIVERGED, read_metrics, truncate_metrics
 from lm.runs.model_folder import TOKENIZER_SHA256
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment

@@ -17,8 +17,7 @@ from lm.config.load import load
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
 from lm.machine import stop_with_parent
-from lm.runs.folder import METRICS
-from lm.runs.metric_log import read_metrics, step_seconds
+from lm.runs.folder import METRICS, read_metrics, step_seconds
 from lm.training.preflight import check_before_data
 from lm.training.train import train
 

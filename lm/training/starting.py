@@ -17,11 +17,21 @@ from lm.model.swapped import swapped
 from lm.runs.checkpoints import is_saved
 from lm.runs.consistency import trained_config
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import BEST, CHECKPOINTS, EVALUATIONS, METRICS, TOKENIZER, check_fields, step_of, step_path, steps_saved
+from lm.runs.folder import (
+    BEST,
+    CHECKPOINTS,
+    EVALUATIONS,
+    METRICS,
+    TOKENIZER,
+    check_fields,
+    step_of,
+    step_path,
+    steps_saved,
+    truncate_metrics,
+)
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
-from lm.runs.metric_log import truncate_metrics
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 
