@@ -1,5 +1,13 @@
-"""What a decoder costs: parameters, FLOPs."""
+"""What a decoder costs: parameters, FLOPs, and the steps of a run whose length is given by its size."""
 
+import math
+from dataclasses import replace
+
+import torch
+
+from lm.config.checks import check_steps
+from lm.config.tree import Config
+from lm.errors import ConfigError
 from lm.model.decoder import Decoder, is_normalizer
 
 
@@ -23,3 +31,34 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
         matrices += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * (config.key_dims + config.value_dims)
     return 6 * matrices + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
+
+
+# ---------------------------------------------------------------- steps by size
+
+
+def steps_of(config: Config, vocab_size: int) -> int:
+    """Optimizer steps of a run: as given, or as many as `tokens_per_parameter` takes, rounded up.
+
+    What is counted are all parameters but those of normalizers, so that models that differ in the normalizer alone train equally long.
+    """
+    trainer = config.trainer
+    if trainer.max_steps:
+        return trainer.max_steps
+    with torch.device("meta"):
+        counted = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))
+    tokens = trainer.tokens_per_parameter * (counted["total"] - counted["normalizer"])
+    return math.ceil(tokens / config.optim.batch_tokens)
+
+
+def with_steps(config: Config, vocab_size: int) -> Config:
+    """The configuration with its number of steps in `trainer.max_steps`, in place of `tokens_per_parameter`.
+
+    Raises:
+        ConfigError: the steps leave no room for something.
+    """
+    if config.trainer.max_steps:
+        return config
+    known = replace(config, trainer=replace(config.trainer, max_steps=steps_of(config, vocab_size), tokens_per_parameter=None))
+    if problems := check_steps(known):
+        raise ConfigError(problems)
+    return known

@@ -12,9 +12,9 @@ from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.tasks.generators import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
+from lm.model.counts import with_steps
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
-from lm.model.horizon import with_steps
 from lm.runs.consistency import config_problems, trained_config
 from lm.runs.loading import Loaded, load
 from lm.runs.metadata import load_metadata

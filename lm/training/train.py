@@ -31,7 +31,7 @@ def train(config: Config) -> int:
         with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as unlocked:
             if unlocked:
                 print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
-            from lm.model.horizon import with_steps  # torch takes seconds to import; errors above don't need it
+            from lm.model.counts import with_steps  # torch takes seconds to import; errors above don't need it
             from lm.training.preflight import check_before_data
 
             config, source = check_before_data(config, checkpoint)
