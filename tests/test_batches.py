@@ -11,8 +11,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config.data_config import DataConfig, Files, TrainedTokenizer
-from lm.config.lengths_config import Curriculum, DocumentLengths, FixedLength, MixedLengths
+from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
 from lm.config.load import load
 from lm.data.batches import (
     BLOCK,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lm.config.canonical import canonical, differences
-from lm.config.effects import function_of
+from lm.config.effects import canonical, differences, function_of
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.runs.identity import arm

@@ -8,8 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm.config.inference_config import AsTrained, Interpolation
-from lm.config.model_config import Rope
-from lm.config.rope_scaling import LinearScaling, Llama3Scaling, TrainedScaling, YarnScaling
+from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
 from lm.errors import ConfigError
 from lm.huggingface.fields import write_rope
 from lm.model.rope import frequencies, rope_rotation

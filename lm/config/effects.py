@@ -2,10 +2,58 @@
 
 from functools import lru_cache
 
-from lm.config.canonical import canonical
+from lm.attention.catalogue import Layers
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.schema import Effect, Plain, effect, flatten, reference, to_plain
+from lm.schema import Effect, Plain, build, effect, flatten, reference, to_plain
+
+
+def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
+    """A configuration (plain data, as in config.yaml) with each null of `model` resolved and each list of normalizers at its shortest.
+
+    Configurations of one model are equal in this form. Imports no plugin; a model that can't be read stays as it is.
+    """
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return config
+    problems = []
+    read = build(ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems)
+    if problems:
+        return config
+    resolved = {name: value for name, value in read.block.resolved(read).items() if name in model}
+    found = {**config, "model": _with_shortest_list({**model, **resolved}, read.n_layer)}
+    if isinstance(phases := config.get("phases"), list):
+        found["phases"] = [_with_shortest_list(phase, read.n_layer) for phase in phases]
+    return found
+
+
+def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
+    """The dotted keys in which two configurations (plain data) differ, with the values of both; None where a key is absent.
+
+    Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`, and
+    without the options of a block whose `name` differs.
+    """
+    written = [flatten(one) for one in (ours, theirs)]
+    meant = [flatten(canonical(one)) for one in (ours, theirs)]
+    values = {key: tuple(one.get(key) for one in meant) for key in (*meant[0], *meant[1])}
+    apart = {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
+    renamed = tuple(key.removesuffix("name") for key in apart if key.endswith(".name"))
+    return {key: both for key, both in apart.items() if key.endswith(".name") or not key.startswith(renamed)}
+
+
+def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
+    """A block whose `normalizer`, if it is a list that repeats itself over the layers, is the shortest list of that effect."""
+    normalizer = block.get("normalizer") if isinstance(block, dict) else None
+    listed = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
+    if not isinstance(listed, list) or not listed:
+        return block
+    by_layer = [listed[layer % len(listed)] for layer in range(n_layer)]
+    period = next(size for size in range(1, n_layer + 1) if by_layer == [by_layer[layer % size] for layer in range(n_layer)])
+    return {**block, "normalizer": by_layer[0] if period == 1 else {**normalizer, "of": by_layer[:period]}}
+
+
+# ---------------------------------------------------------------- what a key affects
+
 
 LEARNED = ("model", "training", "numerics")  # effects on what a run learns, its seed aside
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from lm.attention.options import Options, shown
-from lm.config.model_config import Position
-from lm.config.rope_scaling import divided_below, order_problems
+from lm.config.model_config import Position, divided_below, order_problems
 from lm.errors import Problem
 from lm.schema import key, variant
 

@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch. `lm.config.load` reads it, `lm.config.checks` finds contradictions in it."""
+"""The configuration: one tree of dataclasses, without torch. `lm.config.load` reads it, `lm.config.load` finds contradictions in it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import DataConfig
-from lm.config.lengths_config import SHORTEST_PIECE, SequenceLengths
+from lm.config.data_config import SHORTEST_PIECE, DataConfig, SequenceLengths
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from lm.config.eval_config import SUITES
-from lm.config.interpolation import interpolated
 from lm.config.load import merge, overrides_in, parse, read_yaml
 from lm.config.tree import Config
+from lm.config.yaml_text import interpolated
 from lm.data.prepare import check_sequences, prepare, store_of, summary
 from lm.data.store import Store
 from lm.errors import ConfigError, RunError, shown

@@ -10,9 +10,9 @@ from typing import Literal
 
 from lm.attention.plugins import PLUGINS
 from lm.config.effects import effect_of
-from lm.config.interpolation import interpolated
 from lm.config.load import merge, parse
 from lm.config.tree import Config
+from lm.config.yaml_text import interpolated
 from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm, nested
 from lm.experiments.tuning_tables import Tried

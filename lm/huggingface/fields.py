@@ -4,8 +4,7 @@ from collections.abc import Container
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from lm.config.model_config import Rope
-from lm.config.rope_scaling import LinearScaling, Llama3Scaling, TrainedScaling, Unscaled, YarnScaling
+from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, Unscaled, YarnScaling
 from lm.errors import RunError, abbreviated, shown
 from lm.schema import Plain, convert, type_name
 

@@ -14,8 +14,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from lm.config.model_config import Rope
-from lm.config.rope_scaling import Llama3Scaling
+from lm.config.model_config import Llama3Scaling, Rope
 from lm.errors import RunError, one_line
 from lm.huggingface.fields import THETA, Fields, write_rope
 from lm.model.rope import AS_TRAINED, frequencies

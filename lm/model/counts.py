@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from lm.config.checks import check_steps
+from lm.config.load import check_steps
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, is_normalizer

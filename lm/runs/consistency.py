@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lm.config.canonical import differences
-from lm.config.effects import effect_of
+from lm.config.effects import differences, effect_of
 from lm.config.eval_config import EvalConfig
 from lm.config.load import parse
 from lm.config.tree import Config

@@ -3,8 +3,7 @@
 import hashlib
 import json
 
-from lm.config.canonical import canonical
-from lm.config.effects import is_learned, recorded_per_start
+from lm.config.effects import canonical, is_learned, recorded_per_start
 from lm.schema import Plain, flatten
 
 _DIFFERS_ALWAYS = ("step", "time", "command")

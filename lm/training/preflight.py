@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from lm.attention.normalizer import make_normalizer
-from lm.config.canonical import differences
-from lm.config.effects import effect_of
+from lm.config.effects import differences, effect_of
 from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.tasks.generators import symbol_tokenizer
