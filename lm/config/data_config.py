@@ -1,4 +1,4 @@
-"""The keys of `data`: sources, tokenizers, tasks, and how they become sequences."""
+"""The keys of `data`: sources, tokenizers, tasks, lengths, and how they become sequences."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What follows from the effects of the keys: which keys distinguish experimental arms, and which define a model's function."""
+"""The effects of the keys: which distinguish experimental arms, which define a model's function; and one form for all ways to write it."""
 
 from functools import lru_cache
 

@@ -1,7 +1,7 @@
 """Configurations from YAML files and overrides, and back.
 
 `load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one
-`ConfigError` with every problem. Nothing here imports torch.
+`ConfigError` with every problem, those that involve several keys included. Nothing here imports torch.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The keys of `model`: the decoder's dimensions and architecture."""
+"""The keys of `model`: the decoder's dimensions and architecture, and RoPE's frequencies."""
 
 import math
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""YAML as plain data, and back: the text of configuration files and of the values of overrides.
+"""YAML as plain data, and back, with its ${...}: the text of configuration files and of the values of overrides.
 
 A text may be anything, by mistake or by intent. It is bounded in size, depth and expansion while it is parsed, so that none
 takes long, fills the memory or exceeds the interpreter's recursion limit.

@@ -1,6 +1,7 @@
 """Which tokens a run reads: the global batch of step t is a pure function of (store, seed, t).
 
 It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
+That holds for the lengths of sequences and for the draws among several streams, too: the options are in lm/config/data_config.py.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""`lm data inspect`: what is in a token store, in the terminal and as a picture."""
+"""`lm data inspect`: what is in a token store and which held-out text its training text repeats, in the terminal and as a picture."""
 
 from collections.abc import Iterator
 from pathlib import Path

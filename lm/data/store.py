@@ -1,4 +1,4 @@
-"""The token store: a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
+"""The token store, read and written: a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
 
     train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): where each document begins, in tokens

@@ -1,4 +1,7 @@
-"""Local files as documents: plain text, .jsonl (.ndjson) and .parquet, the first two also compressed."""
+"""Local files as documents: plain text, .jsonl (.ndjson) and .parquet, the first two also compressed.
+
+`column_texts` and `Unreadable` serve all readers of text.
+"""
 
 import codecs
 import difflib

@@ -1,7 +1,7 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file.
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file: a tokenizer.json, or GPT-2's
+or tiktoken's files.
 
-The `tokenizers` library is called here and where tokenizers are made of other files (`rank_files`, `lm.huggingface`) alone: all that it
-raises becomes a DataError.
+The `tokenizers` library is called here and in `lm.huggingface` alone: all that it raises becomes a DataError.
 """
 
 import base64

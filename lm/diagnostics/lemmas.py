@@ -2,11 +2,9 @@
 how fast they change.
 
 Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n, where C1 and C2 are the least and largest F of the scores
-over the other. Lemma 2: `lm.diagnostics.lemmas`.
-
-How fast weights change with scores: the Jacobian d weights / d scores of each row, and finite differences in one direction.
-
-Both work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`), which treats each row by itself.
+over the other. Lemma 2 bounds how fast weights change with scores: the Jacobian d weights / d scores of each row, and finite differences in
+one direction. Both work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`), which treats each row by
+itself.
 
 Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). As a spectral norm that is wrong: its
 supremum is 1 / (2 T), of two equal leading scores; 1 / (4 T) bounds the largest entry; sqrt 2 bounds the distance of two rows of weights,

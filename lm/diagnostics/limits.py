@@ -1,8 +1,8 @@
 """The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821) of a model's attention: the family `limits` of statistics.
 
-Lemmas 1 and 2 by row: `lm.diagnostics.lemmas`. Theorems 1 and 2 and the critical number of keys: made here of the sums of
-`lm.diagnostics.theorems`. What the paper leaves open (which vectors, divided by their length or not, with or without the first token) is an
-option, `eval.diagnostics.limits`.
+Lemmas 1 and 2 by row: `lm.diagnostics.lemmas`. Theorems 1 and 2 and the critical number of keys (Algorithm 3, by two-sample
+Kolmogorov-Smirnov tests) follow here from the sums of `lm.diagnostics.theorems`. What the paper leaves open (which vectors, divided by
+their length or not, with or without the first token) is an option, `eval.diagnostics.limits`.
 """
 
 import math

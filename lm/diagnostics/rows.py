@@ -1,4 +1,4 @@
-"""Rows of attention: the scores and the weights of single queries over the keys that they see, which all statistics are made of.
+"""Rows of attention, the scores and the weights of single queries over the keys that they see; and statistics, functions of rows.
 
 Shapes: H heads, T queries, S keys; one sequence at a time.
 """

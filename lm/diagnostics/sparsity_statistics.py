@@ -4,8 +4,8 @@ Moments are those of the normalizer's scores, every scale and temperature includ
 has a closed form of its own: S of the product of both is the product of theirs. With shuffled scores the two cannot be told apart any more,
 and weights with such a part have no closed form there.
 
-How much of a head's attention follows from positions alone: the fraction of the weights' variance that the position of the key
-explains, or its distance from the query, whatever the tokens are.
+A head's attention that follows from positions alone is measured beside it: the fraction of the weights' variance that the position of the
+key explains, or its distance from the query, whatever the tokens are.
 
 A query's weights are standardised over the keys that it sees (mean 0, variance 1), so that every query counts alike. The mean of these
 values at a key position (or distance) is the effect of that place, and the mean of its square is the fraction of the variance that places

@@ -1,9 +1,9 @@
-"""Theorems 1 and 2 (`lm.diagnostics.theorems`) and the temperatures of Lemma 2 (`lm.diagnostics.lemmas`), summed over a model's rows.
+"""Theorems 1 and 2 and the temperatures of Lemma 2 (`lm.diagnostics.lemmas`), summed over a model's rows.
 
 Each gives (H, P): of P = octaves x 2 x quantities x points numbers of a head the sums over the rows of an octave of visible keys, and how
 many rows are in each. Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G points.
 
-How far a query's weighted keys lie from the sum of some of them: Theorems 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821).
+Both theorems (Mudarisov et al. 2025, arXiv 2508.17821) say how far a query's weighted keys lie from the sum of some of them.
 
 A query gives keys i the weights a_i; x_i is a vector of each key. For a set I of N keys, s = sum over I of a_i x_i, and
 

@@ -1,4 +1,4 @@
-"""`lm export --format hf`: a model as a plain GPT-2, Llama or Qwen folder that transformers loads without code of ours."""
+"""`lm export --format hf`: a model and its card as a plain GPT-2, Llama or Qwen folder that transformers loads without code of ours."""
 
 import json
 from collections.abc import Iterator

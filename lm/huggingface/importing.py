@@ -1,4 +1,4 @@
-"""`lm import`: a pretrained model of Hugging Face, or a GGUF file, as a model folder."""
+"""`lm import`: a pretrained model of Hugging Face, or a GGUF file, as a model folder; its tensors are read from safetensors."""
 
 import math
 from collections.abc import Iterable, Iterator

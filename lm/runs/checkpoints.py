@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically, verified byte by byte before use, read without executing anything."""
+"""Checkpoint and weights files: written atomically, verified byte by byte before use, read without executing anything."""
 
 import hashlib
 import json

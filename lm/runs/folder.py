@@ -1,4 +1,4 @@
-"""Run folders: the only thing that training leaves behind and everything after it reads."""
+"""Run folders: the only thing that training leaves behind and everything after it reads; metrics.jsonl among it."""
 
 import hashlib
 import itertools

@@ -1,4 +1,7 @@
-"""Model folders written: safetensors, a description with a sha256 of each tensor, and the tokenizer. `lm.runs.loading` reads them."""
+"""Model folders written: safetensors, a description with a sha256 of each tensor, and the tokenizer. `lm.runs.loading` reads them.
+
+`with_shape_of` gives a new run the shape of such weights.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

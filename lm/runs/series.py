@@ -1,4 +1,7 @@
-"""Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone."""
+"""Series: what every evaluation gives, and all that tables, pictures, differences and reports are made of. Needs numpy alone.
+
+The series of the validation loss, which selects rates and checkpoints, is built here, too.
+"""
 
 import hashlib
 import typing

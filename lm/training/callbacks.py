@@ -1,4 +1,4 @@
-"""What happens around the optimizer steps: metrics, evaluation, progress, stopping on a signal."""
+"""What happens around the optimizer steps: metrics, evaluation, progress, checkpoints, a profile, stopping on a signal."""
 
 import math
 import os

@@ -1,9 +1,8 @@
-"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step.
+"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step; and what is logged of it.
 
-What is logged of a model while it trains, beside loss and speed: of its normalizers, and what `log.dynamics` names.
-
-Metrics are named `WHAT/layerL/headH`, or `WHAT/layerL` of what has no heads; layers and heads count from 0. Values stay on the device
-until `transferred` brings all of them to the host at once.
+Beside loss and speed these are numbers of its normalizers and what `log.dynamics` names. Metrics are named `WHAT/layerL/headH`, or
+`WHAT/layerL` of what has no heads; layers and heads count from 0. Values stay on the device until `transferred` brings all of them to the
+host at once.
 """
 
 import math

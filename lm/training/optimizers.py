@@ -1,4 +1,4 @@
-"""Optimizers: their builders, the groups of parameters, learning rates, and state by parameter name.
+"""Optimizers: Muon, their builders, the groups of parameters, learning rates, and state by parameter name.
 
 A new optimizer is an options class and its row in `lm.config.training_config.OPTIMIZERS`, and a builder here in `BUILDERS`. One that
 treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.

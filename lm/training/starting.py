@@ -1,4 +1,4 @@
-"""What a phase of a run starts from: random weights, those of another run, or a checkpoint; and what is refused."""
+"""What a phase of a run starts from: random weights, those of another run, or a checkpoint with its run's state; and what is refused."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""The sequences of every synthetic task: a pure function of (task, seed, index, length)."""
+"""The sequences of every synthetic task: a pure function of (task, seed, index, length); and the token store of a run without text."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
