@@ -20,7 +20,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics.families import families
-from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, orders
+from lm.diagnostics.measures import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, orders
 from lm.diagnostics.rows import LEAST_KEYS, Values, query_indices
 from lm.evaluation.diagnostics import describe
 from lm.evaluation.held_out import HeldOut

@@ -16,7 +16,7 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.limits import family
-from lm.diagnostics.measured import Measures
+from lm.diagnostics.measures import Measures
 from lm.diagnostics.rows import AttentionRows, Values
 from lm.diagnostics.theorems import DISTANCES, SEPARABLE, few, many, means, octaves
 from lm.evaluation.diagnostic_pictures import draw

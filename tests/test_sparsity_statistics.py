@@ -14,7 +14,7 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
 from lm.diagnostics.families import families
-from lm.diagnostics.measured import Measures, orders
+from lm.diagnostics.measures import Measures, orders
 from lm.diagnostics.rows import Values
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
-from lm.diagnostics.measured import mean, visible_keys
+from lm.diagnostics.measures import mean, visible_keys
 from lm.diagnostics.rows import Accumulated, AttentionRows, Derived, Family, Statistic, Values
 from lm.diagnostics.theorems import DIFFERENCES, DISTANCES, SEPARABLE, Theorems, few, many, means, octaves, parts
 from lm.runs.series import Axis

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.diagnostics.maps import Maps
+from lm.diagnostics.attention_maps import Maps
 from lm.runs.series import number
 
 if TYPE_CHECKING:

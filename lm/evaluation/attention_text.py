@@ -9,7 +9,7 @@ import torch
 from lm.config.inference_config import InferenceSetting
 from lm.config.load import merge, overrides_in
 from lm.data.tokenizer import encoding_of
-from lm.diagnostics.maps import Maps, attention_maps
+from lm.diagnostics.attention_maps import Maps, attention_maps
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.attention_pictures import Panels, draw
 from lm.evaluation.diagnose import check_source, config_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.diagnostics.measured import KEYS
+from lm.diagnostics.measures import KEYS
 from lm.evaluation import sparsity_picture
 from lm.evaluation.diagnostic_series import HEAD
 from lm.results.pictures import colour_and_marker, logarithmic_x

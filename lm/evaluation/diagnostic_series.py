@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lm.diagnostics.measured import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, mean, visible_keys
+from lm.diagnostics.measures import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, mean, visible_keys
 from lm.diagnostics.rows import LEAST_KEYS, Accumulated, Statistic, Values
 from lm.evaluation.held_out import HeldOut
 from lm.runs.series import Axis, Sample, Series, Shown

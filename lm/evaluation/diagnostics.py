@@ -14,7 +14,7 @@ from lm.data.batches import long_starts, validation_starts
 from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics.families import families
-from lm.diagnostics.measured import Measures, orders
+from lm.diagnostics.measures import Measures, orders
 from lm.diagnostics.rows import LEAST_KEYS, query_indices
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.diagnostic_series import Models, series_of

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lm.diagnostics.concentration import NO_FIRST
-from lm.diagnostics.measured import KEYS
+from lm.diagnostics.measures import KEYS
 from lm.diagnostics.rows import LEAST_KEYS
 from lm.diagnostics.sparsity import (
     condensation_scale,

@@ -1,4 +1,4 @@
-"""What statistics give of a model on one sequence after the other, and with its scores shuffled."""
+"""Statistics of a model on one sequence after the other, and with its scores shuffled."""
 
 import math
 import warnings
