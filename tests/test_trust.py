@@ -256,7 +256,7 @@ def test_weights_are_read_in_one_place_each():
     """Whoever reads weights by other ways reads them unverified; models of others have no checksum of ours."""
     reads = {path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text()) for path in (ROOT / "lm").rglob("*.py")}
     found = {name: {*calls} for name, calls in reads.items() if calls}
-    assert found == {"checkpoints.py": {"torch.load("}, "loading.py": {"load_file("}, "shards.py": {"safe_open("}}
+    assert found == {"checkpoints.py": {"torch.load("}, "loading.py": {"load_file("}, "importing.py": {"safe_open("}}
 
 
 @pytest.mark.parametrize("name", ["step", "tokens", "phase", "vocab_size", "data_fingerprint", "config", "plugins"])
