@@ -26,7 +26,7 @@ from lm.attention.options import Softmax
 from lm.diagnostics.concentration import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.files import write_together
-from lm.results.evaluation_tables import rows_of
+from lm.report.evaluation_tables import rows_of
 
 HEADING = "## A worked example: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"

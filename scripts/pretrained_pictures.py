@@ -9,7 +9,7 @@ from pretrained_results import WORDS, Results, octaves
 from theory_statements import TRAINED, UNTRAINED
 
 from lm.diagnostics.concentration import NO_FIRST
-from lm.results.pictures import colour_and_marker, logarithmic_x
+from lm.report.pictures import colour_and_marker, logarithmic_x
 from lm.runs.series import Series
 
 

@@ -27,7 +27,7 @@ from lm.errors import LMError, RunError
 from lm.evaluation.diagnose import diagnose
 from lm.experiments.compare import VERDICTS
 from lm.files import write_together
-from lm.results.pictures import colour_and_marker, logarithmic_x
+from lm.report.pictures import colour_and_marker, logarithmic_x
 from lm.runs.folder import CONFIG, read_config, read_json
 
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"

@@ -9,9 +9,9 @@ import numpy as np
 from fabricated import save
 
 from lm.config import load as configuration
-from lm.results.comparison import Comparison, compare
-from lm.results.differences import Difference
-from lm.results.sections import Line
+from lm.report.comparison import Comparison, compare
+from lm.report.differences import Difference
+from lm.report.sections import Line
 from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
 from lm.runs.folder import sealed
 from lm.runs.record import read_run

@@ -27,8 +27,8 @@ from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
-from lm.results.evaluation_tables import Evaluated, print_results
-from lm.results.html import write_report
+from lm.report.evaluation_tables import Evaluated, print_results
+from lm.report.html import write_report
 from lm.runs.evaluations import Evaluation
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model

@@ -22,9 +22,9 @@ from lm.experiments.page_tables import cost_table
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults, report_part
 from lm.experiments.summary import summary
-from lm.results.differences import differences_along
-from lm.results.pictures import Panel, Trace, picture
-from lm.results.tables import Column
+from lm.report.differences import differences_along
+from lm.report.pictures import Panel, Trace, picture
+from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.series import Axis, Sample, Series, Shown, selects
@@ -42,7 +42,7 @@ FILE = {
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures have their numbers, but nothing is drawn."""
-    monkeypatch.setattr("lm.results.pictures._drawn", lambda *given: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
 
 
 def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:

@@ -25,7 +25,7 @@ ROOMS = (
     "model",
     "runs",
     "statistics",
-    "results",
+    "report",
     "huggingface",
     "diagnostics",
     "evaluation",
@@ -79,9 +79,9 @@ def test_rooms_import_the_ones_before_them_only():
     assert not back
 
 
-def test_training_prints_its_last_evaluation_and_knows_nothing_else_of_results():
-    known = {other for name in MODULES for other in GRAPH[name] if (room(name), room(other)) == ("training", "results")}
-    assert known <= {"lm.results.evaluation_tables"}
+def test_training_prints_its_last_evaluation_and_knows_nothing_else_of_reports():
+    known = {other for name in MODULES for other in GRAPH[name] if (room(name), room(other)) == ("training", "report")}
+    assert known <= {"lm.report.evaluation_tables"}
 
 
 def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
@@ -90,7 +90,7 @@ def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
     while left:
         seen |= left
         left = set().union(*(GRAPH[name] for name in left)) - seen
-    without_numbers = {"__init__", "errors", "files", "machine", "progress", "results", "schema"}
+    without_numbers = {"__init__", "errors", "files", "machine", "progress", "report", "schema"}
     assert {room(name) for name in seen if name != "lm"} - without_numbers == set(MEASURING)
 
 
@@ -116,7 +116,7 @@ def test_packages_pass_nothing_on(name: str):
         "lm.cli",
         "lm.config.load",
         "lm.config.effects",
-        "lm.results.html",
+        "lm.report.html",
         "lm.runs.record",
         "lm.experiments.opening",
         "lm.experiments.frames",

@@ -8,7 +8,7 @@ from reported import build_run, compared
 
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
-from lm.results.comparison import compare
+from lm.report.comparison import compare
 from lm.runs import identity
 from lm.runs.folder import read_config, read_json
 from lm.runs.record import read_run

@@ -10,8 +10,8 @@ import pytest
 from fabricated import save
 from reported import build_run
 
-from lm.results.html import write_report
-from lm.results.layer_curves import POINTS, by_layer, layer_curves, title
+from lm.report.html import write_report
+from lm.report.layer_curves import POINTS, by_layer, layer_curves, title
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 

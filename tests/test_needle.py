@@ -21,7 +21,7 @@ from lm.evaluation.generation import generate
 from lm.evaluation.needle import NeedleMeasurement, finetuned, head_scores, trials
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.results.evaluation_tables import rows_of
+from lm.report.evaluation_tables import rows_of
 from lm.statistics.intervals import interval_of
 from lm.training.train import train
 

@@ -30,7 +30,7 @@ from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.head import Head
-from lm.results.evaluation_tables import rows_of
+from lm.report.evaluation_tables import rows_of
 from lm.schema import build
 from lm.statistics.intervals import interval_of
 from lm.training.train import train

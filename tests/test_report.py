@@ -9,12 +9,12 @@ from reported import build_run, compared, edit, first_sample, two_runs
 
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
-from lm.results.comparison import compare
-from lm.results.descriptions import methods
-from lm.results.differences import Difference
-from lm.results.html import write_report
-from lm.results.overview import Overview
-from lm.results.tables import digits, signed
+from lm.report.comparison import compare
+from lm.report.descriptions import methods
+from lm.report.differences import Difference
+from lm.report.html import write_report
+from lm.report.overview import Overview
+from lm.report.tables import digits, signed
 from lm.runs.record import read_run
 
 
@@ -26,7 +26,7 @@ def pair(tmp_path: Path) -> list[Path]:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without their picture: nothing is asked of it here."""
-    monkeypatch.setattr("lm.results.html.overview", lambda comparison: Overview("<svg ></svg>", b"", (), "", ""))
+    monkeypatch.setattr("lm.report.html.overview", lambda comparison: Overview("<svg ></svg>", b"", (), "", ""))
 
 
 def test_paired_differences_find_what_was_built_in(pair):

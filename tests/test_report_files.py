@@ -20,11 +20,11 @@ from reported import build_run, first_sample, plain, two_runs, write_evaluation,
 from rich.console import Console
 
 from lm.errors import RunError
-from lm.results.comparison import compare
-from lm.results.comparison_tables import print_comparison
-from lm.results.html import write_comparison, write_report
-from lm.results.overview import overview
-from lm.results.pictures import colour_and_marker, dashes_and_width
+from lm.report.comparison import compare
+from lm.report.comparison_tables import print_comparison
+from lm.report.html import write_comparison, write_report
+from lm.report.overview import overview
+from lm.report.pictures import colour_and_marker, dashes_and_width
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Series, Shown
 
@@ -183,7 +183,7 @@ def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
 
 
 def test_reports_import_neither_torch_nor_lightning():
-    code = "import lm.results.html, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
+    code = "import lm.report.html, sys; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'matplotlib.pyplot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

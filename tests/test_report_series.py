@@ -8,9 +8,9 @@ import pytest
 from reported import build_run, compared, edit, write_evaluation
 
 from lm.errors import RunError
-from lm.results.comparison_tables import comparison_tables
-from lm.results.html import write_report
-from lm.results.overview import overview
+from lm.report.comparison_tables import comparison_tables
+from lm.report.html import write_report
+from lm.report.overview import overview
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Sample, Series, Shown
 

@@ -22,7 +22,7 @@ from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.evaluation.measurement import Measurement
 from lm.evaluation.results import write_evaluation
-from lm.results.evaluation_tables import logged
+from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files
 from lm.runs.folder import read_json, steps_saved

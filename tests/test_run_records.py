@@ -12,8 +12,8 @@ from fabricated import save
 from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation
 
 from lm.errors import RunError
-from lm.results.comparison import compare
-from lm.results.html import write_report
+from lm.report.comparison import compare
+from lm.report.html import write_report
 from lm.runs.evaluations import Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run

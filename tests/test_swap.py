@@ -26,7 +26,7 @@ from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.model.head import Head
 from lm.model.swapped import fit, score_factors, swapped
-from lm.results.comparison import compare
+from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run

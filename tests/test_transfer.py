@@ -27,8 +27,8 @@ from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.model.transfer import gradients_to_norm, scalings
-from lm.results.comparison import compare
-from lm.results.descriptions import training_methods
+from lm.report.comparison import compare
+from lm.report.descriptions import training_methods
 from lm.runs.loading import load, save_model
 from lm.runs.record import read_run
 from lm.training.module import TrainModule

@@ -13,7 +13,7 @@ from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_means, tuning_table
-from lm.results.tables import csv_text
+from lm.report.tables import csv_text
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),

@@ -21,7 +21,7 @@ from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary, tuning_table
-from lm.results.tables import csv_text
+from lm.report.tables import csv_text
 from lm.runs.series import validation_series
 from lm.statistics.intervals import over_seeds
 from lm.statistics.reach import tokens_to_reach
@@ -139,7 +139,7 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
 
 
 def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.results.pictures._drawn", lambda *given: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     procedure = experiment(tmp_path, tune=tune)
     by_rate = {1e-3: (900, 1400), 2e-3: (700, 600), 4e-3: (900, 1400)}  # softmax, ssmax

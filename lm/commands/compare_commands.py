@@ -75,9 +75,9 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
 
     Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
     """
-    from lm.results.comparison import compare
-    from lm.results.comparison_tables import print_comparison
-    from lm.results.html import write_comparison
+    from lm.report.comparison import compare
+    from lm.report.comparison_tables import print_comparison
+    from lm.report.html import write_comparison
     from lm.runs.record import read_run
 
     comparison = compare([read_run(folder) for folder in runs], baseline)

@@ -17,7 +17,7 @@ from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.inference import for_inference
 from lm.progress import Progress
-from lm.results.tables import table_bytes
+from lm.report.tables import table_bytes
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain
 

@@ -14,7 +14,7 @@ from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_s
 from lm.evaluation.measurement import weights_sha256
 from lm.evaluation.on_text import split_configurations, text_config
 from lm.progress import Progress
-from lm.results.evaluation_tables import Evaluated, print_results, write_table
+from lm.report.evaluation_tables import Evaluated, print_results, write_table
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load

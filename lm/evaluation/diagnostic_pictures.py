@@ -11,7 +11,7 @@ import numpy as np
 from lm.diagnostics.measures import KEYS
 from lm.evaluation import sparsity_picture
 from lm.evaluation.diagnostic_series import HEAD
-from lm.results.pictures import colour_and_marker, logarithmic_x
+from lm.report.pictures import colour_and_marker, logarithmic_x
 from lm.runs.series import Series
 
 if TYPE_CHECKING:

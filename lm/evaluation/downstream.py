@@ -11,7 +11,7 @@ from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.harness import HarnessLM  # says what to install if the harness is missing
 from lm.evaluation.measurement import weights_sha256
-from lm.results.tables import Column, Table, print_tables
+from lm.report.tables import Column, Table, print_tables
 from lm.runs.evaluations import evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import load

@@ -19,7 +19,7 @@ from lm.evaluation.results import keep, kept, measured, write_evaluation
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
-from lm.results.evaluation_tables import Evaluated, print_results, write_table
+from lm.report.evaluation_tables import Evaluated, print_results, write_table
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.results.pictures import colour_and_marker
+from lm.report.pictures import colour_and_marker
 from lm.runs.series import Series, number, series_names
 from lm.statistics.intervals import interval_of
 

@@ -18,7 +18,7 @@ from lm.diagnostics.sparsity import (
     simulated_sparsity,
 )
 from lm.evaluation.diagnostic_series import HEAD
-from lm.results.pictures import DASHES, colour_and_marker
+from lm.report.pictures import DASHES, colour_and_marker
 from lm.runs.series import Series, number
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from lm.files import file_sha256, new_folder, write_text
 from lm.model.counts import count_parameters
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, score_factors, swapped
-from lm.results.evaluation_tables import Evaluated, print_results
+from lm.report.evaluation_tables import Evaluated, print_results
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json

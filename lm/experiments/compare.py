@@ -31,7 +31,7 @@ from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
 from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
-from lm.results.tables import csv_text, digits, from_lines, print_tables
+from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import json_bytes
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"

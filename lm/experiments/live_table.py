@@ -23,7 +23,7 @@ from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Run
 from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
-from lm.results.tables import from_lines, grid
+from lm.report.tables import from_lines, grid
 from lm.runs.folder import METRICS, MetricTail
 
 REFRESH_SECONDS = 1.0

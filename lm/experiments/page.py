@@ -11,11 +11,11 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary
 from lm.files import write_together
-from lm.results.comparison import show
-from lm.results.comparison_tables import comparison_tables
-from lm.results.html import inline, rendered
-from lm.results.pictures import Picture
-from lm.results.tables import Table, to_csv, to_latex
+from lm.report.comparison import show
+from lm.report.comparison_tables import comparison_tables
+from lm.report.html import inline, rendered
+from lm.report.pictures import Picture
+from lm.report.tables import Table, to_csv, to_latex
 from lm.schema import Plain
 
 PAGE = "report.html"

@@ -12,10 +12,10 @@ from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
-from lm.results.differences import AlongAxis, differences_along, values_along
-from lm.results.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
-from lm.results.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
-from lm.results.sections import Section
+from lm.report.differences import AlongAxis, differences_along, values_along
+from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
+from lm.report.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
+from lm.report.sections import Section
 from lm.runs.folder import METRICS, Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain

@@ -12,9 +12,9 @@ from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import crossed_runs
-from lm.results.comparison import Comparison, show
-from lm.results.descriptions import how_measured
-from lm.results.tables import Cell, Column, Table, digits, four_digits, signed
+from lm.report.comparison import Comparison, show
+from lm.report.descriptions import how_measured
+from lm.report.tables import Cell, Column, Table, digits, four_digits, signed
 from lm.runs.folder import METRICS, peak_memory, training_seconds
 from lm.runs.identity import starts
 from lm.runs.record import RunRecord

@@ -12,9 +12,9 @@ from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
-from lm.results.comparison import show
-from lm.results.descriptions import architecture, corpus, measuring_methods, models, training_methods
-from lm.results.tables import DIFFERENCE, Column
+from lm.report.comparison import show
+from lm.report.descriptions import architecture, corpus, measuring_methods, models, training_methods
+from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
 from lm.runs.series import selects
 from lm.schema import Plain

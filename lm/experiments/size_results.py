@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from lm.experiments.procedure import Procedure, Run
-from lm.results.comparison import Comparison, comparison_of
-from lm.results.sections import Arm
+from lm.report.comparison import Comparison, comparison_of
+from lm.report.sections import Arm
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord, read_run

@@ -9,7 +9,7 @@ from lm.experiments.judging import differences_by_rate, judge
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.tuning_tables import table_lines
-from lm.results.tables import DIFFERENCE, Column, digits
+from lm.report.tables import DIFFERENCE, Column, digits
 from lm.runs.series import Series
 from lm.schema import Plain
 from lm.statistics.intervals import Interval

@@ -23,7 +23,7 @@ from lm.files import write_text
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
-from lm.results.evaluation_tables import logged
+from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, step_of, step_path, steps_saved

@@ -18,7 +18,7 @@ from lm.machine import keep_freed_memory, threads_each
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
-from lm.results.evaluation_tables import logged, print_results
+from lm.report.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path, last_evaluations

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from lm.results.comparison import Comparison
-from lm.results.sections import Arm, Line, Section
-from lm.results.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables
+from lm.report.comparison import Comparison
+from lm.report.sections import Arm, Line, Section
+from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables
 from lm.statistics.intervals import Interval
 
 

@@ -15,13 +15,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Transform
 
-from lm.results.tables import csv_text
+from lm.report.tables import csv_text
 from lm.runs.series import number
 
 GREY = "#555555"
 FIRST_POSITION = 16  # where a picture by position begins
 SETTINGS = {
-    "svg.hashsalt": "lm.results",
+    "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
     "text.parse_math": False,
     "font.family": "DejaVu Sans",

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lm.files import write_together
-from lm.results.tables import Column, Filled, Table, digits, print_tables, table_bytes
+from lm.report.tables import Column, Filled, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation
 from lm.runs.series import Series, number, series_names
 from lm.statistics.intervals import FEWEST, interval_of

@@ -10,8 +10,8 @@ import numpy as np
 from lm.attention import catalogue
 from lm.config.effects import is_learned
 from lm.errors import RunError
-from lm.results.differences import Difference, differences, seeds_shown
-from lm.results.sections import Arm, Section, sections
+from lm.report.differences import Difference, differences, seeds_shown
+from lm.report.sections import Arm, Section, sections
 from lm.runs.identity import differing
 from lm.runs.record import RunRecord
 from lm.schema import Plain

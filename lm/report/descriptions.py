@@ -5,10 +5,10 @@ from functools import partial
 
 from lm.attention import catalogue
 from lm.config.model_config import ModelConfig
-from lm.results.comparison import Comparison, across, show
-from lm.results.comparison_tables import covered
-from lm.results.differences import seeds_shown
-from lm.results.sections import Section
+from lm.report.comparison import Comparison, across, show
+from lm.report.comparison_tables import covered
+from lm.report.differences import seeds_shown
+from lm.report.sections import Section
 from lm.runs.record import RunRecord
 from lm.schema import Plain, flatten, to_plain
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from lm.results.pictures import FIRST_POSITION
-from lm.results.sections import Arm, Line, Section, Units, units_at
+from lm.report.pictures import FIRST_POSITION
+from lm.report.sections import Arm, Line, Section, Units, units_at
 from lm.runs.series import Series, number
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, over_seeds, paired_difference, sampled
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm.results.pictures import Panel, Picture, Trace, picture, token_unit
+from lm.report.pictures import Panel, Picture, Trace, picture, token_unit
 from lm.runs.folder import METRICS, read_metrics
 from lm.runs.record import RunRecord
 from lm.schema import Plain

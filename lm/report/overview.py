@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lm.results.comparison import Comparison
-from lm.results.pictures import (
+from lm.report.comparison import Comparison
+from lm.report.pictures import (
     FIRST_POSITION,
     GREY,
     SETTINGS,
@@ -26,7 +26,7 @@ from lm.results.pictures import (
     smooth,
     token_unit,
 )
-from lm.results.sections import Arm, Line, Section
+from lm.report.sections import Arm, Line, Section
 from lm.runs.folder import Curve
 from lm.statistics.intervals import FEWEST, Interval, mean_ends, sampled
 

@@ -10,13 +10,13 @@ from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
-from lm.results.comparison import Comparison, compare, printable, show
-from lm.results.comparison_tables import comparison_tables, differing, in_unit, notes
-from lm.results.descriptions import how_measured, methods
-from lm.results.layer_curves import by_layer
-from lm.results.overview import Overview, overview
-from lm.results.pictures import Picture
-from lm.results.tables import DIFFERENCE, Table, to_csv, to_latex, to_markdown
+from lm.report.comparison import Comparison, compare, printable, show
+from lm.report.comparison_tables import comparison_tables, differing, in_unit, notes
+from lm.report.descriptions import how_measured, methods
+from lm.report.layer_curves import by_layer
+from lm.report.overview import Overview, overview
+from lm.report.pictures import Picture
+from lm.report.tables import DIFFERENCE, Table, to_csv, to_latex, to_markdown
 from lm.runs.record import read_run
 
 BETTER = {"lower": " (below zero: better)", "higher": " (above zero: better)", "none": ""}  # words after the unit of a difference
@@ -92,7 +92,7 @@ def render(comparison: Comparison, picture: Overview, tables: tuple[Table, ...],
 
 def rendered(template: str, **values: object) -> str:
     """A page from one of the templates beside this file; all text is escaped."""
-    loader = FunctionLoader(lambda name: files("lm.results").joinpath(name).read_text(encoding="utf-8"))
+    loader = FunctionLoader(lambda name: files("lm.report").joinpath(name).read_text(encoding="utf-8"))
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template).render(**values)
 
