@@ -23,7 +23,7 @@ from pretrained_results import FIRST, Results, remarks, shown
 from theory_statements import TRAINED, UNTRAINED, Described, Statement, compared
 
 from lm.attention.options import Softmax
-from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.files import write_together
 from lm.report.evaluation_tables import rows_of

@@ -17,12 +17,9 @@ from lm.config.tree import Config
 from lm.data.batches import Batch, windows
 from lm.data.prepare import prepare
 from lm.errors import RunError
-from lm.evaluation.continuity import Swap
-from lm.evaluation.evaluate import open_device
-from lm.evaluation.measurement import Measurement, measurements, weights_sha256
-from lm.evaluation.on_text import text_config
-from lm.evaluation.results import measured
-from lm.evaluation.swap import swap_run
+from lm.evaluation.evaluate import open_device, text_config
+from lm.evaluation.evaluation_kind import Measurement, measured, measurements, weights_sha256
+from lm.evaluation.swap import Swap, swap_run
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.evaluations import Evaluation, evaluation_path

@@ -8,7 +8,7 @@ from pretrained_parts import OWN, SCALES, slug
 from pretrained_results import WORDS, Results, octaves
 from theory_statements import TRAINED, UNTRAINED
 
-from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.attention_rows import NO_FIRST
 from lm.report.pictures import colour_and_marker, logarithmic_x
 from lm.runs.series import Series
 

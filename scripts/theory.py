@@ -22,9 +22,9 @@ from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
 from theory_statements import OF_5, TRAINED, Described, compared, not_measured
 
-from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
-from lm.evaluation.diagnose import diagnose
+from lm.evaluation.diagnostics import diagnose
 from lm.experiments.compare import VERDICTS
 from lm.files import write_together
 from lm.report.pictures import colour_and_marker, logarithmic_x

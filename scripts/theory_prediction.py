@@ -11,10 +11,10 @@ import torch
 from lm.data.batches import Batch
 from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
-from lm.diagnostics.half_length import OCTAVES, Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
-from lm.diagnostics.rows import AttentionRows
+from lm.diagnostics.attention_rows import AttentionRows
+from lm.diagnostics.retrieval_length import OCTAVES, Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
 from lm.errors import RunError
-from lm.evaluation.answer_series import QUESTION_SEED
+from lm.evaluation.recall import QUESTION_SEED
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import last_evaluations

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.attention.options import Linear, Options
-from lm.diagnostics.concentration import NO_FIRST
+from lm.diagnostics.attention_rows import NO_FIRST
 from lm.runs.series import Series
 
 TRAINED, UNTRAINED = "as trained", "untrained weights"

@@ -44,7 +44,7 @@ def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[
 
 
 def keep(folder: Path, evaluation: Evaluation) -> Path:
-    """An evaluation in a run folder, sealed as `lm.evaluation.results` does."""
+    """An evaluation in a run folder, sealed as `lm.evaluation.evaluation_kind` does."""
     return write_sealed(evaluation_path(folder, evaluation.kind, evaluation.step), evaluation.plain())
 
 

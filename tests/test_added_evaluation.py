@@ -19,8 +19,8 @@ import torch
 
 from lm.data.batches import Batch
 from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.measurement import Measurement
-from lm.evaluation.sequences import by_sequence
+from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.held_out import by_sequence
 from lm.runs.series import Axis, Sample, Series, Shown
 
 

@@ -19,10 +19,8 @@ from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
-from lm.diagnostics.families import families
-from lm.diagnostics.measures import NO_WEIGHT, NOT_FINITE, Measures, exponent, half_octaves, orders
-from lm.diagnostics.rows import LEAST_KEYS, Values, query_indices
-from lm.evaluation.diagnostics import describe
+from lm.diagnostics.attention_rows import LEAST_KEYS, NO_WEIGHT, NOT_FINITE, Measures, Values, exponent, half_octaves, orders, query_indices
+from lm.evaluation.diagnostics import describe, families
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout

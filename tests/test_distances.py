@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm.diagnostics import theorems
-from lm.diagnostics.theorems import RandomKeys, TopKeys, counts_up_to, random_keys, top_distances, top_keys
+from lm.diagnostics import limits
+from lm.diagnostics.limits import RandomKeys, TopKeys, counts_up_to, random_keys, top_distances, top_keys
 
 
 def row(rng: np.random.Generator, keys: int, size: int, scale: float = 2.0, unit: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +38,7 @@ def drawn(a: np.ndarray, x: np.ndarray, counts: list[int], rows: int = 1) -> Ran
 
 @pytest.mark.parametrize("keys_at_a_time", [16, 2048])
 def test_the_largest_weights_as_in_plain_loops(monkeypatch, keys_at_a_time: int):
-    monkeypatch.setattr(theorems, "KEYS", keys_at_a_time)
+    monkeypatch.setattr(limits, "KEYS", keys_at_a_time)
     rng = np.random.default_rng(0)
     a, x = row(rng, 50, 8, unit=False)
     counts = [1, 3, 8, 49]

@@ -22,9 +22,9 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
-from lm.evaluation.continuity import swap_sequences
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
+from lm.evaluation.swap import swap_sequences
 from lm.evaluation.text_loss import LongContext
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
@@ -44,7 +44,7 @@ def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Deco
 @pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 2048)])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, count: int, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 300)
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.blocks.MLP_TOKENS", 100)
     decoder, held_out = made(name, count, length)
     used = for_inference(decoder, InferenceSetting(ThetaFactor()))
@@ -84,7 +84,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
 
 
 def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.all_reduce_sum", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda where, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)

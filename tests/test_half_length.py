@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lm.diagnostics.half_length import Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
+from lm.diagnostics.retrieval_length import Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
 
 LENGTH = 64
 

@@ -24,9 +24,8 @@ from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402
-from lm.evaluation.downstream import measure  # noqa: E402
 from lm.evaluation.generation import generate  # noqa: E402
-from lm.evaluation.harness import HarnessLM  # noqa: E402
+from lm.evaluation.harness import HarnessLM, measure  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
@@ -89,7 +88,7 @@ def test_likelihoods_of_a_batch_are_those_of_single_rows_computed_directly(tiny,
 
 
 def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monkeypatch):
-    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 6)
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 6)
     model, shapes = made(tiny), []
     forward = model.decoder.forward
     monkeypatch.setattr(model.decoder, "forward", lambda tokens, *more: (shapes.append(tuple(tokens.shape)), forward(tokens, *more))[1])
@@ -359,7 +358,7 @@ def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.downstream._find", lambda tasks, include_path: (tasks, manager))
+    monkeypatch.setattr("lm.evaluation.harness._find", lambda tasks, include_path: (tasks, manager))
     result = measure(config.run_folder, ["ours"], include_path=include)
     assert result["tasks"].keys() == {"our_choice", "our_write"}
     assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]

@@ -15,10 +15,8 @@ from lm.config.eval_config import LimitsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
-from lm.diagnostics.limits import family
-from lm.diagnostics.measures import Measures
-from lm.diagnostics.rows import AttentionRows, Values
-from lm.diagnostics.theorems import DISTANCES, SEPARABLE, few, many, means, octaves
+from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
+from lm.diagnostics.limits import DISTANCES, SEPARABLE, family, few, many, means, octaves
 from lm.evaluation.diagnostic_pictures import draw
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.diagnostics.sparsity_statistics import standardised, sums_by_place, variance_explained
+from lm.diagnostics.sparsity import standardised, sums_by_place, variance_explained
 
 SEQUENCES, LENGTH = 24, 200
 QUERIES = torch.arange(100, LENGTH, 2)

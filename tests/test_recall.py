@@ -22,9 +22,8 @@ from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
-from lm.evaluation.answers import answers
 from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.recall import Recall
+from lm.evaluation.recall import Recall, answers
 from lm.evaluation.text_loss import Validation
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
@@ -51,7 +50,7 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
 
 @pytest.mark.parametrize(("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)])
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 150)
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
     found = answers(decoder, sequences(task, length, 7), CPU)
     assert decoder.training
@@ -71,7 +70,7 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
 
 
 def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.all_reduce_sum", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda where, local: local())
     decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
     parts = [answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     together = answers(decoder, asked, CPU)
@@ -94,7 +93,7 @@ def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndar
     [(MQAR(keys=16, values=16), 50), (MQAR(joined=True, keys=8, values=9), 64), (Copy(symbols=4, span=6), 40), (FlipFlop(), 61)],
 )
 def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.sequences.EVAL_TOKENS", 190)
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 190)
     config = build(
         ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
     )

@@ -20,8 +20,7 @@ from lm.config.data_config import DataConfig
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
-from lm.evaluation.measurement import Measurement
-from lm.evaluation.results import write_evaluation
+from lm.evaluation.evaluation_kind import Measurement, write_evaluation
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files

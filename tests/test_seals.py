@@ -16,9 +16,8 @@ from test_house import MODULES
 
 from lm.config.load import load as configured
 from lm.errors import RunError
-from lm.evaluation.measurement import Measurement
-from lm.evaluation.results import keep as keep_result
-from lm.evaluation.results import kept
+from lm.evaluation.evaluation_kind import Measurement, kept
+from lm.evaluation.evaluation_kind import keep as keep_result
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_table
@@ -156,7 +155,7 @@ def test_files_of_an_earlier_version_are_read_and_said(tmp_path):
 
 
 # What names the files of evaluations: those that write them write a digest, the others read them or ask whether they are there.
-WRITERS = {"lm.evaluation.results", "lm.evaluation.downstream"}
+WRITERS = {"lm.evaluation.evaluation_kind", "lm.evaluation.harness"}
 READERS = {"lm.runs.evaluations", "lm.runs.consistency", "lm.training.callbacks", "lm.training.fit"}
 
 
@@ -203,5 +202,5 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
     one = Evaluation("validation", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
     keep_result(tmp_path, probe, one, where)
     assert kept(tmp_path, probe, "w", where, 8, 80).code == {"lm": measuring_code()}
-    monkeypatch.setattr("lm.evaluation.measurement.measuring_code", lambda: "other")
+    monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
     assert kept(tmp_path, probe, "w", where, 8, 80) is None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.diagnostics.attention_rows import score_moments
 from lm.diagnostics.sparsity import (
     condensation_scale,
     decay_sparsity,
@@ -15,7 +16,6 @@ from lm.diagnostics.sparsity import (
     linear_sparsity,
     relu2_sparsity,
     relu_sparsity,
-    score_moments,
     sparsity,
 )
 

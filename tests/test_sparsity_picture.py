@@ -9,8 +9,8 @@ from test_diagnostics import LENGTH, VOCAB, make_decoder
 from lm.attention import options as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
+from lm.diagnostics.attention_rows import HEAD
 from lm.evaluation import sparsity_picture
-from lm.evaluation.diagnostic_series import HEAD
 from lm.evaluation.diagnostics import describe
 from lm.evaluation.held_out import HeldOut
 from lm.model.device import Device

@@ -13,9 +13,8 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
-from lm.diagnostics.families import families
-from lm.diagnostics.measures import Measures, orders
-from lm.diagnostics.rows import Values
+from lm.diagnostics.attention_rows import Measures, Values, orders
+from lm.evaluation.diagnostics import families
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 

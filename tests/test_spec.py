@@ -67,7 +67,7 @@ def test_a_saved_model_generates_text(saved: Path):
 
 def test_the_harness_evaluates_a_saved_model(saved: Path, tmp_path: Path):
     pytest.importorskip("lm_eval")
-    from lm.evaluation.downstream import measure
+    from lm.evaluation.harness import measure
 
     (tmp_path / "rows.jsonl").write_text('{"question": "it is", "choices": [" a", " b"], "answer": 0}\n')
     (tmp_path / "chambers.yaml").write_text(

@@ -18,9 +18,8 @@ from lm.attention.normalizer import LayerSpec, make_normalizer
 from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
-from lm.evaluation.continuity import attention_drift, compared
 from lm.evaluation.held_out import HeldOut
-from lm.evaluation.swap import swap_run
+from lm.evaluation.swap import attention_drift, compared, swap_run
 from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device

@@ -13,7 +13,7 @@ from test_half_length import LENGTH, made
 from lm.attention.options import Linear, Softmax
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.diagnostics.half_length import median_weights
+from lm.diagnostics.retrieval_length import median_weights
 from lm.errors import RunError
 from lm.runs.series import Axis, Series
 

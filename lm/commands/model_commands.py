@@ -82,7 +82,7 @@ def diagnose(
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
     if text is None:
-        from lm.evaluation.diagnose import diagnose
+        from lm.evaluation.diagnostics import diagnose
 
         diagnose(sources, checkpoint, overrides, out)
     else:
@@ -212,7 +212,7 @@ def harness(
 
     Needs the package lm-eval (docs/evaluation.md).
     """
-    from lm.evaluation.downstream import measure
+    from lm.evaluation.harness import measure
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])

@@ -42,7 +42,7 @@ _WHEN = tuple(spec.name for spec in fields(Timing))
 class EvaluationConfig(Timing, ABC):
     """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
 
-    measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.measurement.Measurement`
+    measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
@@ -135,7 +135,7 @@ class LongContextConfig(EvaluationConfig):
 
 @dataclass
 class ByLengthConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.by_length:ByLength"
+    measurement: ClassVar[str] = "lm.evaluation.text_loss:ByLength"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))

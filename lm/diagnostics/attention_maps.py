@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.data.batches import Batch
+from lm.diagnostics.attention_rows import AttentionRows
 from lm.diagnostics.concentration import effective_keys
-from lm.diagnostics.rows import AttentionRows
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 

@@ -5,16 +5,14 @@ rows without the first token of the document, which may be an attention sink: fr
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lm.diagnostics import sparsity
-from lm.diagnostics.rows import AttentionRows, Family, Statistic
+from lm.diagnostics.attention_rows import AttentionRows, Family, Statistic
 
 MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
-NO_FIRST = ", no first"
 
 
 def s(rows: AttentionRows) -> Tensor:
@@ -118,9 +116,4 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return Family((*of_rows, *whole, *map(no_first, of_rows)))
-
-
-def no_first(one: Statistic) -> Statistic:
-    """The same without the first token of the document."""
-    return replace(one, name=one.name + NO_FIRST, of=lambda rows: one.of(rows.without_first), shown=False)
+    return Family((*of_rows, *whole, *(each.no_first for each in of_rows)))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.score_functions import SCORE_MAPS
-from lm.diagnostics.rows import AttentionRows
+from lm.diagnostics.attention_rows import AttentionRows
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) to weights of that shape, each row by itself
 

@@ -1,24 +1,389 @@
 """The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821) of a model's attention: the family `limits` of statistics.
 
-Lemmas 1 and 2 by row: `lm.diagnostics.lemmas`. Theorems 1 and 2 and the critical number of keys (Algorithm 3, by two-sample
-Kolmogorov-Smirnov tests) follow here from the sums of `lm.diagnostics.theorems`. What the paper leaves open (which vectors, divided by
-their length or not, with or without the first token) is an option, `eval.diagnostics.limits`.
+Lemmas 1 and 2 by row: `lm.diagnostics.lemmas`. Here are Theorems 1 and 2, the critical number of keys (Algorithm 3, by two-sample
+Kolmogorov-Smirnov tests) and the temperatures of Lemma 2. What the paper leaves open (which vectors, divided by their length or not, with
+or without the first token) is an option, `eval.diagnostics.limits`.
+
+Both theorems say how far a query's weighted keys lie from the sum of some of them. A query gives keys i the weights a_i; x_i is a vector of
+each key. For a set I of N keys, s = sum over I of a_i x_i, and
+
+    d~ = sum over i not in I of |a_i x_i - s|    (their Eqs. 6 and 7).
+
+Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 asks how many of the N lie no farther from s
+than the nearest other key. The bounds are reconstructed from the paper's words, as its typeset equations could not be read; Theorem 1's is
+proved, and holds for weights of any sum.
+
+All distances follow from products x_i . x_j, made for `KEYS` keys at a time, so that memory is linear in the keys. Sums over a model's rows
+are (H, P): of P = octaves x 2 x quantities x points numbers of a head, the sums over the rows of an octave of visible keys, and how many
+rows are in each. Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
-from lm.diagnostics.measures import mean, visible_keys
-from lm.diagnostics.rows import Accumulated, AttentionRows, Derived, Family, Statistic, Values
-from lm.diagnostics.theorems import DIFFERENCES, DISTANCES, SEPARABLE, Theorems, few, many, means, octaves, parts
+from lm.diagnostics.attention_rows import LEAST_KEYS, Accumulated, AttentionRows, Derived, Family, Statistic, Values, mean, visible_keys
+from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 from lm.runs.series import Axis
+
+KEYS = 2048  # whose products with all others are held at a time
+
+
+@dataclass(frozen=True)
+class TopKeys:
+    """Of the N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
+
+    Attributes:
+        distance: d~; 0 where the N are all keys.
+        bound: Theorem 1's upper bound on it, NaN of rows with a negative weight.
+        separable: Theorem 2's N_s / N: the fraction of the N that lie within r of s, r the distance of the nearest other key.
+        lower, upper: its envelopes, between 0 and 1. They are no bounds: they suppose that keys lie uniformly on a sphere and
+            independently of the weights, and r is taken from the data.
+        within: (G, R, S) bool: those keys.
+        chosen: (G, R, S) bool: the N keys.
+    """
+
+    distance: Tensor
+    bound: Tensor
+    separable: Tensor
+    lower: Tensor
+    upper: Tensor
+    within: Tensor
+    chosen: Tensor
+
+
+@dataclass(frozen=True)
+class RandomKeys:
+    """E, the expectation of d~ over N random keys, for each N; NaN where a query sees fewer keys, all (G, R).
+
+    Attributes:
+        uncorrected: (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, with x- = sum a_j x_j, as Theorem 1 was quoted
+            to us: 2 to 12 times too large.
+        corrected: (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): each norm of a mean, so at most E.
+        upper: each norm replaced by the root of its mean square, so at least E.
+        sampled: d~ of one random set a row, the same for all N but for its size: unbiased (Monte Carlo).
+    """
+
+    uncorrected: Tensor
+    corrected: Tensor
+    upper: Tensor
+    sampled: Tensor
+
+
+def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
+    """Theorems 1 and 2 for the keys of the largest weights.
+
+    weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
+    """
+    order = _largest_first(weights, visible, counts)
+    n, square, length = visible.sum(-1), x.square().sum(-1), x.norm(dim=-1)
+    products, sums = _products(weights, x, order, counts)
+    farthest, nearest = _extremes(x, order, counts)
+    total, positive = weights.sum(-1), (weights >= 0).all(-1)
+    chosen = torch.zeros_like(visible)
+    rows = []
+    for index, count in enumerate(counts):
+        chosen = chosen.scatter(1, order[:, :count], True) & visible
+        others = visible & ~chosen
+        excess = _excess(weights, square, products[index])
+        distance = (excess + sums[index].unsqueeze(-1)).clamp(min=0).sqrt()
+        within = chosen & (excess <= excess.masked_fill(~others, torch.inf).amin(-1, keepdim=True))
+        r = distance.masked_fill(~others, torch.inf).amin(-1)
+        best = order[:, :count]
+        alpha, longest = weights.gather(1, best), length[best].amax(-1)
+        span = farthest[index].masked_fill(~others, 0.0).amax(-1).sqrt()
+        mass = alpha.sum(-1)
+        bound = (total - mass) * span + ((n - count + 1) * mass - total) * longest
+        lower, upper = _envelopes(alpha, longest, nearest[index], r)
+        values = (distance * others).sum(-1), bound.where(positive, torch.nan), within.sum(-1) / count, lower, upper
+        too_many = torch.stack((n < count, n < count, n <= count, n <= count, n <= count))
+        rows.append((torch.stack(values).masked_fill(too_many, torch.nan), within, chosen))
+    values, within, chosen = (torch.stack(found, dim) for found, dim in zip(zip(*rows, strict=True), (1, 0, 0), strict=True))
+    return TopKeys(*values, within, chosen)
+
+
+def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """`TopKeys.distance` alone, for many N."""
+    order = _largest_first(weights, visible, counts)
+    n, square = visible.sum(-1), x.square().sum(-1)
+    products, sums = _products(weights, x, order, counts)
+    others, rows = visible.clone(), []
+    for index, count in enumerate(counts):
+        others = others.scatter(1, order[:, :count], False)
+        total = (_distances(weights, square, products[index], sums[index]) * others).sum(-1)
+        rows.append(total.masked_fill(n < count, torch.nan))
+    return torch.stack(rows)
+
+
+def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
+    """Theorem 1's expectation over random keys.
+
+    weights, visible, x: as in `top_keys`; draws: (R, S) random numbers, by whose order keys are drawn without replacement.
+    """
+    order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
+    n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
+    product = torch.cat([weights @ (x @ x[keys].T) for keys in _columns(x)], -1)  # x_i . x-
+    mean_square = (weights * product).sum(-1, keepdim=True)  # |x-|^2
+    own, cross = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
+    rest = own.sum(-1, keepdim=True) - own - (mean_square - 2 * cross + own).clamp(min=0) / (n - 1)  # spread of the others' y
+    products, sums = _products(weights, x, order, counts)
+    chosen = torch.zeros_like(visible)
+    rows = []
+    for index, count in enumerate(counts):
+        c = count / (n - 1)
+        uncorrected = (weights + c).square() * square - 2 * (weights + c) * product + mean_square
+        corrected = (1 + c).square() * own - 2 * c * (1 + c) * cross + c.square() * mean_square
+        spread = c * (n - 1 - count) / (n - 2) * rest
+        left_out = ((n - count) / n).squeeze(-1)
+        chosen = chosen.scatter(1, order[:, :count], True)
+        expected = [left_out * (square_.clamp(min=0).sqrt() * visible).sum(-1) for square_ in (uncorrected, corrected, corrected + spread)]
+        sampled = (_distances(weights, square, products[index], sums[index]) * (visible & ~chosen)).sum(-1)
+        rows.append(torch.stack((*expected, sampled)).masked_fill(n.squeeze(-1) < count, torch.nan))
+    return RandomKeys(*torch.stack(rows, 1))
+
+
+def counts_up_to(most: int) -> list[int]:
+    """Numbers of keys from 1 to `most`: all up to 10, then a tenth farther each."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, round(found[-1] * 1.1))))
+    return found
+
+
+def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
+    """The keys of the largest |weights| of each row, (R, N) int64, those that are not visible after the others."""
+    return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
+
+
+def _columns(x: Tensor) -> Iterator[slice]:
+    """The keys, `KEYS` at a time."""
+    return (slice(start, start + KEYS) for start in range(0, len(x), KEYS))
+
+
+def _products(weights: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """x_i . s of all keys, (G, R, S), and |s|^2, (G, R), of the sums s over the first N keys in the order of each row, (R, N)."""
+    alpha = weights.gather(1, order)
+    products = weights.new_empty(len(counts), *weights.shape)
+    for keys in _columns(x):
+        of_pairs = x @ x[keys].T
+        product = weights.new_zeros(len(weights), of_pairs.size(1))
+        done = 0
+        for index, count in enumerate(counts):
+            for place in range(done, min(count, order.size(1))):
+                product.addcmul_(of_pairs.index_select(0, order[:, place]), alpha[:, place : place + 1])
+            done = count
+            products[index, :, keys] = product
+    sums = [(products[index].gather(1, order[:, :count]) * alpha[:, :count]).sum(-1) for index, count in enumerate(counts)]
+    return products, torch.stack(sums).clamp(min=0)
+
+
+def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Squared distances, of the first N keys in the order of each row: every key's largest to one of them, (G, R, S), and their smallest to
+    each other, (G, R); infinite of a single key."""
+    square = x.square().sum(-1)
+    farthest = x.new_empty(len(counts), len(order), len(x))
+    nearest = x.new_full((len(counts), len(order)), torch.inf)
+    for keys in _columns(x):
+        of_pairs = (square[:, None] + square[keys] - 2 * x @ x[keys].T).clamp(min=0)
+        far, near = x.new_zeros(len(order), of_pairs.size(1)), x.new_full((len(order), of_pairs.size(1)), torch.inf)
+        place_here = order - keys.start
+        here = (place_here >= 0) & (place_here < of_pairs.size(1))
+        place_here = place_here.clamp(0, of_pairs.size(1) - 1)
+        least = nearest[0].clone().fill_(torch.inf)
+        done = 0
+        for index, count in enumerate(counts):
+            for place in range(done, min(count, order.size(1))):
+                to_earlier = near.gather(1, place_here[:, place : place + 1]).squeeze(1)
+                least = torch.minimum(least, to_earlier.where(here[:, place], torch.inf))
+                pair = of_pairs.index_select(0, order[:, place])
+                torch.maximum(far, pair, out=far)
+                torch.minimum(near, pair, out=near)
+            done = count
+            farthest[index, :, keys] = far
+            nearest[index] = torch.minimum(nearest[index], least)
+    return farthest, nearest
+
+
+def _distances(weights: Tensor, square: Tensor, product: Tensor, sums: Tensor) -> Tensor:
+    """|a_i x_i - s|, (R, S), from |x_i|^2 (S,), x_i . s (R, S) and |s|^2 (R,)."""
+    return (_excess(weights, square, product) + sums.unsqueeze(-1)).clamp(min=0).sqrt()
+
+
+def _excess(weights: Tensor, square: Tensor, product: Tensor) -> Tensor:
+    """|a_i x_i - s|^2 - |s|^2, (R, S): tells apart small weights, whose distances are all |s| but for rounding."""
+    return weights.square() * square - 2 * weights * product
+
+
+def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Theorem 2's envelopes of N_s / N, (R,) each, from the N weights (R, N), the largest |x| among them, their smallest squared distance
+    and r: 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2))."""
+    own = alpha.square()
+    squares = own.sum(-1, keepdim=True) - own  # sum of the other weights' squares
+    pairs = ((alpha.sum(-1, keepdim=True) - alpha).square() - squares).clamp(min=0)
+    m = longest.square().unsqueeze(-1)
+    xi = (m * squares + (m - nearest.nan_to_num(posinf=0.0).unsqueeze(-1) / 2).clamp(min=0) * pairs).sqrt()
+    lower = 1 - (xi / r.unsqueeze(-1).clamp(min=1e-30)).mean(-1)
+    return lower.clamp(min=0), torch.exp(-(xi - r.unsqueeze(-1)).clamp(min=0).square() / (2 * m)).mean(-1)
+
+
+# ---------------------------------------------------------------- the theorems
+
+
+PRODUCTS = 2**22  # products of keys with sums that are held at a time
+FEW = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
+DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
+SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
+DIFFERENCES = ("one direction", "largest of all directions", "spectral norm")
+
+
+def octaves(length: int) -> list[tuple[int, int]]:
+    """Octaves of the number of visible keys, (first, last), from `LEAST_KEYS` to all tokens of a sequence."""
+    edges = [LEAST_KEYS * 2**power for power in range(40) if LEAST_KEYS * 2**power < length] or [LEAST_KEYS]
+    return [(low, high - 1) for low, high in pairwise([*edges, length + 1])]
+
+
+def many(length: int) -> list[int]:
+    """N of Theorem 1: up to a quarter of the keys."""
+    return counts_up_to(max(1, length // 4))
+
+
+def few(length: int) -> list[int]:
+    """N of Theorem 2: at most half of the keys."""
+    return [count for count in FEW if count <= length / 2]
+
+
+def means(sums: np.ndarray, quantities: Sequence[str], points: int) -> np.ndarray:
+    """Sums and numbers of rows (..., P) as means over rows (octaves, quantities, points, ...); NaN where there are none."""
+    total, rows = parts(sums, quantities, points)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(rows > 0, total / rows, np.nan)
+
+
+def parts(sums: np.ndarray, quantities: Sequence[str], points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and numbers of rows, each (octaves, quantities, points, ...), from (..., P)."""
+    both = np.moveaxis(sums.reshape(*sums.shape[:-1], -1, 2, len(quantities), points), (-4, -3, -2, -1), (0, 1, 2, 3))
+    return both[:, 0], both[:, 1]
+
+
+@dataclass(frozen=True)
+class Theorems:
+    """The sums of a model, as its configuration asks for them."""
+
+    asked: LimitsConfig
+
+    def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
+        """`DISTANCES`, d~ and its expectations, at the numbers of keys `many`."""
+
+        def of(part: AttentionRows, most: int) -> Tensor:
+            counts = [count for count in many(length) if count <= most / 4]
+
+            def one(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
+                draws = torch.rand(weights.shape, generator=generator).to(weights.device)
+                random = random_keys(weights, visible, x, counts, draws)
+                top = top_distances(weights, visible, x, counts)
+                return torch.stack((top, random.uncorrected, random.corrected, random.upper, random.sampled))
+
+            return F.pad(self._by_rows(part, len(counts), one), (0, 0, 0, 0, 0, len(many(length)) - len(counts)), value=math.nan)
+
+        generator = _generator(rows)
+        return self._summed(rows, octaves(length), of)
+
+    def separable(self, rows: AttentionRows, length: int) -> Tensor | None:
+        """`SEPARABLE` at the numbers of keys `few`, the last two of them of all heads of a layer together."""
+
+        def of(part: AttentionRows, most: int) -> Tensor:
+            counts, heads = few(length), len(part.weights)
+
+            def one(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
+                found = top_keys(weights, visible, x, counts)
+                masks.append((found.within, found.chosen))
+                return torch.stack((found.separable, found.lower, found.upper, found.distance / found.bound))
+
+            masks: list[tuple[Tensor, Tensor]] = []
+            own = self._by_rows(part, len(counts), one)
+            shape = len(counts), heads, -1, masks[0][0].size(-1)
+            within, chosen = (torch.cat(found, 1).view(shape).any(1).sum(-1) for found in zip(*masks, strict=True))
+            numbers = torch.tensor(counts, device=chosen.device).unsqueeze(-1)
+            layer = torch.stack((within / chosen, numbers * heads / chosen)).unsqueeze(2).expand(-1, -1, heads, -1)
+            return torch.cat((own, layer.masked_fill(own[:1].isnan(), math.nan)))
+
+        return self._summed(rows, octaves(length), of)
+
+    def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
+        """`DIFFERENCES` at each temperature and step, of the query that sees most keys; fp64 but for the norm.
+
+        Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 they are q.k / T.
+        """
+
+        def of(part: AttentionRows, most: int) -> Tensor:
+            part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
+            logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
+            along = directions(part.visible, torch.Size((self.asked.directions, *logits.shape[1:])), generator)
+            temperatures = torch.tensor(self.asked.temperatures).view(-1, 1, 1, 1).to(logits)
+            stacked = logits.expand(len(temperatures), -1, -1, -1)
+            norms = spectral_norm(
+                lambda given: part.normalizer.normalize(given / temperatures, part.layout), stacked, part.visible, generator
+            )
+            found = []
+            for temperature, norm in zip(self.asked.temperatures, norms, strict=True):
+                for step in self.asked.steps:
+                    rates = finite_difference(
+                        lambda given, t=temperature: part.normalizer.normalize(given / t, part.layout), logits, step, along
+                    )
+                    found.append(torch.stack((rates[0], rates.amax(0), norm.double())))
+            return torch.stack(found, 1)
+
+        generator = _generator(rows)
+        return self._summed(rows, octaves(length)[-1:], of)
+
+    def vectors(self, rows: AttentionRows) -> Tensor:
+        """x of each key, (1, S, E), or of each head and key, (H, S, E)."""
+        x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.asked.vectors].float()
+        return F.normalize(x, dim=-1) if self.asked.unit else x
+
+    def _by_rows(self, rows: AttentionRows, points: int, of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """What `of` gives of weights (R, S), visible keys (R, S) and x (S, E), (quantities, G, R), of all rows: (quantities, G, H, T)."""
+        seen = rows.visible.any(0).nonzero().squeeze(-1)
+        keys = slice(int(seen[0]), int(seen[-1]) + 1)
+        x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
+        heads, queries, width = weights.shape
+        size = max(1, PRODUCTS // (points * width))
+        found = []
+        for index, vectors in enumerate(x):  # one of all heads, or one a head
+            own = weights if len(x) == 1 else weights[index : index + 1]
+            visible = rows.visible[:, keys].expand(own.shape).flatten(0, 1)
+            found += [of(*both, vectors) for both in zip(own.flatten(0, 1).split(size), visible.split(size), strict=True)]
+        return torch.cat(found, -1).unflatten(-1, (heads, queries))
+
+    def _summed(self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], of: Callable[[AttentionRows, int], Tensor]) -> Tensor | None:
+        """Sums and numbers of rows, (H, P), of what `of` gives of the rows within each of the `bounds`: (quantities, G, H, T)."""
+        rows = rows if self.asked.first_token else rows.without_first
+        found = []
+        for low, high in bounds:
+            inside = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
+            if len(inside):
+                part = rows.select(inside)
+                values = of(part, high).masked_fill(~part.is_defined, math.nan)
+                found.append(torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values))))
+            else:
+                found.append(None)
+        like = next((one for one in found if one is not None), None)
+        if like is None:
+            return None
+        return torch.stack([torch.zeros_like(like) if one is None else one for one in found]).movedim(-1, 0).flatten(1)
+
+
+def _generator(rows: AttentionRows) -> torch.Generator:
+    """A generator that is the same for each model of the same sequence and layer."""
+    return torch.Generator().manual_seed(1_000 * rows.seed + rows.layer)
 
 
 @dataclass(frozen=True)
@@ -119,7 +484,9 @@ def family(asked: LimitsConfig, every: int) -> Family:
             ),
             Accumulated("differences", "", lambda length: 2 * len(DIFFERENCES) * steps, sums(theorems.differences)),
         ),
-        lambda values: [one for part in (_distances, _critical, _separable, _differences) for one in part(asked, values)],
+        lambda values: [
+            one for part in (_derived_distances, _derived_critical, _derived_separable, _derived_differences) for one in part(asked, values)
+        ],
     )
 
 
@@ -136,7 +503,7 @@ def _over_heads(values: np.ndarray) -> np.ndarray:
     return mean(values, (-2, -1))
 
 
-def _distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """d~ and its expectations: over N where most keys are visible, and by the number of visible keys at one N."""
     counts = many(values.length)
     found = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
@@ -148,7 +515,7 @@ def _distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
             yield Derived(f"d~ of {OVER_LENGTH} keys", "", of_lengths, visible_keys(octaves(values.length)), shown=True, what=what)
 
 
-def _critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """Critical numbers of keys over visible ones, and the D that they follow from."""
     counts, bounds = many(values.length), octaves(values.length)
     found = {(octave, which): _compared(asked, values, octave, which) for octave in range(len(bounds)) for which in TESTED}
@@ -181,7 +548,7 @@ def _mean_keys(values: Values, low: int, high: int) -> float:
     return float(inside.mean()) if len(inside) else math.nan
 
 
-def _separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
     counts = few(values.length)
     found = means(values.sums["separability"].sum(0), SEPARABLE, len(counts))[-1]  # (quantities, N, layers, H)
@@ -199,7 +566,7 @@ def _separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
         yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(found[0])[[counts.index(PLATEAU)]])
 
 
-def _differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
     shape = len(asked.temperatures), len(asked.steps)
     found = means(values.sums["differences"].sum(0), DIFFERENCES, shape[0] * shape[1])[0]

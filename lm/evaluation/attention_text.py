@@ -12,7 +12,7 @@ from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_maps import Maps, attention_maps
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.attention_pictures import Panels, draw
-from lm.evaluation.diagnose import check_source, config_of
+from lm.evaluation.diagnostics import check_source, config_of
 from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.inference import for_inference

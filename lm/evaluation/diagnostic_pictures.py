@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.diagnostics.measures import KEYS
+from lm.diagnostics.attention_rows import HEAD, KEYS
 from lm.evaluation import sparsity_picture
-from lm.evaluation.diagnostic_series import HEAD
 from lm.report.pictures import colour_and_marker, logarithmic_x
 from lm.runs.series import Series
 

@@ -1,30 +1,31 @@
-"""`lm eval`: measure checkpoints of finished or running runs."""
+"""`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a configuration."""
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
+from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.eval_config import SUITES
+from lm.config.load import load as load_configuration
 from lm.config.load import merge, overrides_in, parse, read_yaml
+from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
 from lm.data.prepare import check_sequences, prepare, store_of, summary
 from lm.data.store import Store
-from lm.errors import ConfigError, RunError, shown
-from lm.evaluation.measurement import measurements, weights_sha256
-from lm.evaluation.on_text import on_text, split_configurations, text_config
-from lm.evaluation.results import keep, kept, measured, write_evaluation
+from lm.errors import ConfigError, Problem, RunError, shown
+from lm.evaluation.evaluation_kind import keep, kept, measured, measurements, weights_sha256, write_evaluation
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated, print_results, write_table
 from lm.runs.consistency import check_environment, config_problems
-from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
+from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.runs.model_folder import DESCRIPTION
-from lm.schema import Plain, to_plain
+from lm.schema import Plain, effect, to_plain
 
 
 def evaluate_runs(
@@ -35,7 +36,7 @@ def evaluate_runs(
     What was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders; or model folders and configurations, whose text they are measured on (`lm.evaluation.on_text`).
+        folders: run folders; or model folders and configurations, whose text they are measured on (`lm.evaluation.evaluate`).
         checkpoint: `last`, `best` or a step; of a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
@@ -145,3 +146,49 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     precision = resolve_precision(config, accelerator, trained)
     torch.set_num_threads(config.trainer.threads or threads_each(1))
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
+
+
+CONFIGURATIONS = (".yaml", ".yml")
+
+
+def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Paths of models, and those of configurations."""
+    models = [path for path in paths if path.suffix not in CONFIGURATIONS]
+    return models, [path for path in paths if path.suffix in CONFIGURATIONS]
+
+
+def text_config(loaded: Loaded, files: list[Path]) -> Config:
+    """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
+
+    It is not checked for what the model can't do, such as sequences beyond learned positions: overrides may take that back, and `parse`
+    checks the two together.
+
+    Raises:
+        ConfigError: a configuration that is wrong, or has no text.
+        RunError: the model has no tokenizer.
+    """
+    loaded.tokenizer_and_start()
+    given, spec = load_configuration([str(path) for path in files]), loaded.spec
+    if given.data.symbolic:
+        reason = f"its sequences are symbols, which {loaded.path} does not know"
+        raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
+    tokenizer = TokenizerFile(path=str(loaded.folder / TOKENIZER), end_of_text=spec.end_of_text)
+    data = replace(given.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
+    kept = [one.name for one in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{one.name}").acts_in]
+    folder = loaded.folder.resolve()
+    return Config(
+        name=folder.name, runs=str(folder.parent), seed=given.seed, data=data, model=spec.model, eval=given.eval,
+        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(given.trainer, name) for name in kept}),
+    )  # fmt: skip
+
+
+def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
+    """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before.
+
+    Raises:
+        LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
+    """
+    store = prepare(config.data, progress=True)
+    check_sequences(store, config, fixed=str(loaded.path))
+    metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": loaded.spec.vocab_size, "plugins": loaded.spec.plugins}
+    return replace(loaded, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store

@@ -1,11 +1,14 @@
-"""Held-out sequences, and the loss of every token in them."""
+"""Held-out sequences, and numbers of each of them: measured in batches of one length, split over ranks."""
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lm.config.tree import Config
@@ -13,11 +16,10 @@ from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
 from lm.data.tasks.generators import STORE_SEED, example
 from lm.errors import ConfigError, Problem
-from lm.evaluation.measurement import Progress
-from lm.evaluation.sequences import by_sequence, tokens_sha256
+from lm.evaluation.evaluation_kind import Advance
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device
+from lm.model.device import Device, all_reduce_sum, eval_mode
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def by_token(
     where: Device,
     measure: Callable[[Batch], Tensor],
     numbers: int = 1,
-    progress: Progress = lambda sequences: None,
+    progress: Advance = lambda sequences: None,
 ) -> np.ndarray:
     """What `measure` gives for every predicted token: (numbers, N, length) fp32.
 
@@ -132,7 +134,7 @@ def by_token(
     return by_sequence(models, lengths, (numbers, held_out.length), where, measure_batch, progress).swapaxes(0, 1)
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Progress = lambda sequences: None) -> np.ndarray:
+def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Advance = lambda sequences: None) -> np.ndarray:
     """-log p of every predicted token, (N, length) fp32, nats; as `by_token`.
 
     Never holds T x T weights nor T x V logits.
@@ -162,3 +164,53 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
     edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
+
+
+EVAL_TOKENS = 16384  # tokens in one forward pass
+T = TypeVar("T")
+
+
+def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
+    """Of token ids, one sequence after the other."""
+    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
+
+
+def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
+    alike: dict[int, list[T]] = {}
+    for item in items:
+        alike.setdefault(length(item), []).append(item)
+    for tokens, same in alike.items():
+        size = max(1, EVAL_TOKENS // tokens)
+        yield from (same[start : start + size] for start in range(0, len(same), size))
+
+
+def by_sequence(
+    models: list[Decoder],
+    lengths: Sequence[int],
+    shape: tuple[int, ...],
+    where: Device,
+    measure: Callable[[list[int]], Tensor],
+    progress: Advance = lambda sequences: None,
+) -> np.ndarray:
+    """What `measure` gives of each sequence: (N, *shape) fp32. Collective.
+
+    Sequences are split over the ranks of `where`; every rank returns all.
+
+    Args:
+        models: those that `measure` runs; in evaluation mode meanwhile, and without gradients.
+        lengths: tokens in each sequence, (N,): those of one length are read together.
+        measure: indices of sequences of one length -> (indices, *shape).
+        progress: called with the number of sequences done.
+    """
+
+    def local() -> Tensor:
+        result = torch.zeros(len(lengths), *shape)
+        for part in batches(range(len(lengths))[where.rank :: where.world], lengths.__getitem__):
+            where.check_time()
+            result[part] = measure(part).cpu()
+            progress(len(part))
+        return result
+
+    with eval_mode(*models):
+        return all_reduce_sum(where, local).numpy()

@@ -22,11 +22,11 @@ from lm.data.store import Store
 from lm.data.tasks.examples import Draw, Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
-from lm.evaluation.answer_series import QUESTION_SEED, AnswerMeasurement, check_room, too_short
-from lm.evaluation.answers import SCORED, Trial, scored
-from lm.evaluation.measurement import Progress
-from lm.evaluation.sequences import EVAL_TOKENS, by_sequence, tokens_sha256
+from lm.evaluation.evaluation_kind import Advance
+from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, tokens_sha256
+from lm.evaluation.recall import QUESTION_SEED, AnswerMeasurement, check_room, too_short
 from lm.model.attention_stream import attention_blocks
+from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
@@ -39,6 +39,98 @@ FINETUNE_SEED = 1  # seed of the sequences of fine-tuning, which are training se
 EXACT = 0  # column of `SCORED`
 OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
 HEADS_DEPTH = 0.5
+
+
+# ---------------------------------------------------------------- one question after a prompt, among other answers
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A question about a number in a text: the prompt, the answer's tokens, other answers to rank it among, and the number itself."""
+
+    prompt: np.ndarray  # (T,) int64
+    answer: np.ndarray  # (A,) int64
+    others: list[np.ndarray]
+    number: str
+    spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
+    sequence: int  # index of its sequence, of which other trials may ask, too
+
+
+SCORED = (  # metric and unit of each column of `score`
+    ("exact", "fraction"),
+    ("first digit", "fraction"),
+    ("exact, teacher-forced", "fraction"),
+    ("first of candidates", "fraction"),
+    ("rank among candidates", ""),
+    ("loss of answers", "nats per token"),
+    ("loss over the most probable other", "nats"),
+)
+
+
+def scored(
+    decoder: Decoder,
+    asked: list[Trial],
+    length: int,
+    where: Device,
+    text: Text,
+    progress: Advance = lambda trials: None,
+) -> np.ndarray:
+    """`score` of trials whose prompts are parts of sequences of `length` tokens, in fp32: (trials, len(SCORED)). Collective."""
+
+    def measure(part: list[int]) -> Tensor:
+        with torch.autocast(where.device.type, enabled=False):
+            return score(decoder, [asked[index] for index in part], length, text)
+
+    return by_sequence([decoder], [len(one.prompt) for one in asked], (len(SCORED),), where, measure, progress)
+
+
+def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tensor:
+    """Prompts of one length, read once each: (trials, len(SCORED)) fp32, as `SCORED` names its columns.
+
+    1 if all that greedy decoding writes is correct; 1 if its first digit is; 1 if each token of the answer is the most probable one after
+    those before (then greedy decoding gives it); 1 if no other is more probable than the answer (as a whole number); 1 and how many are;
+    loss of the answer (nats per token); and its difference to the loss of the most probable other (nats; 0 if there is none).
+    """
+    device = decoder.head.weight.device
+    prompts = torch.from_numpy(np.stack([one.prompt for one in asked])).to(device)
+    cache = DecodingCache(length)
+    first = decoder.head(decoder(prompts, cache=cache)[:, -1:]).float()  # (B, 1, V)
+    written = _greedy(decoder, first, cache.fork(1), max(len(one.answer) for one in asked) + 2)
+    found = []
+    for index, one in enumerate(asked):
+        candidates = [one.answer, *one.others]
+        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.select(index).fork(len(candidates)))
+        better = (nll[1:] < nll[0]).sum()
+        said = text.decode(written[index].cpu().numpy()).strip()
+        digit, whole = said[:1] == one.number[:1], re.match(r"\d*", said)[0] == one.number
+        margin = nll[0] - nll[1:].min() if one.others else 0
+        scores = whole, digit, hits, better == 0, 1 + better, nll[0] / len(one.answer), margin
+        found.append([float(number) for number in scores])
+    return torch.tensor(found)
+
+
+def _greedy(decoder: Decoder, first: Tensor, cache: DecodingCache, count: int) -> Tensor:
+    """`count` tokens by greedy decoding: (B, count)."""
+    tokens = [first.argmax(-1)]
+    for _ in range(count - 1):
+        tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
+    """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the most probable one."""
+    longest = max(map(len, candidates))
+    tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
+    real = torch.zeros(len(candidates), longest)
+    for number, one in enumerate(candidates):
+        tokens[number, : len(one)], real[number, : len(one)] = torch.from_numpy(one), 1.0
+    tokens, real = tokens.to(first.device), real.to(first.device)
+    logits = first.expand(len(candidates), -1, -1)
+    if longest > 1:
+        logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], cache=cache)).float()), 1)
+    log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+    hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
+    return -(log_p * real).sum(1), bool(hits.all())
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
@@ -157,7 +249,7 @@ class NeedleMeasurement(AnswerMeasurement):
     def work(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.inference)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
+    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         model = self._taught(decoder, where) if self.asked.finetune.steps else decoder
         used = [(setting.label, for_inference(model, setting)) for setting in self.asked.inference]
         found = [one for label, model in used for one in self._answers(model, label, where, progress)]
@@ -183,7 +275,7 @@ class NeedleMeasurement(AnswerMeasurement):
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
-    def _answers(self, decoder: Decoder, label: str, where: Device, progress: Progress) -> list[Series]:
+    def _answers(self, decoder: Decoder, label: str, where: Device, progress: Advance) -> list[Series]:
         """Exact answers over all depths and of the control, for reports; then all that is scored, by depth."""
         scores = {
             name: [self._scored(decoder, task, length, where, progress) for length in self.lengths] for name, task in self.tasks.items()
@@ -210,7 +302,7 @@ class NeedleMeasurement(AnswerMeasurement):
                 found.append(self.at_lengths(metric, unit, samples, references={} if level is None else {"chance": level}, **given))
         return found
 
-    def _scored(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Progress = lambda trials: None) -> "_Scores":
+    def _scored(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Advance = lambda trials: None) -> "_Scores":
         asked = trials(task, length, self.asked.trials, self.haystack)
         return _Scores(asked, scored(decoder, asked, length, where, self.haystack, progress))
 

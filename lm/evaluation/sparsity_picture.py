@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lm.diagnostics.concentration import NO_FIRST
-from lm.diagnostics.measures import KEYS
-from lm.diagnostics.rows import LEAST_KEYS
-from lm.diagnostics.sparsity import (
-    condensation_scale,
-    exp_sparsity,
-    identity_sparsity,
-    relu2_sparsity,
-    relu_sparsity,
-    simulated_sparsity,
-)
-from lm.evaluation.diagnostic_series import HEAD
+from lm.diagnostics.attention_rows import HEAD, KEYS, LEAST_KEYS, NO_FIRST
+from lm.diagnostics.sparsity import condensation_scale, exp_sparsity, identity_sparsity, relu2_sparsity, relu_sparsity, simulated_sparsity
 from lm.report.pictures import DASHES, colour_and_marker
 from lm.runs.series import Series, number
 

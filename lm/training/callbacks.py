@@ -16,9 +16,8 @@ from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
 from lm.errors import RunError, one_line
-from lm.evaluation.continuity import Swap
-from lm.evaluation.measurement import Measurement
-from lm.evaluation.results import keep, measured, write_evaluation
+from lm.evaluation.evaluation_kind import Measurement, keep, measured, write_evaluation
+from lm.evaluation.swap import Swap
 from lm.files import write_text
 from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder

@@ -12,7 +12,7 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
-from lm.evaluation.measurement import Measurement, measurements
+from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import write_text
 from lm.machine import keep_freed_memory, threads_each
 from lm.model.counts import flops_per_token

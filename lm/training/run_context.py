@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.evaluation.measurement import Measurement
+from lm.evaluation.evaluation_kind import Measurement
 from lm.model.device import Resolved
 from lm.progress import StepProgress
 from lm.training.launcher import Launcher

@@ -10,7 +10,7 @@ import torch
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.measurement import weights_sha256
+from lm.evaluation.evaluation_kind import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped

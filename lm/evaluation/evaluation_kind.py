@@ -1,8 +1,14 @@
-"""What every evaluation is: options that decide its numbers, and the series it gives. `lm.config.eval_config` names one class a kind."""
+"""One kind of evaluation: what decides its numbers, the series that it gives, and its result in a run folder.
 
+`lm.config.eval_config` names the class that measures each kind.
+"""
+
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import ClassVar
 
 from torch import nn
@@ -12,15 +18,17 @@ from lm.config.effects import function_of
 from lm.config.eval_config import Timing
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.files import plain_sha256
+from lm.errors import RunError
+from lm.files import plain_sha256, write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs import checkpoints
-from lm.runs.evaluations import measuring_code
+from lm.runs.evaluations import Evaluation, evaluation_path, measuring_code
+from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, sealed, write_sealed
 from lm.runs.series import Series
 from lm.schema import Plain
 
-Progress = Callable[[int], None]  # called with the units of work done
+Advance = Callable[[int], None]  # called with the units of work done
 
 
 class Measurement(ABC):
@@ -51,7 +59,7 @@ class Measurement(ABC):
         """Units that `measure` reports as done."""
 
     @abstractmethod
-    def measure(self, decoder: Decoder, where: Device, progress: Progress) -> list[Series]:
+    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         """The numbers. Collective; the decoder and the random state stay as they are."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
@@ -97,3 +105,50 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 def weights_sha256(model: nn.Module) -> str:
     """A sha256 over all parameters and buffers with their names and types: that of `state_dict` in a checkpoint of the model."""
     return checkpoints.weights_sha256(model.state_dict())
+
+
+def measured(
+    measurement: Measurement, decoder: Decoder, where: Device, step: int, tokens_seen: int, progress: Advance = lambda units: None
+) -> Evaluation:
+    """What a measurement gives of a decoder that was trained for so many steps and tokens. Collective."""
+    weights = weights_sha256(decoder)
+    series = measurement.measure(decoder, where, progress)
+    return Evaluation(
+        measurement.kind, step, tokens_seen, measurement.store.fingerprint, measurement.options, measurement.precision(where), weights,
+        tuple(series), measurement.config.eval.asked(measurement.kind), measurement.code,
+    )  # fmt: skip
+
+
+def write_evaluation(run: Path, measurement: Measurement, evaluation: Evaluation) -> Path:
+    """Write the result of a measurement to its file, and draw its picture if it has one; returns the file's path."""
+    path, picture = evaluation_path(run, evaluation.kind, evaluation.step), measurement.picture(evaluation.series)
+    pictures = {} if picture is None else {path.with_suffix(".png"): picture}
+    write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
+    return path
+
+
+def kept_at(folder: Path, measurement: Measurement, weights: str, where: Device) -> Path:
+    """Where a run folder keeps the result of a measurement of `weights` (their sha256), however often it is measured otherwise."""
+    return folder / EVALUATIONS / "cache" / f"{measurement.kind}-{measurement.key(weights, where)[:16]}.json"
+
+
+def kept(folder: Path, measurement: Measurement, weights: str, where: Device, step: int, tokens_seen: int) -> Evaluation | None:
+    """The result that a run folder keeps of a measurement; None if there is none, or if it is damaged, which a note says."""
+    path = kept_at(folder, measurement, weights, where)
+    if not path.is_file():
+        return None
+    try:
+        asked = measurement.config.eval.asked(measurement.kind)
+        return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=asked)
+    except (RunError, KeyError, ValueError) as error:
+        reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
+        print(f"note: {reason}: measured again", file=sys.stderr)
+    return None
+
+
+def keep(folder: Path, measurement: Measurement, evaluation: Evaluation, where: Device) -> None:
+    """Keep a result, if it is one that lasts."""
+    if measurement.lasts(evaluation.series):
+        path = kept_at(folder, measurement, evaluation.weights_sha256, where)
+        path.parent.mkdir(exist_ok=True, parents=True)
+        write_sealed(path, evaluation.plain())

@@ -9,6 +9,7 @@ like those of its filler, scores are multiplied by 1 + slope ln((n + more) / n),
 with the scores z at the new length.
 
 Shapes: Q questions, K keys (-inf where a key is not visible).
+
 """
 
 import math
