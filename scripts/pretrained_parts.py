@@ -18,7 +18,7 @@ from lm.data.batches import Batch, windows
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluate import open_device, text_config
-from lm.evaluation.evaluation_kind import Measurement, measured, measurements, weights_sha256
+from lm.evaluation.evaluation_kind import Measurement, measurements, weights_sha256
 from lm.evaluation.swap import Swap, swap_run
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
@@ -159,7 +159,7 @@ class Workbench:
         return parse(merge(to_plain(text_config(self.loaded, [self.text])), changes))
 
     def _measured(self, measurement: Measurement, decoder: Decoder) -> Evaluation:
-        return measured(measurement, decoder, open_device(self.config, {}), 0, 0)
+        return measurement.evaluate(decoder, open_device(self.config, {}), 0, 0)
 
     def measure(self, kind: str, decoder: Decoder, *overrides: str) -> Evaluation:
         """One kind of evaluation of a decoder, with changes of its options."""
@@ -207,8 +207,8 @@ class Workbench:
             if (found.options, found.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
             return {name: found}
-        evaluation = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
-        return {name: evaluation}
+        result = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
+        return {name: result.evaluation}
 
     def _continuity(self) -> Swap:
         return Swap(self._config(*self._swap_options()), self.store, self.loaded.decoder)

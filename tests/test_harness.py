@@ -20,12 +20,13 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
 from lm.attention import options as opt  # noqa: E402
+from lm.commands.model_commands import print_tasks  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402
 from lm.evaluation.generation import generate  # noqa: E402
-from lm.evaluation.harness import HarnessLM, measure  # noqa: E402
+from lm.evaluation.harness import HarnessLM, run_tasks  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
@@ -265,7 +266,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     texts = model.generate_until(ask("generate_until", *((one["text"], {"max_gen_toks": 6, "until": "\n"}) for one in DOCUMENTS["write"])))
     (include / "write.jsonl").write_text("".join(json.dumps({"text": d["text"], "answer": texts[0]}) + "\n" for d in DOCUMENTS["write"]))
 
-    result = measure(config.run_folder, ["our_choice", "our_rolling", "our_write"], include_path=include)
+    result, _ = run_tasks(config.run_folder, ["our_choice", "our_rolling", "our_write"], include_path=include)
     right = 0
     for one in DOCUMENTS["choice"]:
         pairs = [model.encode_pair(one["text"], choice) for choice in one["choices"]]
@@ -299,7 +300,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
         "higher_is_better": {"acc": True},
     }
     # another task or setting is added to the file; what it had stays
-    measure(config.run_folder, ["our_choice"], include_path=include, num_fewshot=2, limit=3, max_length=64)
+    run_tasks(config.run_folder, ["our_choice"], include_path=include, num_fewshot=2, limit=3, max_length=64)
     kept = json.loads((config.run_folder / "evaluations" / "harness.step-000008.json").read_text())
     assert kept["tasks"].keys() == {"our_choice", "our_rolling", "our_write"}
     settings = [kept["tasks"]["our_choice"][key] for key in ("num_fewshot", "limit", "documents", "max_length")]
@@ -324,16 +325,16 @@ def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
     train(config)
     folder = config.run_folder
     with pytest.raises(ConfigError, match=r"--tasks = '': names no task\n  --limit = 0: must be above 0 and"):
-        measure(folder, [], include_path=include, limit=0)
+        run_tasks(folder, [], include_path=include, limit=0)
     with pytest.raises(ConfigError, match=r"--num-fewshot = .*\n  --limit = inf: .*\n  --max-length = 1: must be from 2"):
-        measure(folder, ["our_choice"], include_path=include, num_fewshot=10**30, limit=math.inf, max_length=1)
+        run_tasks(folder, ["our_choice"], include_path=include, num_fewshot=10**30, limit=math.inf, max_length=1)
     with pytest.raises(ConfigError, match=r"model\.n_head = '4': can't be changed"):
-        measure(folder, ["our_choice"], include_path=include, overrides=["model.n_head=4"])
+        run_tasks(folder, ["our_choice"], include_path=include, overrides=["model.n_head=4"])
     with pytest.raises(RunError, match=r"steps saved"):
-        measure(folder, ["our_choice"], checkpoint="7", include_path=include)
+        run_tasks(folder, ["our_choice"], checkpoint="7", include_path=include)
     (include / "choice.jsonl").unlink()
     with pytest.raises(RunError, match="our_choice: the harness failed: FileNotFoundError") as found:
-        measure(folder, ["our_choice"], include_path=include)
+        run_tasks(folder, ["our_choice"], include_path=include)
     assert "\n" not in str(found.value)
     assert not (folder / "evaluations" / "harness.step-000004.json").exists()
 
@@ -359,10 +360,11 @@ def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
     monkeypatch.setattr("lm.evaluation.harness._find", lambda tasks, include_path: (tasks, manager))
-    result = measure(config.run_folder, ["ours"], include_path=include)
+    result, _ = run_tasks(config.run_folder, ["ours"], include_path=include)
     assert result["tasks"].keys() == {"our_choice", "our_write"}
     assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]
     assert result["groups"]["ours"]["metrics"]["acc"] == result["tasks"]["our_choice"]["metrics"]["acc"]
+    print_tasks(result, config.run_folder)
     assert " ours " in capsys.readouterr().out
 
 
@@ -371,13 +373,13 @@ def test_an_export_and_a_checkpoint_score_as_their_run(tiny, include, tmp_path):
     train(config)
     exported, file = export(config.run_folder, "last", tmp_path / "exported"), tmp_path / "out" / "result.json"
     results = [
-        measure(source, ["our_rolling"], include_path=include, out=file)
+        run_tasks(source, ["our_rolling"], include_path=include, out=file)[0]
         for source in (config.run_folder, exported, config.run_folder / "checkpoints" / "step-000008.ckpt")
     ]
     assert results[0]["tasks"] == results[1]["tasks"] == results[2]["tasks"]
     assert json.loads(file.read_text()) == results[2]
     assert not list(config.run_folder.glob("evaluations/harness*"))
-    measure(exported, ["our_rolling"], include_path=include)
+    run_tasks(exported, ["our_rolling"], include_path=include)
     assert not (exported / "evaluations").exists()
 
 

@@ -23,7 +23,7 @@ from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
 from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.recall import Recall, answers
+from lm.evaluation.recall import Recall, read_answers
 from lm.evaluation.text_loss import Validation
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
@@ -52,7 +52,7 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    found = answers(decoder, sequences(task, length, 7), CPU)
+    found = read_answers(decoder, sequences(task, length, 7), CPU)
     assert decoder.training
     decoder.eval()
     nll, right, whole = [], [], []
@@ -72,8 +72,8 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
 def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda where, local: local())
     decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
-    parts = [answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
-    together = answers(decoder, asked, CPU)
+    parts = [read_answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
+    together = read_answers(decoder, asked, CPU)
     assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
     assert (sum(part.right.astype(int) for part in parts) == together.right).all()
     assert (sum(part.rolled_out.astype(int) for part in parts) == together.rolled_out).all()
@@ -98,7 +98,7 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
         ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
-    found = answers(decoder, sequences(task, length, 7), CPU)
+    found = read_answers(decoder, sequences(task, length, 7), CPU)
     made = sequences(task, length, 7)
     with torch.no_grad():
         expected = [greedy(decoder, one.tokens, one.answers) == one.tokens[1:][one.answers] for one in made]
@@ -109,7 +109,7 @@ def test_a_wrong_answer_stays_in_the_sequence(monkeypatch: pytest.MonkeyPatch):
     """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
-    found = answers(decoder, sequences(task, 24, 3), CPU)
+    found = read_answers(decoder, sequences(task, 24, 3), CPU)
     assert found.whole(found.right).tolist() == [True, True, False, True] * 3
     assert found.whole(found.rolled_out).tolist() == [True, True, False, False] * 3
 

@@ -20,7 +20,7 @@ from lm.config.data_config import DataConfig
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import Measurement, write_evaluation
+from lm.evaluation.evaluation_kind import Measurement
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files
@@ -213,12 +213,12 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
 def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
     config, missing = tiny("name=order"), []
 
-    def write(folder: Path, measurement: Measurement, result: Evaluation) -> Path:
+    def write(measurement: Measurement, folder: Path, result: Evaluation, written=Measurement.write) -> Path:
         known = {name for line in metrics(folder) if line["step"] == result.step for name in line}
         missing.extend(logged(result).keys() - known)
-        return write_evaluation(folder, measurement, result)
+        return written(measurement, folder, result)
 
-    monkeypatch.setattr("lm.training.callbacks.write_evaluation", write)
+    monkeypatch.setattr(Measurement, "write", write)
     train(config)
     assert (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
     assert not missing

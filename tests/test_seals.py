@@ -16,8 +16,7 @@ from test_house import MODULES
 
 from lm.config.load import load as configured
 from lm.errors import RunError
-from lm.evaluation.evaluation_kind import Measurement, kept
-from lm.evaluation.evaluation_kind import keep as keep_result
+from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_table
@@ -200,7 +199,7 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
     probe = Probe(configured([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
     where = Device(torch.device("cpu"), False)
     one = Evaluation("validation", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
-    keep_result(tmp_path, probe, one, where)
-    assert kept(tmp_path, probe, "w", where, 8, 80).code == {"lm": measuring_code()}
+    probe.cache(tmp_path, one, where)
+    assert probe.cached(tmp_path, "w", where, 8, 80).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
-    assert kept(tmp_path, probe, "w", where, 8, 80) is None
+    assert probe.cached(tmp_path, "w", where, 8, 80) is None

@@ -67,7 +67,7 @@ def test_a_saved_model_generates_text(saved: Path):
 
 def test_the_harness_evaluates_a_saved_model(saved: Path, tmp_path: Path):
     pytest.importorskip("lm_eval")
-    from lm.evaluation.harness import measure
+    from lm.evaluation.harness import run_tasks
 
     (tmp_path / "rows.jsonl").write_text('{"question": "it is", "choices": [" a", " b"], "answer": 0}\n')
     (tmp_path / "chambers.yaml").write_text(
@@ -76,11 +76,11 @@ def test_the_harness_evaluates_a_saved_model(saved: Path, tmp_path: Path):
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: answer\n"
         "metric_list: [{metric: acc}]\n"
     )
-    result = measure(saved, ["chambers"], include_path=tmp_path, out=tmp_path / "out.json", overrides=["trainer.accelerator=cpu"])
+    result, _ = run_tasks(saved, ["chambers"], include_path=tmp_path, out=tmp_path / "out.json", overrides=["trainer.accelerator=cpu"])
     assert result["tasks"]["chambers"]["documents"] == 1
     assert (result["step"], result["data_fingerprint"]) == (0, None)
     with pytest.raises(ConfigError, match=r"trainer\.threads"):
-        measure(saved, ["chambers"], include_path=tmp_path, overrides=["trainer.threads=many"])
+        run_tasks(saved, ["chambers"], include_path=tmp_path, overrides=["trainer.threads=many"])
 
 
 def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):

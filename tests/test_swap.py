@@ -268,7 +268,7 @@ def swap(
     source: Path, out: Path, to: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
 ) -> tuple[Interval, float]:
     """The change of the loss at the training length, and the KL divergence there."""
-    found = {one.metric: one for one in swap_run(source, checkpoint, to, init, out, list(overrides)).series}
+    found = {one.metric: one for one in swap_run(source, checkpoint, to, init, out, list(overrides)).evaluation.series}
     return interval_of(found["change of loss"], 0), found["KL divergence"].means[0]
 
 

@@ -35,6 +35,12 @@ AllowPlugin = Annotated[
 ]
 
 
+def check_results(out: Path | None) -> None:
+    """Raises ConfigError if `out` names no kind of table."""
+    if out and out.suffix not in (".csv", ".json"):
+        raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
+
+
 def paths_and_overrides(arguments: list[str], missing: str) -> tuple[list[Path], list[str]]:
     """The paths and the `KEY=VALUE` of a command line. Raises ConfigError of `missing` if there is no path."""
     paths, overrides = split_overrides(arguments)

@@ -1,13 +1,18 @@
 """Commands on trained models."""
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source, paths_and_overrides, split_overrides
+from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source, check_results, paths_and_overrides, split_overrides
 from lm.errors import ConfigError
+from lm.schema import Plain
+
+if TYPE_CHECKING:
+    from lm.report.evaluation_tables import Evaluated
 
 RunsAndOverrides = Annotated[
     list[str],
@@ -49,9 +54,24 @@ def evaluate(
     """
     from lm.evaluation.evaluate import evaluate_runs
 
+    check_results(out)
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
     grid = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
-    evaluate_runs(folders, checkpoint, suite, grid + overrides, out)
+    try:
+        results = evaluate_runs(folders, checkpoint, suite, grid + overrides)
+    except KeyboardInterrupt:
+        print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
+        raise
+    _print_evaluations(results, out)
+
+
+def _print_evaluations(results: list["Evaluated"], out: Path | None) -> None:
+    """Tables of evaluations, and all of their numbers in a file."""
+    from lm.report.evaluation_tables import print_results, write_table
+
+    print_results(results, out)
+    if out:
+        write_table(results, out)
 
 
 def diagnose(
@@ -79,17 +99,18 @@ def diagnose(
     (docs/diagnostics.md). Those of runs are kept in evaluations/. With --text: maps of single heads' weights.
     """
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
+    check_results(out)
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
     if text is None:
         from lm.evaluation.diagnostics import diagnose
 
-        diagnose(sources, checkpoint, overrides, out)
+        _print_evaluations(diagnose(sources, checkpoint, overrides), out)
     else:
         from lm.evaluation.attention_text import show_attention
 
         text = os.fsencode(text).decode(errors="replace")  # UTF-8, whatever the locale
-        show_attention(sources, text, layer or None, head or None, checkpoint, overrides, out)
+        print(*show_attention(sources, text, layer or None, head or None, checkpoint, overrides, out), sep="\n")
 
 
 def swap(
@@ -113,9 +134,15 @@ def swap(
     Writes the new model as a run folder of its own, and measures how far its outputs differ from the old model's.
     """
     from lm.evaluation.swap import swap_run
+    from lm.report.evaluation_tables import Evaluated, print_results
 
     files, overrides = split_overrides(arguments or [])
-    swap_run(source, checkpoint, to, init, out, overrides, files)
+    result = swap_run(source, checkpoint, to, init, out, overrides, files)
+    print(*result.models, sep="\n")
+    print_results([Evaluated(out, result.evaluation, cached=False)], result.path)
+    print(*result.notes, sep="\n")
+    if result.warning:
+        print(result.warning, file=sys.stderr)
 
 
 def import_(
@@ -212,7 +239,35 @@ def harness(
 
     Needs the package lm-eval (docs/evaluation.md).
     """
-    from lm.evaluation.harness import measure
+    from lm.evaluation.harness import run_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    measure(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
+    result, path = run_tasks(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
+    print_tasks(result, source)
+    if path:
+        print(path)
+
+
+def print_tasks(result: dict[str, Plain], source: Path) -> None:
+    """A table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
+    from lm.report.tables import Column, Table, print_tables
+
+    rows: list[tuple[str, ...]] = []
+    for name, task in {**result["tasks"], **result["groups"]}.items():
+        cells = name, str(task.get("num_fewshot", "")), str(task.get("documents", ""))
+        for metric, value in task["metrics"].items():
+            base, *kind = metric.split(",")
+            if base.endswith("_stderr"):
+                continue
+            arrow = {True: " ↑", False: " ↓"}.get(task.get("higher_is_better", {}).get(base), "")
+            error = task["metrics"].get(",".join([f"{base}_stderr", *kind]))
+            rows.append((*cells, metric + arrow, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
+            cells = "", "", ""
+    kinds = {"task": "label", "shots": "number", "documents": "number", "metric": "label", "value": "number"}
+    contents = [(Column(name, kind=kind), [row[number] for row in rows]) for number, (name, kind) in enumerate(kinds.items())]
+    print_tables(Table(f"{source}, step {result['step']}", "", tuple(contents)))
+    for name, task in result["tasks"].items():
+        if task["requests_cut"]:
+            print(f"{name}: {task['requests_cut']} requests were longer than {task['max_length']} tokens and lost some on the left")
+        if task["requests_shortened"]:
+            print(f"{name}: {task['requests_shortened']} requests had room for fewer new tokens than they may write")

@@ -35,7 +35,7 @@ class Timing:
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
-_WHEN = tuple(spec.name for spec in fields(Timing))
+WHEN = tuple(spec.name for spec in fields(Timing))
 
 
 @dataclass
@@ -372,7 +372,7 @@ class EvalConfig:
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
-        return {name: value for name, value in plain.items() if value is not None and name not in _WHEN}
+        return {name: value for name, value in plain.items() if value is not None and name not in WHEN}
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes that a named suite makes."""

@@ -19,16 +19,21 @@ from lm.progress import Progress
 from lm.schema import Plain
 
 
-def prepare(data: DataConfig, progress: bool = False) -> Store:
+def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store:
     """The token store of a configuration: opened if it exists, else built, or an interrupted preparation finished.
 
     The folder is `data.root/LABEL-KEY`, KEY a hash of all that determines its content: sources, tokenizer, filters and format.
     It appears complete or not at all; processes that need it at the same time wait for the one that builds it.
-    `progress`: print progress (stderr) and a summary (stdout).
+    `progress`: print progress (stderr) and a summary (stdout). `wanted`: a fingerprint: the store in `data.root` that has it is
+    taken, if there is one, whether or not its sources still exist.
 
     Raises:
         DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
+    if wanted and (store := store_of(data, wanted)):
+        if progress:
+            print(summary(store), flush=True)
+        return store
     shown = Progress("auto" if progress else "none")
     spec = _spec(data)
     target = _folder(data, spec)

@@ -31,7 +31,8 @@ class Shown:
     """One model's attention on the text, under one inference setting.
 
     Attributes:
-        name: of the run or model, and its setting where there are several.
+        name: the name of the run or model, and its setting where there are several.
+        said: how much of the model is shown, in words.
         source: its folder.
         setting: label of the inference setting.
         tokens: the text of each token; the first one begins the document.
@@ -40,6 +41,7 @@ class Shown:
     """
 
     name: str
+    said: str
     source: Path
     setting: str
     tokens: list[str]
@@ -56,8 +58,8 @@ def show_attention(
     checkpoint: str = "last",
     overrides: list[str] | None = None,
     out: Path | None = None,
-) -> list[Shown]:
-    """Attention weights of models on a text: a table and two pictures of it beside each other, whose names are printed.
+) -> list[str]:
+    """Write attention weights of models on a text: a table and two pictures of it beside each other; returns lines to print.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders.
@@ -70,29 +72,20 @@ def show_attention(
     Raises:
         LMError: no model there, no text, one that is too long, no such layer or head.
     """
-    if out and out.suffix not in (".csv", ".json"):
-        raise ConfigError(f"{out}: can't write a table of this kind; name a .csv or .json file")
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
-    if unused := set(changes["eval"]["diagnostics"]) - {"inference"}:
-        values = changes["eval"]["diagnostics"]
-        raise ConfigError([Problem(f"eval.diagnostics.{name}", values[name], "has no effect with --text") for name in sorted(unused)])
+    given = changes["eval"]["diagnostics"]
+    if unused := sorted(set(given) - {"inference"}):
+        raise ConfigError([Problem(f"eval.diagnostics.{name}", given[name], "has no effect with --text") for name in unused])
     text = read_text(text)
     for source in sources:
         check_source(source)
-    found: list[Shown] = []
-    for source in sources:
-        loaded = load(source, checkpoint)
-        found += _of_model(loaded, text, layers, heads, changes)
-    several = len(found) > 1
-    out = out or found[0].source / "attention.csv"
-    png, svg = draw([Panels(one.name, _said(one, text), one.tokens, one.characters, one.maps, one.heads) for one in found])
-    rows = [row for one in found for row in rows_of(one)]
-    pictures = {out.with_suffix(".png"): png, out.with_suffix(".svg"): svg}
-    write_together({out: table_bytes(rows, out), **pictures})
-    for one in found:
-        print(f"{one.name}: {_said(one, text)}" if several else _said(one, text))
-    print("\n".join(map(str, [out, *pictures])))
-    return found
+    shown = [model for source in sources for model in _of_model(load(source, checkpoint), text, layers, heads, changes)]
+    out = out or shown[0].source / "attention.csv"
+    png, svg = draw([Panels(model.name, model.said, model.tokens, model.characters, model.maps, model.heads) for model in shown])
+    table = table_bytes([cell for model in shown for cell in cells_of(model)], out)
+    files = {out: table, out.with_suffix(".png"): png, out.with_suffix(".svg"): svg}
+    write_together(files)
+    return [f"{model.name}: {model.said}" if len(shown) > 1 else model.said for model in shown] + [*map(str, files)]
 
 
 def read_text(given: str) -> str:
@@ -113,7 +106,7 @@ def read_text(given: str) -> str:
 
 
 def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]) -> Iterator[Shown]:
-    """One for each inference setting."""
+    """A model's attention, once for each inference setting."""
     config, (tokenizer, start) = config_of(loaded, changes), loaded.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, ends = [start, *encoded.ids], loaded.spec.model.position.ends
@@ -121,7 +114,7 @@ def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[i
     if len(ids) > longest:
         why = "its learned positions end at" if ends else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {loaded.folder}, {why} {longest:,}; give a shorter one")
-    depth, width = loaded.spec.model.n_layer, max(one.layer.n_head for one in loaded.decoder.normalizers())
+    depth, width = loaded.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in loaded.decoder.normalizers())
     for name, asked, count in (("layer", layers, depth), ("head", heads, width)):
         if wrong := [number for number in asked or [] if not 0 <= number < count]:
             raise ConfigError(f"--{name} {wrong[0]}: {loaded.folder} has {count} {name}s, 0 to {count - 1}")
@@ -136,26 +129,21 @@ def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[i
             chosen = [(layer, head) for layer in layers or range(depth) for head in heads or range(width)]
             if layers is None and heads is None and len(chosen) > MOST_HEADS:
                 chosen = maps.most_concentrated(MOST_HEADS)
+            every = maps.effective.size
+            said = f"{len(ids):,} tokens, {len(text):,} characters; " + f"{len(chosen)} of " * (len(chosen) < every) + f"{every} heads"
+            said += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = loaded.folder.name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield Shown(name, loaded.folder, setting.label, tokens, characters, maps, chosen)
+            yield Shown(name, said, loaded.folder, setting.label, tokens, characters, maps, chosen)
             advance(1)
 
 
-def _said(one: Shown, text: str) -> str:
-    """What of a model is shown, in words."""
-    every = one.maps.effective.size
-    heads = f"{len(one.heads)} of {every} heads" if len(one.heads) < every else f"{every} heads"
-    cell = f"; a cell is the largest of {one.maps.size} x {one.maps.size} weights" if one.maps.size > 1 else ""
-    return f"{len(one.tokens):,} tokens, {len(text):,} characters; {heads}{cell}"
-
-
-def rows_of(one: Shown) -> Iterator[dict[str, Plain]]:
-    """A row for each cell of each head that is shown: the weight, and the tokens that it is of."""
-    for layer, head in one.heads:
-        of = {"run": str(one.source), "setting": one.setting, "layer": layer, "head": head}
-        queries, keys, weights = (array[layer, head] for array in (one.maps.queries, one.maps.keys, one.maps.weights))
+def cells_of(model: Shown) -> Iterator[dict[str, Plain]]:
+    """A line of the table for each cell of each head that is shown: the weight, its query and its key."""
+    for layer, head in model.heads:
+        place = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
+        queries, keys, weights = (array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights))
         for query, key, weight in zip(queries.flat, keys.flat, weights.flat, strict=True):
             if query >= 0:
-                tokens = {"query_token": one.tokens[query], "key_token": one.tokens[key]}
-                characters = {"query_character": one.characters[query], "key_character": one.characters[key]}
-                yield of | {"query": int(query), "key": int(key)} | characters | tokens | {"weight": float(weight)}
+                characters = {"query_character": model.characters[query], "key_character": model.characters[key]}
+                tokens = {"query_token": model.tokens[query], "key_token": model.tokens[key]}
+                yield place | {"query": int(query), "key": int(key)} | characters | tokens | {"weight": float(weight)}

@@ -1,6 +1,7 @@
 """Diagnostics (`lm diagnose`): statistics of attention weights of the model, of the untrained one, and with shuffled scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,53 +9,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import DiagnosticsConfig
+from lm.config.eval_config import WHEN, DiagnosticsConfig, EvalConfig, LongContextConfig
+from lm.config.load import merge, overrides_in, parse
 from lm.config.tree import Config
 from lm.data.batches import long_starts, validation_starts
+from lm.data.prepare import check_sequences
 from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
-from lm.diagnostics.attention_rows import HEAD, LEAST_KEYS, Measures, orders, query_indices
-from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluation_kind import Advance, Measurement
-from lm.evaluation.held_out import HeldOut, by_sequence, task_sequences
-from lm.model.decoder import Decoder
-from lm.model.device import Device
-from lm.model.inference import for_inference
-from lm.runs.series import Series
-from lm.schema import Plain, to_plain
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-
-from lm.config.eval_config import EvalConfig, LongContextConfig
-from lm.config.load import merge, overrides_in, parse
-from lm.data.prepare import check_sequences
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
+    HEAD,
+    LEAST_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
     Accumulated,
+    Derived,
     Family,
+    Measures,
     Statistic,
     Values,
     exponent,
     half_octaves,
     mean,
+    orders,
+    query_indices,
     visible_keys,
 )
+from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
-from lm.evaluation.evaluation_kind import weights_sha256
+from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
+from lm.evaluation.held_out import HeldOut, by_sequence, task_sequences
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.model.inference import for_inference
 from lm.progress import Progress
-from lm.report.evaluation_tables import Evaluated, print_results, write_table
+from lm.report.evaluation_tables import Evaluated
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
-from lm.runs.series import Axis, Sample, Shown
+from lm.runs.series import Axis, Series, Shown
+from lm.schema import Plain, to_plain
 
-_LENGTH = "eval.diagnostics.length_factor"
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KIND = "diagnostics"
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
+FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
+    "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
+    "sparsity": lambda asked: sparsity.family(),
+    "limits": lambda asked: limits.family(asked.limits, max(1, asked.queries // asked.limits.queries)),
+}
+UNDEFINED = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
+_LENGTH = "eval.diagnostics.length_factor"
+
+
+def families(asked: DiagnosticsConfig) -> tuple[Family, ...]:
+    """The families that are asked for, with their options."""
+    return tuple(FAMILIES[name](asked) for name in asked.statistics)
+
+
+# ---------------------------------------------------------------- sequences
 
 
 def diagnostic_sequences(store: Store, config: Config, asked: DiagnosticsConfig) -> HeldOut:
@@ -107,8 +122,10 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: Diagnosti
         raise RunError(f"eval.diagnostics.text = {asked.text}: {reason}; give more text, or lower {_LENGTH}")
     count = min(asked.sequences, fitting)
     starts = np.arange(count) * fitting // count * length
-    sequences = tokens[starts[:, None] + np.arange(length + 1)]
-    return HeldOut(sequences, np.zeros(tokenizer.get_vocab_size(), np.float32))
+    return HeldOut(tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32))
+
+
+# ---------------------------------------------------------------- measuring
 
 
 class Diagnostics(Measurement):
@@ -118,7 +135,7 @@ class Diagnostics(Measurement):
     of each query shuffled among the keys that it sees. What holds of those, too, says nothing about training. In fp32.
     """
 
-    kind = "diagnostics"
+    kind = KIND
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
@@ -126,7 +143,7 @@ class Diagnostics(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return recorded(self.asked, self.held_out, self.config.data.seq_len, self.config.seed)
+        return recorded(self.asked_plain, self.held_out, self.config.data.seq_len, self.config.seed)
 
     @property
     def work(self) -> int:
@@ -147,12 +164,11 @@ class Diagnostics(Measurement):
         return describe(decoder, self.held_out, self.asked, where, self.config.seed, self.store.fingerprint, progress)
 
 
-def recorded(asked: DiagnosticsConfig, held_out: HeldOut, seq_len: int, seed: int) -> dict[str, Plain]:
+def recorded(asked: dict[str, Plain], held_out: HeldOut, seq_len: int, seed: int) -> dict[str, Plain]:
     """All that decides the numbers beside the model, as a result keeps it: what was asked for, and what was measured."""
-    options = {name: value for name, value in to_plain(asked).items() if name not in ("every", "at", "max_seconds")}
-    measured = {"sequences": len(held_out.sequences), "sequences_asked": asked.sequences, "sequences_sha256": held_out.sha256}
-    measured |= {"length": held_out.length, "query_indices": query_indices(held_out.length, asked.queries), "least_keys": LEAST_KEYS}
-    return {"seq_len": seq_len, **options, **measured, "untrained_seed": seed}
+    measured = {"sequences": len(held_out.sequences), "sequences_asked": asked["sequences"], "sequences_sha256": held_out.sha256}
+    measured |= {"length": held_out.length, "query_indices": query_indices(held_out.length, asked["queries"]), "least_keys": LEAST_KEYS}
+    return {"seq_len": seq_len, **asked, **measured, "untrained_seed": seed}
 
 
 def describe(
@@ -162,7 +178,7 @@ def describe(
     where: Device,
     seed: int = 1,
     fingerprint: str = "",
-    progress: Advance = lambda sequences: None,
+    progress: Advance = ignore,
 ) -> list[Series]:
     """The diagnostics of a decoder on its device, as series. Collective.
 
@@ -172,209 +188,192 @@ def describe(
         progress: called with the number of sequences done.
     """
     untrained = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(where.device)
-    models: Models = {}
+    models: dict[str, Values] = {}
     for setting in asked.inference:
         words = "" if setting.label == "as trained" else f", {setting.label}"
-        pair = [for_inference(one, setting) for one in (decoder, untrained)]
-        measures, found = statistics_of(*pair, held_out, asked, where, progress)
-        values = [measures.values(found[:, number], decoder.seq_len) for number in range(3)]
+        pair = [for_inference(model, setting) for model in (decoder, untrained)]
+        measures, vectors = statistics_of(*pair, held_out, asked, where, progress)
+        values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
         models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
-    return series_of(models, measures, held_out, asked.by_position, fingerprint)
+    described = _Described(models, measures, held_out, fingerprint)
+    parts = [described.numbers(), described.curves(), described.derived(), described.heads()]
+    return [each for part in parts + [described.heads_by_keys()] * asked.by_position for each in part]
 
 
 def statistics_of(
-    decoder: Decoder,
-    untrained: Decoder,
-    held_out: HeldOut,
-    asked: DiagnosticsConfig,
-    where: Device,
-    progress: Advance = lambda sequences: None,
+    decoder: Decoder, untrained: Decoder, held_out: HeldOut, asked: DiagnosticsConfig, where: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """What is measured, and of each sequence the vectors of the model, of the untrained one and of shuffled scores: (N, 3, numbers) fp32.
+    """The statistics, and their vectors by sequence of the model, of the untrained one and of shuffled scores: (N, 3, numbers) fp32.
 
     Sequences are split over the ranks of `where`; every rank returns all. Collective.
     """
     queries = query_indices(held_out.length, asked.queries)
-    heads = max(one.layer.n_head for one in decoder.normalizers())
+    heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     measures = Measures(families(asked), len(decoder.normalizers()), heads, queries, held_out.length)
 
-    def measure(part: list[int]) -> Tensor:
-        with torch.autocast(where.device.type, enabled=False):
-            return torch.stack([of_one(index) for index in part])
-
-    def of_one(index: int) -> Tensor:
+    def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(where.device)
         where.check_time()
         model, shuffled = measures.of(decoder, batch, index, orders(index, len(queries), held_out.length))
         return torch.stack([model, *measures.of(untrained, batch, index), shuffled])
 
-    count = len(held_out.sequences)
-    shape = 3, measures.numbers
-    return measures, by_sequence([decoder, untrained], [held_out.length] * count, shape, where, measure, progress)
+    def measure(part: list[int]) -> Tensor:
+        return torch.stack([vectors(index) for index in part])
+
+    lengths = [held_out.length] * len(held_out.sequences)
+    return measures, by_sequence([decoder, untrained], lengths, (3, measures.numbers), where, measure, progress)
 
 
-Models = dict[str, Values]  # by the name of the model: the setting of its series
-KIND = "diagnostics"
-UNDEFINED = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
+# ---------------------------------------------------------------- series
 
 
-def series_of(models: Models, measures: Measures, held_out: HeldOut, by_position: bool, fingerprint: str) -> list[Series]:
-    """All numbers, then all curves, then all heads, each by statistic and model. The first of `models` is the model itself."""
-    made = _Made(models, measures, held_out, fingerprint)
-    parts = [made.numbers(), made.curves(), made.derived(), made.heads()] + ([made.heads_by_keys()] if by_position else [])
-    return [one for part in parts for one in part]
+class _Described:
+    """The series of the statistics of several models on the same sequences, each by statistic and model; the model itself comes first."""
 
-
-class _Made:
-    """Series of the statistics of several models on the same sequences."""
-
-    def __init__(self, models: Models, measures: Measures, held_out: HeldOut, fingerprint: str):
+    def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
         self.first = next(iter(models))
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
-    def _each(self, statistics: tuple | list) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
+    def _each(self, statistics: Iterable[Statistic | Accumulated]) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
         """Each statistic of each model, but for those that are defined nowhere."""
-        for one in statistics:
-            arrays = [(values.by_query | values.by_head).get(one.name) for values in self.models.values()]
+        for statistic in statistics:
+            arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
-                yield from ((one, setting, values) for setting, values in self.models.items())
+                yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def numbers(self) -> Iterator[Series]:
         """Means over all queries, heads and layers, with their intervals over documents; mean exponents over heads."""
-        for one, setting, values in self._each([*self.measures.per_query, *UNDEFINED]):
-            by_query = values.by_query[one.name]
+        for statistic, setting, values in self._each([*self.measures.per_query, *UNDEFINED]):
+            by_query = values.by_query[statistic.name]
             count = np.isfinite(by_query).sum((1, 2, 3))
-            means = np.where(count, mean(by_query, (1, 2, 3)), 0.0)
-            sample = Sample(self.held_out.sha256, means[:, None], count, self.held_out.document_labels)
+            sample = self.held_out.sample(np.where(count, mean(by_query, (1, 2, 3)), 0.0)[:, None], count)
             samples = (sample,) if count.any() else ()
-            yield self._series(one, setting, np.atleast_1d(mean(by_query)), samples=samples, logged=self._logged(one, setting))
-        for one, setting, values in self._each(self.measures.accumulated):
-            yield self._series(one, setting, np.atleast_1d(mean(values.by_head[one.name])), logged=self._logged(one, setting))
-        for one, setting, exponents, _ in self._fits():
-            yield self._series(one, setting, np.atleast_1d(mean(exponents)), _exponent_of(one), "")
+            yield self._series(statistic, setting, mean(by_query), samples=samples, logged=self._logged(statistic, setting))
+        for statistic, setting, values in self._each(self.measures.accumulated):
+            yield self._series(statistic, setting, mean(values.by_head[statistic.name]), logged=self._logged(statistic, setting))
+        for statistic, setting, exponents, _ in self._fits():
+            yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic), "")
 
     def curves(self) -> Iterator[Series]:
         """Means over heads and layers by the number of visible keys, with their intervals over documents."""
-        axis = visible_keys(self.bins)
-        for one, setting, values in self._each(self.measures.per_query if self.bins else []):
-            by_bin = np.stack([self._within(one, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
-            sample = Sample(self.held_out.sha256, by_bin, np.ones(len(by_bin)), self.held_out.document_labels)
-            shown = self._shown(one) if one.shown else None
-            yield self._series(one, setting, mean(by_bin, 0), axis=axis, samples=(sample,), shown=shown)
+        for statistic, setting, values in self._each(self.measures.per_query if self.bins else []):
+            by_bin = np.stack([self._within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
+            given = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
+            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._shown(statistic), **given)
 
     def derived(self) -> Iterator[Series]:
-        """What families make of their statistics."""
+        """Numbers that families derive from several of their statistics."""
         for family in self.measures.families:
             for setting, values in self.models.items():
-                for one in family.derive(values):
-                    yield self._series(
-                        one, setting, one.values, what=one.what, axis=one.axis, shown=self._shown(one) if one.shown else None
-                    )
+                for part in family.derive(values):
+                    yield self._series(part, setting, part.values, what=part.what, axis=part.axis, shown=self._shown(part))
 
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
-        for one, setting, values in self._each([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
-            by_head = values.by_head[one.name] if one.name in values.by_head else mean(values.by_query[one.name], (0, 3))
-            yield from self._by_head(one, setting, by_head)
-        for one, setting, exponents, fit in self._fits():
-            yield from self._by_head(one, setting, exponents, _exponent_of(one))
-            yield from self._by_head(one, setting, fit, f"R^2 of the {_exponent_of(one)}")
+        for statistic, setting, values in self._each([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
+            given = values.by_head.get(statistic.name)
+            by_head = mean(values.by_query[statistic.name], (0, 3)) if given is None else given
+            yield from self._by_head(statistic, setting, by_head)
+        for statistic, setting, exponents, fit in self._fits():
+            yield from self._by_head(statistic, setting, exponents, _exponent_of(statistic))
+            yield from self._by_head(statistic, setting, fit, f"R^2 of the {_exponent_of(statistic)}")
 
     def heads_by_keys(self) -> Iterator[Series]:
         """Means over sequences by layer, head and number of visible keys."""
-        for one, setting, values in self._each(self.measures.per_query):
-            for bounds in self.bins:
-                by_head = self._within(one, values, bounds, (0, 3))
-                yield from self._by_head(one, setting, by_head, where=f"{bounds[0]:,} to {bounds[1]:,} keys")
+        for statistic, setting, values in self._each(self.measures.per_query):
+            for low, high in self.bins:
+                by_head = self._within(statistic, values, (low, high), (0, 3))
+                yield from self._by_head(statistic, setting, by_head, where=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
-        for one, setting, values in self._each([one for one in self.measures.per_query if one.fitted]):
+        for statistic, setting, values in self._each(each for each in self.measures.per_query if each.fitted):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
-            exponents, fit = exponent(values.by_query[one.name], n, one.log)
+            exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
-                yield one, setting, exponents, fit
+                yield statistic, setting, exponents, fit
 
-    def _within(self, one: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
-        """Means over some axes of what queries give that see `bounds` keys."""
+    def _within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
+        """Means over some axes of the queries that see `bounds` keys."""
         n = values.n[:, :, None]
-        return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[one.name], np.nan), axes)
+        return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
-    def _by_head(self, one: Statistic, setting: str, by_head: np.ndarray, metric: str = "", where: str = "") -> Iterator[Series]:
+    def _by_head(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", where: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
-        unit = "" if metric else one.unit
         for layer, means in enumerate(by_head):
-            what = f"layer {layer}" + (f", {where}" if where else "")
-            yield self._series(one, setting, means, metric, unit, what=what, axis=axis)
+            unit = "" if metric else statistic.unit
+            yield self._series(statistic, setting, means, metric, unit, what=f"layer {layer}{where}", axis=axis)
 
-    def _series(self, one: object, setting: str, means: np.ndarray, metric: str = "", unit: str | None = None, **given: object) -> Series:
-        interval = "documents" if given.get("samples") else "none"
+    def _series(
+        self,
+        statistic: Statistic | Accumulated | Derived,
+        setting: str,
+        means: np.ndarray,
+        metric: str = "",
+        unit: str | None = None,
+        **given: object,
+    ) -> Series:
         return Series(
-            KIND, metric or one.name, one.unit if unit is None else unit, "none", self.models[setting].train_length,
-            np.asarray(means, "f8"), setting=setting, control=setting != self.first, interval=interval,
-            data_fingerprint=self.fingerprint, **given,
+            KIND, metric or statistic.name, statistic.unit if unit is None else unit, "none", self.models[setting].train_length,
+            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
+            interval="documents" if given.get("samples") else "none", data_fingerprint=self.fingerprint, **given,
         )  # fmt: skip
 
-    def _logged(self, one: Statistic | Accumulated, setting: str) -> tuple[str, ...]:
-        return (f"{KIND}/{one.name}",) if one.shown and setting == self.first else ()
+    def _logged(self, statistic: Statistic | Accumulated, setting: str) -> tuple[str, ...]:
+        return (f"{KIND}/{statistic.name}",) if statistic.shown and setting == self.first else ()
 
-    def _shown(self, one: object) -> Shown:
-        held_out = self.held_out
-        count, queries = len(held_out.sequences), len(self.measures.queries)
-        return Shown(
-            f"Attention: {one.name}",
-            "held-out sequences of diagnostics",
-            f"{count:,} of {held_out.length:,} tokens, {queries} queries each",
-            f"{one.name} of attention weights, mean over heads",
-            method=f"Attention weights are described on {count:,} held-out sequences of {held_out.length:,} tokens, {queries} queries of "
+    def _shown(self, statistic: Statistic | Derived) -> Shown | None:
+        """How reports show it; None if they don't."""
+        amount = f"{len(self.held_out.sequences):,} %sof {self.held_out.length:,} tokens, {len(self.measures.queries)} queries "
+        return None if not statistic.shown else Shown(
+            f"Attention: {statistic.name}", "held-out sequences of diagnostics", f"{amount % ''}each",
+            f"{statistic.name} of attention weights, mean over heads",
+            method=f"Attention weights are described on {amount % 'held-out sequences '}of "
             f"each that see {LEAST_KEYS} keys or more, evenly spread over the logarithm of their number",
-        )
+        )  # fmt: skip
 
 
-def _exponent_of(one: Statistic) -> str:
-    return f"exponent of {one.name.removeprefix('ln ')}"
+def _exponent_of(statistic: Statistic) -> str:
+    return f"exponent of {statistic.name.removeprefix('ln ')}"
 
 
-def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None, out: Path | None = None) -> list[Evaluated]:
-    """Diagnostics of models, printed and returned; those of run folders are kept in their evaluations/, as `lm eval` does.
+# ---------------------------------------------------------------- lm diagnose
+
+
+def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[Evaluated]:
+    """Diagnostics of models; those of run folders are kept in their evaluations/, as `lm eval` does.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
             measured on; one without a training run needs them, or eval.diagnostics.text.
         checkpoint: of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
-        out: a .csv or .json file for all numbers.
 
     Raises:
         LMError: no model there, no text that could be read, other data than it was trained on.
     """
-    if out and out.suffix not in (".csv", ".json"):
-        raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
     sources, files = split_configurations(sources)
     for source in sources or files:
         check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
-    found: list[Evaluated] = []
+    results: list[Evaluated] = []
     for source in sources:
         folder = source if source.is_dir() else source.resolve().parent.parent
         if (folder / DESCRIPTION).is_file() and files:
             loaded = load(source)
             text = text_config(loaded, files)
-            text.eval = _alone(text.eval.diagnostics)
-            found += evaluate_model(parse(merge(to_plain(text), changes)), loaded, [KIND])
+            text.eval = _only(text.eval.diagnostics)
+            results += evaluate_model(parse(merge(to_plain(text), changes)), loaded, [KIND])
         elif files:
             raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
         elif (folder / CONFIG).is_file():
             config = parse(merge(to_plain(read_config(folder)), changes))
             path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
-            found += evaluate(config, folder, path, [KIND])
+            results += evaluate(config, folder, path, [KIND])
         else:
-            found.append(_of_model(load(source, checkpoint), changes))
-    print_results(found, out)
-    if out:
-        write_table(found, out)
-    return found
+            results.append(_of_model(load(source, checkpoint), changes))
+    return results
 
 
 def check_source(source: Path) -> None:
@@ -388,9 +387,9 @@ def check_source(source: Path) -> None:
 
 
 def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
-    """Of a model folder, kept nowhere: on the held-out text of the run that it is of, or on a text."""
-    config = config_of(loaded, changes)
-    asked, seed, fingerprint = config.eval.diagnostics, config.seed, ""
+    """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
+    config, fingerprint = config_of(loaded, changes), ""
+    asked = config.eval.diagnostics
     if asked.text:
         held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
     elif loaded.config is None:
@@ -403,36 +402,22 @@ def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     where = replace(open_device(config, loaded.environment), bf16=False)
     weights, decoder = weights_sha256(loaded.decoder), loaded.decoder.to(where.device)
     with Progress().bar(f"{loaded.folder.name}: {KIND}", len(held_out.sequences) * len(asked.inference)) as advance:
-        series = describe(decoder, held_out, asked, where, seed, fingerprint, advance)
-    facts = loaded.stamp | {"data_fingerprint": fingerprint, "options": recorded(asked, held_out, loaded.spec.seq_len, seed)}
-    evaluation = Evaluation(kind=KIND, precision=where.precision, weights_sha256=weights, series=tuple(series), **facts)
-    return Evaluated(loaded.folder, evaluation, cached=False)
+        series = tuple(describe(decoder, held_out, asked, where, config.seed, fingerprint, advance))
+    facts = loaded.stamp | {"data_fingerprint": fingerprint, "precision": where.precision, "weights_sha256": weights}
+    plain = {name: value for name, value in to_plain(asked).items() if name not in WHEN}
+    options = recorded(plain, held_out, loaded.spec.seq_len, config.seed)
+    return Evaluated(loaded.folder, Evaluation(kind=KIND, options=options, series=series, **facts), cached=False)
 
 
 def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:
-    """The configuration a model was trained with, or one that fits it, with changes."""
-    return parse(merge(to_plain(loaded.config or _untrained(loaded)), changes))
+    """The configuration a model was trained with, else one that fits it, whose keys of training mean nothing; with changes."""
+    config = loaded.config
+    if config is None:
+        config = Config(name=loaded.folder.name, model=loaded.spec.model, eval=_only())
+        config.data.seq_len = config.optim.batch_tokens = loaded.spec.seq_len
+    return parse(merge(to_plain(config), changes))
 
 
-def _untrained(loaded: Loaded) -> Config:
-    """A configuration of the model, whose keys of training mean nothing."""
-    config = Config(name=loaded.folder.name, model=loaded.spec.model, eval=_alone())
-    config.data.seq_len, config.optim.batch_tokens = loaded.spec.seq_len, loaded.spec.seq_len
-    return config
-
-
-def _alone(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """Asks for nothing else, which the model may not be capable of."""
+def _only(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
+    """Diagnostics alone: the model may not be capable of other evaluations."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)
-
-
-FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {
-    "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
-    "sparsity": lambda asked: sparsity.family(),
-    "limits": lambda asked: limits.family(asked.limits, max(1, asked.queries // asked.limits.queries)),
-}
-
-
-def families(asked: DiagnosticsConfig) -> tuple[Family, ...]:
-    """The families that are asked for, with their options."""
-    return tuple(FAMILIES[name](asked) for name in asked.statistics)

@@ -1,6 +1,5 @@
 """`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a configuration."""
 
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,14 +12,14 @@ from lm.config.load import merge, overrides_in, parse, read_yaml
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
-from lm.data.prepare import check_sequences, prepare, store_of, summary
+from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, shown
-from lm.evaluation.evaluation_kind import keep, kept, measured, measurements, weights_sha256, write_evaluation
+from lm.evaluation.evaluation_kind import measurements, weights_sha256
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
-from lm.report.evaluation_tables import Evaluated, print_results, write_table
+from lm.report.evaluation_tables import Evaluated
 from lm.runs.consistency import check_environment, config_problems
 from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
 from lm.runs.loading import Loaded, find_checkpoint, load
@@ -28,25 +27,20 @@ from lm.runs.model_folder import DESCRIPTION
 from lm.schema import Plain, effect, to_plain
 
 
-def evaluate_runs(
-    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None, out: Path | None = None
-) -> list[Evaluated]:
-    """Evaluate one checkpoint of each run, keep the results in its evaluations/, print and return them.
+def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None) -> list[Evaluated]:
+    """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
     What was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders; or model folders and configurations, whose text they are measured on (`lm.evaluation.evaluate`).
+        folders: run folders; or model folders and configurations, whose text they are measured on.
         checkpoint: `last`, `best` or a step; of a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
-        out: a .csv or .json file for all numbers.
 
     Raises:
         LMError: not a run, no such checkpoint, other data than it was trained on, no such suite.
     """
-    if out and out.suffix not in (".csv", ".json"):
-        raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
     own = overrides_in("eval", overrides or [])
     folders, files = split_configurations(folders)
     if not folders:
@@ -60,17 +54,10 @@ def evaluate_runs(
     trained = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
     paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
-    try:
-        found = []
-        for config, folder, path in zip(configs, folders, paths, strict=True):
-            found += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
-        raise
-    print_results(found, out)
-    if out:
-        write_table(found, out)
-    return found
+    results: list[Evaluated] = []
+    for config, folder, path in zip(configs, folders, paths, strict=True):
+        results += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)
+    return results
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
@@ -93,8 +80,8 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     problems = config_problems(config, loaded.config, facts, path)
     if problems:
-        found = "; ".join(f"{one.path} = {shown(one.value)}: {one.reason}" for one in problems[:3])
-        raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {found}; bring back the one that belongs here")
+        reasons = "; ".join(f"{problem.path} = {shown(problem.value)}: {problem.reason}" for problem in problems[:3])
+        raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
     return _measured(config, folder, loaded, open_store(config, loaded), open_device(config, environment), kinds)
 
 
@@ -104,33 +91,28 @@ def evaluate_model(config: Config, loaded: Loaded, kinds: list[str] | None = Non
 
 
 def _measured(config: Config, folder: Path, loaded: Loaded, store: Store, where: Device, kinds: list[str] | None) -> list[Evaluated]:
-    """Measured on `store`, the text that `loaded` is of, or taken from what `folder` keeps."""
+    """Measure a model on `store`, or take from its folder what was measured before."""
     decoder, facts = loaded.decoder, loaded.metadata
     check_sequences(store, config)
     asked = measurements(config, store, kinds)
-    weights = weights_sha256(decoder)
+    weights, at, results = weights_sha256(decoder), (facts["step"], facts["tokens"]), []
     decoder.to(where.device)
-    at, found = (facts["step"], facts["tokens"]), []
     for measurement in asked:
-        before = kept(folder, measurement, weights, where, *at)
-        if before is None:
+        evaluation = measurement.cached(folder, weights, where, *at)
+        cached = evaluation is not None
+        if not cached:
             with Progress().bar(f"{folder.name}: {measurement.kind}", measurement.work) as advance:
-                evaluation = measured(measurement, decoder, where, *at, advance)
-            keep(folder, measurement, evaluation, where)
-        else:
-            evaluation = before
-        write_evaluation(folder, measurement, evaluation)
-        found.append(Evaluated(folder, evaluation, before is not None))
-    return found
+                evaluation = measurement.evaluate(decoder, where, *at, advance)
+            measurement.cache(folder, evaluation, where)
+        measurement.write(folder, evaluation)
+        results.append(Evaluated(folder, evaluation, cached))
+    return results
 
 
 def open_store(config: Config, loaded: Loaded) -> Store:
     """The token store a model was trained on: that of its fingerprint, else prepared again. Raises RunError if that gives other tokens."""
     wanted = loaded.metadata["data_fingerprint"]
-    if store := store_of(config.data, wanted):
-        print(summary(store), flush=True)
-        return store
-    store = prepare(config.data, progress=True)
+    store = prepare(config.data, progress=True, wanted=wanted)
     if store.fingerprint != wanted:
         raise RunError(
             f"{loaded.path}: was trained on tokens {wanted[:16]}, of which there is no store in {config.data.root}; its sources now give "
@@ -148,13 +130,10 @@ def open_device(config: Config, trained: dict[str, Plain]) -> Device:
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
 
 
-CONFIGURATIONS = (".yaml", ".yml")
-
-
 def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     """Paths of models, and those of configurations."""
-    models = [path for path in paths if path.suffix not in CONFIGURATIONS]
-    return models, [path for path in paths if path.suffix in CONFIGURATIONS]
+    files = [path for path in paths if path.suffix in (".yaml", ".yml")]
+    return [path for path in paths if path not in files], files
 
 
 def text_config(loaded: Loaded, files: list[Path]) -> Config:
@@ -174,11 +153,11 @@ def text_config(loaded: Loaded, files: list[Path]) -> Config:
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
     tokenizer = TokenizerFile(path=str(loaded.folder / TOKENIZER), end_of_text=spec.end_of_text)
     data = replace(given.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
-    kept = [one.name for one in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{one.name}").acts_in]
+    acting = [spec.name for spec in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{spec.name}").acts_in]
     folder = loaded.folder.resolve()
     return Config(
         name=folder.name, runs=str(folder.parent), seed=given.seed, data=data, model=spec.model, eval=given.eval,
-        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(given.trainer, name) for name in kept}),
+        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(given.trainer, name) for name in acting}),
     )  # fmt: skip
 
 

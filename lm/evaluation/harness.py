@@ -1,18 +1,29 @@
 """`lm harness`: downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval), and our models as it sees them."""
 
+import difflib
+import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from lm.config.load import merge, overrides_in
+from lm.config.tree import Config
 from lm.data.tokenizer import encoding_of
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, LMError, Problem, RunError, one_line
+from lm.evaluation.evaluate import open_device
+from lm.evaluation.evaluation_kind import weights_sha256
 from lm.evaluation.generation import generate, pieces
 from lm.evaluation.held_out import batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.device import Device
+from lm.runs.evaluations import evaluation_path, read_evaluation
+from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import Loaded, load
-from lm.schema import Plain
+from lm.runs.series import listed
+from lm.schema import Plain, build, to_plain
 
 try:
     from lm_eval.api.instance import Instance
@@ -22,25 +33,10 @@ try:
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise RunError(f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval>=0.4.9'") from None
-import difflib
-import importlib.metadata
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from lm.config.load import merge, overrides_in
-from lm.config.tree import Config
-from lm.errors import LMError, RunError, one_line
-from lm.evaluation.evaluate import open_device
-from lm.evaluation.evaluation_kind import weights_sha256
-from lm.report.tables import Column, Table, print_tables
-from lm.runs.evaluations import evaluation_path, read_evaluation
-from lm.runs.folder import CONFIG, write_json, write_sealed
-from lm.runs.series import listed
-from lm.schema import build, to_plain
-
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+KIND = "harness"  # names the file in evaluations/
 NEW_TOKENS = 256  # at most, where a task doesn't say
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
@@ -56,7 +52,7 @@ class HarnessLM(LM):
     on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
 
     Args:
-        loaded: of `lm.load`; its decoder is moved to the device.
+        loaded: what `lm.load` gives; its decoder is moved to the device.
         max_length: tokens the model is given at once [default: the training length].
         where: device and precision [default: the GPU if there is one, fp32].
 
@@ -87,12 +83,12 @@ class HarnessLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
-        """As `create_from_arg_obj`, of `path=RUN,checkpoint=best,max_length=512`."""
+        """Call `create_from_arg_obj` with the parts of `path=RUN,checkpoint=best,max_length=512`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Plain], additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
-        """What the harness makes a model with, by its name `lm`.
+        """Make the model that the harness knows by the name `lm`.
 
         Args:
             arg_dict: `path`, and if wanted `checkpoint` and `max_length`.
@@ -104,9 +100,8 @@ class HarnessLM(LM):
         loaded = load(str(given.pop("path")), given.pop("checkpoint", "last"))
         max_length = given.pop("max_length", None)
         device = given.pop("device", None) or (additional_config or {}).get("device")
-        given = {name: value for name, value in given.items() if name not in ("batch_size", "max_batch_size")}
-        if given:
-            raise ConfigError([Problem(name, value, "not a key of model_args") for name, value in given.items()])
+        if unknown := [name for name in given if name not in ("batch_size", "max_batch_size")]:
+            raise ConfigError([Problem(name, given[name], "not a key of model_args") for name in unknown])
         return cls(loaded, max_length, Device(torch.device(device), bf16=False) if device else None)
 
     def tok_encode(self, string: str) -> list[int]:
@@ -172,15 +167,15 @@ class HarnessLM(LM):
 
         Windows that differ in the last token alone, as the choices of many tasks do, are computed once.
         """
-        of_input: dict[tuple[int, ...], list[int]] = {}
+        by_input: dict[tuple[int, ...], list[int]] = {}
         for index, (tokens, _) in enumerate(windows):
-            of_input.setdefault(tuple(tokens[:-1]), []).append(index)
+            by_input.setdefault(tuple(tokens[:-1]), []).append(index)
         result: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
-            for inputs in batches(sorted(of_input, key=len, reverse=True), len):
+            for inputs in batches(sorted(by_input, key=len, reverse=True), len):
                 with self.where.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device))
-                asked = [(place, index) for place, tokens in enumerate(inputs) for index in of_input[tokens]]
+                asked = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
                 sizes = [windows[index][1] for _, index in asked]
                 states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
                 targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in windows[index][0][-size:]]
@@ -240,10 +235,7 @@ def _until(shown: Iterator[str], until: str | list[str] | None) -> str:
     return text
 
 
-KIND = "harness"  # names the file in evaluations/
-
-
-def measure(
+def run_tasks(
     source: Path,
     tasks: list[str],
     checkpoint: str = "last",
@@ -253,11 +245,11 @@ def measure(
     max_length: int | None = None,
     out: Path | None = None,
     overrides: list[str] | None = None,
-) -> dict[str, Plain]:
-    """`lm harness`: run tasks on a model, print the table, keep the results, return them.
+) -> tuple[dict[str, Plain], Path | None]:
+    """Run tasks on a model and keep the results; returns them and the path of their file.
 
     They are kept in `out`, or in evaluations/ of the run, where a file has all tasks that a checkpoint was measured on,
-    each with its options, the last measurement of it. Those of an export are only printed if `out` is None.
+    each with its options, the last measurement of it. Those of an export have no file if `out` is None.
 
     Args:
         source: run folder, checkpoint or export.
@@ -288,12 +280,12 @@ def measure(
         raise ConfigError(problems)
     where = open_device(config, loaded.environment)
     model = HarnessLM(loaded, max_length, where)
-    kept = evaluation_path(folder, KIND, loaded.stamp["step"])
-    weights, before = weights_sha256(loaded.decoder), read_evaluation(kept) if out is None and kept.is_file() else {}
-    before = before if before.get("weights_sha256", weights) == weights else {}
-
+    weights, path = weights_sha256(loaded.decoder), evaluation_path(folder, KIND, loaded.stamp["step"])
+    before = read_evaluation(path) if out is None and path.is_file() else {}
+    if before.get("weights_sha256", weights) != weights:
+        before = {}
     names, manager = _find(tasks, include_path)
-    found = _evaluate(model, names, manager, num_fewshot, limit)
+    given = _evaluate(model, names, manager, num_fewshot, limit)
     options = {
         "limit": limit,
         "max_length": model.max_length,
@@ -307,30 +299,28 @@ def measure(
         "checkpoint": loaded.path.name,
         "tasks": {
             name: {
-                "version": found["versions"].get(name),
-                "num_fewshot": found["n-shot"].get(name),
-                "documents": found["n-samples"][name]["effective"],
+                "version": given["versions"].get(name),
+                "num_fewshot": given["n-shot"].get(name),
+                "documents": given["n-samples"][name]["effective"],
                 **options,
                 "requests_cut": model.cut[name],
                 "requests_shortened": model.shortened[name],
-                "metrics": _metrics(found["results"][name]),
-                "higher_is_better": found["higher_is_better"].get(name, {}),
+                "metrics": _metrics(given["results"][name]),
+                "higher_is_better": given["higher_is_better"].get(name, {}),
             }
-            for name in found["n-samples"]
+            for name in given["n-samples"]
         },
         "groups": {
-            name: {"tasks": found["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
-            for name, metrics in found.get("groups", {}).items()
+            name: {"tasks": given["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
+            for name, metrics in given.get("groups", {}).items()
         },
     }
-    print_tasks(result, source)
-    together = {**result, **{part: {**before.get(part, {}), **result[part]} for part in ("tasks", "groups")}}
     if out is not None:
         write_json(out, listed(result))
-        print(out)
-    elif (folder / CONFIG).is_file():
-        print(write_sealed(kept, listed(together)))
-    return result
+        return result, out
+    if not (folder / CONFIG).is_file():
+        return result, None
+    return result, write_sealed(path, listed(result | {part: {**before.get(part, {}), **result[part]} for part in ("tasks", "groups")}))
 
 
 def _find(tasks: list[str], include_path: Path | None) -> tuple[list[str], "TaskManager"]:
@@ -372,29 +362,6 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fe
         raise RunError(f"{', '.join(names)}: the harness failed: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _metrics(found: dict[str, Plain]) -> dict[str, float]:
+def _metrics(results: dict[str, Plain]) -> dict[str, float]:
     """The numbers of the harness's `metric,filter` keys, without the filter `none`."""
-    return {key.removesuffix(",none"): float(value) for key, value in found.items() if "," in key and not isinstance(value, str)}
-
-
-def print_tasks(result: dict[str, Plain], source: Path) -> None:
-    """A table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
-    rows: list[tuple[str, ...]] = []
-    for name, task in {**result["tasks"], **result["groups"]}.items():
-        cells = name, str(task.get("num_fewshot", "")), str(task.get("documents", ""))
-        for metric, value in task["metrics"].items():
-            base, *kind = metric.split(",")
-            if base.endswith("_stderr"):
-                continue
-            arrow = {True: " ↑", False: " ↓"}.get(task.get("higher_is_better", {}).get(base), "")
-            error = task["metrics"].get(",".join([f"{base}_stderr", *kind]))
-            rows.append((*cells, metric + arrow, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
-            cells = "", "", ""
-    kinds = {"task": "label", "shots": "number", "documents": "number", "metric": "label", "value": "number"}
-    contents = [(Column(name, kind=kind), [row[number] for row in rows]) for number, (name, kind) in enumerate(kinds.items())]
-    print_tables(Table(f"{source}, step {result['step']}", "", tuple(contents)))
-    for name, one in result["tasks"].items():
-        if one["requests_cut"]:
-            print(f"{name}: {one['requests_cut']} requests were longer than {one['max_length']} tokens and lost some on the left")
-        if one["requests_shortened"]:
-            print(f"{name}: {one['requests_shortened']} requests had room for fewer new tokens than they may write")
+    return {key.removesuffix(",none"): float(value) for key, value in results.items() if "," in key and not isinstance(value, str)}

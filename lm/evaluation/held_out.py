@@ -16,10 +16,15 @@ from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
 from lm.data.tasks.generators import STORE_SEED, example
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import Advance
+from lm.evaluation.evaluation_kind import Advance, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
+from lm.runs.series import Axis, Sample
+
+NATS = "nats per token"
+EVAL_TOKENS = 16384  # tokens in one forward pass
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class HeldOut:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the token ids."""
+        """A hash of the token ids."""
         return tokens_sha256(self.sequences)
 
     @property
@@ -63,6 +68,10 @@ class HeldOut:
     def batch(self, chosen: list[int]) -> Batch:
         """A batch of the sequences of these indices."""
         return Batch.of(self.sequences[chosen], None if self.answers is None else self.answers[chosen], self.end_of_text)
+
+    def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
+        """Values (N, columns) by sequence, grouped by document; weights: (N,), None: equal ones."""
+        return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
@@ -85,14 +94,14 @@ def validation_sequences(store: Store, config: Config) -> HeldOut:
 def task_sequences(store: Store, config: Config) -> HeldOut:
     """`eval.sequences` test sequences, divided among the tasks by their weights; the same for each run of the same tasks."""
     tasks = config.data.tasks
-    ends = np.floor(np.cumsum([one.weight for one in tasks]) * config.eval.sequences + 0.5).astype(int)
+    ends = np.floor(np.cumsum([task.weight for task in tasks]) * config.eval.sequences + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(config.eval.sequences), "right")
     firsts = np.concatenate(([0], ends))
-    made = [
+    examples = [
         example(tasks[number].task, STORE_SEED, int(index - firsts[number]), config.data.seq_len, "test")
         for index, number in enumerate(sources)
     ]
-    sequences, answers = (np.stack([getattr(one, name) for one in made]) for name in ("tokens", "answers"))
+    sequences, answers = (np.stack([getattr(each, name) for each in examples]) for name in ("tokens", "answers"))
     return HeldOut(sequences, store.token_bytes, None, sources, answers)
 
 
@@ -109,22 +118,67 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     return HeldOut.take(store, long_starts(store.val, length, asked.sequences), length)
 
 
+# ---------------------------------------------------------------- numbers of each sequence
+
+
+def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
+    """A hash of token ids, one sequence after the other."""
+    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
+
+
+def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
+    alike: dict[int, list[T]] = {}
+    for item in items:
+        alike.setdefault(length(item), []).append(item)
+    for tokens, same in alike.items():
+        size = max(1, EVAL_TOKENS // tokens)
+        yield from (same[start : start + size] for start in range(0, len(same), size))
+
+
+def by_sequence(
+    models: list[Decoder],
+    lengths: Sequence[int],
+    shape: tuple[int, ...],
+    where: Device,
+    measure: Callable[[list[int]], Tensor],
+    progress: Advance = ignore,
+) -> np.ndarray:
+    """What `measure` gives of each sequence: (N, *shape) fp32. Collective.
+
+    Sequences are split over the ranks of `where`; every rank returns all. In fp32, unless `measure` turns autocast on.
+
+    Args:
+        models: those that `measure` runs; in evaluation mode meanwhile, and without gradients.
+        lengths: tokens in each sequence, (N,): those of one length are read together.
+        measure: indices of sequences of one length -> (indices, *shape).
+        progress: called with the number of sequences done.
+    """
+
+    def local() -> Tensor:
+        result = torch.zeros(len(lengths), *shape)
+        for part in batches(range(len(lengths))[where.rank :: where.world], lengths.__getitem__):
+            where.check_time()
+            with torch.autocast(where.device.type, enabled=False):
+                result[part] = measure(part).cpu()
+            progress(len(part))
+        return result
+
+    with eval_mode(*models):
+        return all_reduce_sum(where, local).numpy()
+
+
 def by_token(
     models: list[Decoder],
     held_out: HeldOut,
     where: Device,
     measure: Callable[[Batch], Tensor],
     numbers: int = 1,
-    progress: Advance = lambda sequences: None,
+    progress: Advance = ignore,
 ) -> np.ndarray:
-    """What `measure` gives for every predicted token: (numbers, N, length) fp32.
+    """What `measure`, a function of a batch on the device, (numbers, B, length), gives of each token: (numbers, N, length) fp32.
 
-    Sequences are split over the ranks of `where`; every rank returns all. Collective.
-
-    Args:
-        models: those that `measure` runs; in evaluation mode meanwhile.
-        measure: a batch of sequences on the device -> (numbers, B, length).
-        progress: called with the number of sequences done.
+    Collective, as `by_sequence`.
     """
 
     def measure_batch(chosen: list[int]) -> Tensor:
@@ -134,11 +188,8 @@ def by_token(
     return by_sequence(models, lengths, (numbers, held_out.length), where, measure_batch, progress).swapaxes(0, 1)
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Advance = lambda sequences: None) -> np.ndarray:
-    """-log p of every predicted token, (N, length) fp32, nats; as `by_token`.
-
-    Never holds T x T weights nor T x V logits.
-    """
+def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Advance = ignore) -> np.ndarray:
+    """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. Collective."""
 
     def measure(batch: Batch) -> Tensor:
         with where.autocast():
@@ -166,51 +217,11 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
-EVAL_TOKENS = 16384  # tokens in one forward pass
-T = TypeVar("T")
+def positions_axis(edges: np.ndarray) -> Axis:
+    """The axis of buckets of positions."""
+    return Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
 
 
-def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
-    """Of token ids, one sequence after the other."""
-    return hashlib.sha256(np.concatenate(list(sequences)).astype("<i8").tobytes()).hexdigest()
-
-
-def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
-    alike: dict[int, list[T]] = {}
-    for item in items:
-        alike.setdefault(length(item), []).append(item)
-    for tokens, same in alike.items():
-        size = max(1, EVAL_TOKENS // tokens)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
-
-
-def by_sequence(
-    models: list[Decoder],
-    lengths: Sequence[int],
-    shape: tuple[int, ...],
-    where: Device,
-    measure: Callable[[list[int]], Tensor],
-    progress: Advance = lambda sequences: None,
-) -> np.ndarray:
-    """What `measure` gives of each sequence: (N, *shape) fp32. Collective.
-
-    Sequences are split over the ranks of `where`; every rank returns all.
-
-    Args:
-        models: those that `measure` runs; in evaluation mode meanwhile, and without gradients.
-        lengths: tokens in each sequence, (N,): those of one length are read together.
-        measure: indices of sequences of one length -> (indices, *shape).
-        progress: called with the number of sequences done.
-    """
-
-    def local() -> Tensor:
-        result = torch.zeros(len(lengths), *shape)
-        for part in batches(range(len(lengths))[where.rank :: where.world], lengths.__getitem__):
-            where.check_time()
-            result[part] = measure(part).cpu()
-            progress(len(part))
-        return result
-
-    with eval_mode(*models):
-        return all_reduce_sum(where, local).numpy()
+def lengths_axis(lengths: Iterable[int]) -> Axis:
+    """The axis of lengths of sequences, ascending."""
+    return Axis("sequence length", "tokens", "in sequences of", tuple(lengths))

@@ -9,11 +9,22 @@ from lm.data.batches import validation_starts
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement
-from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, bucket_means, long_sequences, nll_by_token, validation_sequences
+from lm.evaluation.held_out import (
+    NATS,
+    HeldOut,
+    bits_per_byte,
+    bucket_edges,
+    bucket_means,
+    lengths_axis,
+    long_sequences,
+    nll_by_token,
+    positions_axis,
+    validation_sequences,
+)
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.inference import for_inference
-from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, validation_series
+from lm.runs.series import KIND, LOSS, Sample, Series, Shown, validation_series
 from lm.schema import Plain, to_plain
 
 
@@ -22,7 +33,7 @@ class Validation(Measurement):
 
     kind = KIND
 
-    def __init__(self, config, store):
+    def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.held_out = validation_sequences(store, config)
 
@@ -39,34 +50,26 @@ class Validation(Measurement):
         return len(self.held_out.sequences)
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        held_out = self.held_out
+        held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, where, progress=progress)
-        bits = None if self.config.data.symbolic else bits_per_byte(nll, held_out)
-        loss, per_sequence = self._loss(nll, np.ones(len(nll), bool))
-        whole = validation_series(loss, bits, self.store.val.unigram_cross_entropy, held_out.length, per_sequence, self.store.fingerprint)
-        return whole + [self._of_source(nll, label, held_out.sources == number) for number, label in self._sources()]
+        bits = None if data.symbolic else bits_per_byte(nll, held_out)
+        loss, sample = self._loss(nll, np.ones(len(nll), bool))
+        series = validation_series(loss, bits, self.store.val.unigram_cross_entropy, held_out.length, sample, self.store.fingerprint)
+        labels = task_names([to_plain(each.task) for each in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
+        for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
+            chosen = held_out.sources == number
+            if chosen.any():
+                loss, sample = self._loss(nll, chosen)
+                fields = {"samples": (sample,), "data_fingerprint": self.store.fingerprint, "logged": (f"val/loss {label}",)}
+                series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
+        return series
 
-    def _loss(self, nll: np.ndarray, mine: np.ndarray) -> tuple[float, Sample]:
-        """The loss of some sequences, chosen by `mine` (sequences,), and of each of them."""
-        held_out = self.held_out
-        loss, counts = nll[mine], held_out.counts[mine]
-        per_sequence = loss.mean(1, dtype=np.float64, where=counts)[:, None]
-        sample = Sample(held_out.sha256, per_sequence, counts.sum(1), held_out.document_labels[mine])
+    def _loss(self, nll: np.ndarray, chosen: np.ndarray) -> tuple[float, Sample]:
+        """The loss of the sequences where `chosen` (sequences,) is true, and of each of them."""
+        loss, counts = nll[chosen], self.held_out.counts[chosen]
+        means = loss.mean(1, dtype=np.float64, where=counts)[:, None]
+        sample = Sample(self.held_out.sha256, means, counts.sum(1), self.held_out.document_labels[chosen])
         return float(loss.mean(dtype=np.float64, where=counts)), sample
-
-    def _sources(self) -> list[tuple[int, str]]:
-        """Number and label of each source of a mixture, or of each task over symbols; none of one alone."""
-        data = self.config.data
-        labels = task_names([to_plain(one.task) for one in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
-        found = [(number, label) for number, label in enumerate(labels) if (self.held_out.sources == number).any()]
-        return found if len(labels) > 1 else []
-
-    def _of_source(self, nll: np.ndarray, label: str, mine: np.ndarray) -> Series:
-        loss, per_sequence = self._loss(nll, mine)
-        return Series(
-            self.kind, LOSS, "nats per token", "lower", self.held_out.length, np.array([loss]), what=label, samples=(per_sequence,),
-            data_fingerprint=self.store.fingerprint, logged=(f"val/loss {label}",),
-        )  # fmt: skip
 
 
 class LongContext(Measurement):
@@ -74,7 +77,7 @@ class LongContext(Measurement):
 
     kind = "long_context"
 
-    def __init__(self, config, store):
+    def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.held_out = long_sequences(store, config)
 
@@ -92,9 +95,8 @@ class LongContext(Measurement):
         return len(self.held_out.sequences) * len(self.asked.inference)
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        held_out, count, length, found = self.held_out, len(self.held_out.sequences), self.held_out.length, []
-        edges = bucket_edges(decoder.seq_len, length)
-        axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+        held_out, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
+        edges = bucket_edges(self.config.data.seq_len, length)
         shown = Shown(
             "Long sequences, by position",
             "long-context sequences",
@@ -106,17 +108,15 @@ class LongContext(Measurement):
         for setting in self.asked.inference:
             nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
             by_bucket = bucket_means(nll, edges)
-            common = {"kind": self.kind, "better": "lower", "seq_len": decoder.seq_len, "setting": setting.label}
-            found.append(
-                Series(
-                    metric="loss", unit="nats per token", means=by_bucket.mean(0), axis=axis,
-                    samples=(Sample(held_out.sha256, by_bucket, np.ones(count), held_out.document_labels),),
-                    curve=nll.mean(0, dtype=np.float64), data_fingerprint=self.store.fingerprint, interval="documents",
-                    logged=(self.asked.metric(setting.label),), shown=shown, **common,
-                )
-            )  # fmt: skip
-            found.append(Series(metric="bits per byte", unit="", means=np.array([bits_per_byte(nll, held_out)]), **common))
-        return found
+            series += [
+                self.series(
+                    "loss", NATS, "lower", by_bucket.mean(0), setting=setting.label, axis=positions_axis(edges),
+                    samples=(held_out.sample(by_bucket),), curve=nll.mean(0, dtype=np.float64), data_fingerprint=self.store.fingerprint,
+                    interval="documents", logged=(self.asked.metric(setting.label),), shown=shown,
+                ),
+                self.series("bits per byte", "", "lower", bits_per_byte(nll, held_out), setting=setting.label),
+            ]  # fmt: skip
+        return series
 
 
 class ByLength(Measurement):
@@ -130,16 +130,16 @@ class ByLength(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: the held-out text is shorter than the longest length."""
         super().__init__(config, store)
-        self.lengths, longest = sorted(self.asked.lengths), max(self.asked.lengths)
-        self.starts = validation_starts(store.val, longest, self.asked.sequences)
+        self.lengths, self.longest = sorted(self.asked.lengths), max(self.asked.lengths)
+        self.starts = validation_starts(store.val, self.longest, self.asked.sequences)
         if not len(self.starts):
-            reason = f"needs {longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
-            raise ConfigError([Problem("eval.by_length.lengths", longest, reason, "leave it out, or hold out more text")])
-        self.stretches = self._cut(longest)
+            reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
+            raise ConfigError([Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")])
+        self.stretches = self._cut(self.longest)
 
     def _cut(self, length: int) -> HeldOut:
         """All stretches cut into sequences of `length`, those of one stretch after each other."""
-        starts = self.starts[:, None] + length * np.arange(max(self.lengths) // length)
+        starts = self.starts[:, None] + length * np.arange(self.longest // length)
         return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
 
     @property
@@ -154,29 +154,26 @@ class ByLength(Measurement):
 
     @property
     def work(self) -> int:
-        longest = max(self.lengths)
-        return len(self.starts) * sum(longest // length for length in self.lengths) * len(self.asked.inference)
+        return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.asked.inference)
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        count, longest, found = len(self.starts), max(self.lengths), []
+        count, series = len(self.starts), []
         shown = Shown(
             "Loss by sequence length",
             "stretches of held-out text",
-            f"{count:,} of {longest:,} tokens",
+            f"{count:,} of {self.longest:,} tokens",
             "loss by sequence length, mean over the same tokens",
-            method=f"Loss by sequence length is measured on {count * longest:,} held-out tokens, cut into sequences of each length,",
+            method=f"Loss by sequence length is measured on {count * self.longest:,} held-out tokens, cut into sequences of each length,",
         )
         for setting in self.asked.inference:
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut(length), where, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
-            found.append(
-                Series(
-                    self.kind, "loss", "nats per token", "lower", decoder.seq_len, by_stretch.mean(0), setting=setting.label,
-                    axis=Axis("sequence length", "tokens", "in sequences of", tuple(self.lengths)),
-                    samples=(Sample(self.stretches.sha256, by_stretch, np.ones(count), self.stretches.document_labels),),
-                    data_fingerprint=self.store.fingerprint, interval="documents",
+            series.append(
+                self.series(
+                    "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, axis=lengths_axis(self.lengths),
+                    samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.store.fingerprint, interval="documents",
                     logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=shown,
                 )
             )  # fmt: skip
-        return found
+        return series

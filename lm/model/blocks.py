@@ -51,9 +51,9 @@ class DecodingCache:
         """An independent copy, with each sequence `copies` times."""
         return self._map(lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x)
 
-    def select(self, sequence: int) -> "DecodingCache":
-        """An independent copy of one sequence's cache."""
-        return self._map(lambda x: x[sequence : sequence + 1])
+    def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
+        """An independent copy with some of the sequences, by their numbers or where a mask (B,) is true."""
+        return self._map(lambda x: x[sequences])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "DecodingCache":
         other = DecodingCache(self.length)

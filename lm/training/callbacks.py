@@ -16,7 +16,7 @@ from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
 from lm.errors import RunError, one_line
-from lm.evaluation.evaluation_kind import Measurement, keep, measured, write_evaluation
+from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import Swap
 from lm.files import write_text
 from lm.model.counts import flops_per_token
@@ -253,13 +253,13 @@ class Evaluations(StepCallback):
         where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
-            result = measured(measurement, decoder.to(where.device), where, step, tokens)
+            result = measurement.evaluate(decoder.to(where.device), where, step, tokens)
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged(result)  # before the file, which says that nothing of it is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
-                path = write_evaluation(self.config.run_folder, measurement, result)
-                keep(self.config.run_folder, measurement, result, where)
+                path = measurement.write(self.config.run_folder, result)
+                measurement.cache(self.config.run_folder, result, where)
                 self.record.evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
