@@ -18,7 +18,8 @@ from lm.experiments.opening import open_experiment
 from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import findings, summary
+from lm.experiments.summary import findings, summary, tuning_means, tuning_table
+from lm.report.tables import csv_text
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
 from lm.runs.series import Axis, Sample, Series, selects, validation_series
@@ -64,6 +65,25 @@ def recall(value: float) -> Series:
 
 
 OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
+ACCURACIES = {"softmax": {1e-2: 0.2, 2e-2: 0.5, 4e-2: 0.1}, "ssmax": {}}
+
+
+def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edge(tmp_path):
+    tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102], "metric": "primary"}
+    recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
+    procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
+    while waiting := [run for run in procedure.known() if not run.outcome.ended]:
+        for run in waiting:
+            finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0)))
+    assert procedure.rates("") == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
+    assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
+    (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))
+    table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
+    (again := tmp_path / "again").mkdir()
+    assert experiment(again, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).rates("") == procedure.rates("")
+
+
 WORSE = (
     "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 39.2 % and that of softmax 90.0 %: worse by 0.51 ["
 )

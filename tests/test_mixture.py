@@ -284,3 +284,16 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     first = found["letters"][0]
     assert found["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
     assert found["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
+
+
+@pytest.mark.parametrize(("weight", "levels"), [(0.25, 1), (1, 0)])
+def test_the_loss_of_text_that_is_not_trained_on_has_no_level_to_be_below(tmp_path: Path, weight: float, levels: int):
+    sources = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    tasks = f"data.tasks=[{{weight: {weight}, task: needle}}]"
+    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", tasks])
+    config = dataclasses.replace(base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer))
+    store = prepare(config.data)
+    validated = Validation(config, store).measure(
+        Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False), print
+    )
+    assert len(validated[0].references) == levels

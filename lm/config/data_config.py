@@ -409,3 +409,9 @@ class DataConfig:
     def symbolic(self) -> bool:
         """True if there is no text: all sequences are of tasks over symbols."""
         return bool(self.tasks) and all(weighted.task.vocab_size for weighted in self.tasks)
+
+    @property
+    def text_weight(self) -> float:
+        """Fraction of the training sequences that are text alone; 0 up to rounding is 0."""
+        rest = 1 - sum(weighted.weight for weighted in self.tasks)
+        return rest if rest > 1e-9 else 0.0

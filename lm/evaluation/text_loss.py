@@ -54,7 +54,8 @@ class Validation(Measurement):
         nll = nll_by_token(decoder, held_out, where, progress=progress)
         bits = None if data.symbolic else bits_per_byte(nll, held_out)
         loss, sample = self._loss(nll, np.ones(len(nll), bool))
-        series = validation_series(loss, bits, self.store.val.unigram_cross_entropy, held_out.length, sample, self.store.fingerprint)
+        level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
+        series = validation_series(loss, bits, level, held_out.length, sample, self.store.fingerprint)
         labels = task_names([to_plain(each.task) for each in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
             chosen = held_out.sources == number

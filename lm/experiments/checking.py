@@ -11,7 +11,6 @@ from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION
-from lm.experiments.tuning_tables import by_arm_and_rate
 from lm.schema import flatten, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
@@ -166,11 +165,11 @@ def _check_table(experiment: Experiment) -> list[Problem]:
     remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
     for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.trained)):
         name = " ".join(filter(None, (size, arm.name)))
-        by_rate = by_arm_and_rate(experiment.table, size, "selection").get(arm.name, {})
+        by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
         mine = [one for one in experiment.table if (one.size, one.arm) == (size, arm.name)]
         if not mine:
             problems.append(Problem("tune.table", where, f"has no {name}", remedy))
-        elif any(one.selection is None for one in mine):
+        elif any(experiment.choosing(one) is None for one in mine):
             problems.append(Problem("tune.table", where, f"has runs of {name} that have not ended", remedy))
         elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"

@@ -20,7 +20,6 @@ from lm.experiments.judging import judge, next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.opening import open_experiment, other_runs, start
-from lm.experiments.outcomes import SELECTION
 from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.page_tables import summary_table
 from lm.experiments.plan import Costs, costs, plan
@@ -211,9 +210,10 @@ def _conclude(procedure: Procedure) -> None:
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
         without = ("size",) if "" in experiment.sizes else ()
-        means = [line | {"rate": f"{line['rate']:g}", SELECTION: digits(line[SELECTION])} for line in tuning_means(procedure)]
+        by = experiment.chosen_by
+        means = [line | {"rate": f"{line['rate']:g}", by: digits(line[by])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
-        print_tables(from_lines(f"tuning: mean {SELECTION} on the selection text", means, ("rate", SELECTION)))
+        print_tables(from_lines(f"tuning: mean {by} on the selection text", means, ("rate", by)))
     verdicts_by_arm = judge(procedure)
     table = summary_table([SizeResults(procedure, size, verdicts_by_arm) for size in experiment.sizes], lines)
     title = f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}"

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
 from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm, nested
-from lm.experiments.tuning_tables import Tried
+from lm.experiments.outcomes import SELECTION
+from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
@@ -30,6 +32,7 @@ class Tune:
     grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
     table: str | None = key(None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid")
     seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
+    metric: Literal["val/loss", "primary"] = key("val/loss", "what its value is chosen by: the validation loss, or the primary metric")
     key: str = key("optim.lr", "the configuration key that is tuned")
 
     def problems(self) -> list[Problem]:
@@ -168,6 +171,25 @@ class Experiment:
     def tuned(self) -> bool:
         """Whether each arm has a learning rate of its own, from a grid or a table."""
         return bool(self.tune.grid or self.table)
+
+    @property
+    def chosen_by(self) -> str:
+        """The metric that chooses rates, by its name in tables."""
+        return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
+
+    def cost(self, value: float) -> float:
+        """A value of the metric that chooses rates as what is minimized; infinite stays infinite."""
+        higher = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
+        return -value if higher and math.isfinite(value) else value
+
+    def choosing(self, tried: Tried) -> float | None:
+        """The value of a tuning run that chooses rates; infinite if it diverged; None: not known."""
+        return tried.selection if self.tune.metric == SELECTION else tried.primary
+
+    def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[float, list[float]]]:
+        """What is minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
+        values = by_arm_and_rate(tried, size, "selection" if self.tune.metric == SELECTION else "primary")
+        return {arm: {rate: [self.cost(value) for value in some] for rate, some in rates.items()} for arm, rates in values.items()}
 
     @property
     def first_rate(self) -> float | None:

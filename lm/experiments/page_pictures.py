@@ -11,7 +11,6 @@ from lm.experiments.judging import compared, differences_by_rate
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults
-from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.report.differences import AlongAxis, differences_along, values_along
 from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
 from lm.report.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
@@ -77,18 +76,23 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     """Selection loss of each tuning run by rate, and the differences with both arms at the same rate; None without tuning."""
     experiment, tried = procedure.experiment, procedure.tried(size)
     names = [arm.name for arm in experiment.arms]
-    if not any(one.selection is not None for one in tried):
+    if not any(experiment.choosing(one) is not None for one in tried):
         return None
     chosen = {arm: tried[0] for arm, tried in procedure.choice(size).final.items()}
     ticks = {rate: f"{rate:g}" for rate in sorted({one.rate for one in tried})}
-    losses = by_arm_and_rate([one for one in tried if one.selection is not None], size, "selection")
+    losses = experiment.costs_of(tried, size)
     traces, rings = [], []
     for number, arm in enumerate(names):
-        traces += _tried(number, arm, [one for one in tried if one.arm == arm and one.selection is not None])
-        mean = {rate: float(np.mean(some)) for rate, some in sorted(losses.get(arm, {}).items()) if all(map(math.isfinite, some))}
+        values = [(one.rate, experiment.choosing(one)) for one in tried if one.arm == arm]
+        traces += _tried(number, arm, [(rate, value) for rate, value in values if value is not None])
+        mean = {
+            rate: experiment.cost(float(np.mean(some)))
+            for rate, some in sorted(losses.get(arm, {}).items())
+            if all(map(math.isfinite, some))
+        }
         traces.append(Trace(number, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
         rings += [(chosen[arm], mean[chosen[arm]], number)] if chosen.get(arm) in mean else []
-    first = Panel("Tuning runs", experiment.tune.key, f"{SELECTION}, selection text", traces, ticks, log=10, rings=rings)
+    first = Panel("Tuning runs", experiment.tune.key, f"{experiment.chosen_by}, selection text", traces, ticks, log=10, rings=rings)
     primary, apart = experiment.primary, []
     for number, arm in enumerate(experiment.arms[1:], 1):
         found = {rate: [one for one in some if math.isfinite(one)] for rate, some in differences_by_rate(procedure, size, arm).items()}
@@ -117,12 +121,12 @@ def _difference(experiment: Experiment) -> str:
     return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 
 
-def _tried(number: int, arm: str, mine: list[Tried]) -> list[Trace]:
-    lost, kept = ([one for one in mine if math.isfinite(one.selection) is good] for good in (False, True))
-    rates, seen = np.array([one.rate for one in kept]), np.array([one.selection for one in kept])
-    found = [Trace(number, f"{arm}, single seeds", rates, seen, "dots")]
-    if lost:
-        at = np.array([one.rate for one in lost])
+def _tried(number: int, arm: str, values: list[tuple[float, float]]) -> list[Trace]:
+    """The tuning runs of an arm, each by its rate and the value that chooses rates."""
+    finished = np.array([pair for pair in values if math.isfinite(pair[1])]).reshape(-1, 2)
+    found = [Trace(number, f"{arm}, single seeds", *finished.T, "dots")]
+    if len(finished) < len(values):
+        at = np.array([rate for rate, value in values if not math.isfinite(value)])
         found.append(Trace(number, f"{arm}, diverged", at, np.full(len(at), np.nan), "diverged"))
     return found
 

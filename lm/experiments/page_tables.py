@@ -8,7 +8,6 @@ import numpy as np
 
 from lm.config.effects import effect_of
 from lm.experiments.experiment import Experiment
-from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import crossed_runs
@@ -109,8 +108,8 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
         (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
         (
-            Column(f"mean {SELECTION}", "selection text"),
-            [mean([each.outcome.mean(SELECTION, selection=True) for each in one]) for one in finished.values()],
+            Column(f"mean {experiment.chosen_by}", "selection text"),
+            [mean([procedure.choosing(each.outcome) for each in one]) for one in finished.values()],
         ),
     ]
     if experiment.primary.reach is None:

@@ -111,7 +111,7 @@ def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         of = f"{one.size}: " if one.size else ""
         if one.rates is None:
             tried = procedure.tried(one.size)
-            ended = sum(each.selection is not None for each in tried)
+            ended = sum(experiment.choosing(each) is not None for each in tried)
             found.append(
                 f"{of}tuning goes on: {ended} of the {len(tried)} tuning runs known so far have ended; there are no final runs yet"
             )
@@ -127,7 +127,7 @@ def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         if states["diverged"]:
             found.append(f"{of}diverged, counted and in no mean: {_named(one.final, 'diverged')}")
     for size in experiment.sizes:
-        infinite = [one for one in procedure.tried(size) if one.selection == float("inf")]
+        infinite = [one for one in procedure.tried(size) if procedure.experiment.choosing(one) == float("inf")]
         named = joined([f"{one.arm} at {one.rate:g} seed {one.seed}" for one in infinite])
         found += [f"{f'{size}: ' if size else ''}tuning runs that diverged: {named}"] if infinite else []
     for run in procedure.known():
@@ -209,7 +209,9 @@ def _tuning(procedure: Procedure, size: str) -> str:
     if not tried:
         return "Nothing was tuned: arms are as the experiment's file gives them."
     seeds, rates = sorted({one.seed for one in tried}), sorted({one.rate for one in tried})
-    how = f"{tune.key} was chosen for each arm by the lowest mean {SELECTION} on the selection text over seeds {', '.join(map(str, seeds))}"
+    best = "lowest" if experiment.cost(1.0) > 0 else "highest"
+    how = f"{tune.key} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text "
+    how += f"over seeds {', '.join(map(str, seeds))}"
     how += f" at {', '.join(f'{rate:g}' for rate in rates)}"
     grows = f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     how += f" (from {tune.table})" if tune.table else f" (planned: {', '.join(f'{rate:g}' for rate in tune.grid)}; {grows})"
@@ -217,6 +219,6 @@ def _tuning(procedure: Procedure, size: str) -> str:
     if choice.crossed:
         judged = ", ".join(f"{arm} at {rate:g}" for arm, rate in (choice.rates or {}).items())
         how += " Where rates differed, an arm's final seeds were trained at its own and at the baseline's, those of the baseline at all; "
-        how += "each arm is judged at the one of lowest mean loss on the selection text "
+        how += "each arm is judged at the one of the best mean on the selection text "
         how += f"({judged}), and p is that of both at their best rates."
     return how

@@ -13,7 +13,7 @@ from lm.experiments.arms import SWAPPED, Arm, Swap
 from lm.experiments.circumstances import unequal
 from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, UnitValues
-from lm.experiments.tuning_tables import Tried, by_arm_and_rate, described, differing_keys
+from lm.experiments.tuning_tables import Tried, described, differing_keys
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
 
@@ -177,7 +177,7 @@ class Procedure:
         """What the tuning runs of arms say, or the table in place of them; they start from others at `rates`, and are added to `runs`."""
         experiment = self.experiment
         if experiment.table:
-            losses = by_arm_and_rate(experiment.table, size, "selection")
+            losses = experiment.costs_of(experiment.table, size)
             return chosen({arm.name: losses[arm.name] for arm in arms})
         found, asked = Tuned({}), tuple(experiment.tune.grid) if arms else ()
         while asked:
@@ -188,15 +188,15 @@ class Procedure:
             if not all(one.outcome.ended for of_arm in of_arms for one in of_arm):
                 return Tuned({}, asked)
             for of_arm in of_arms:
-                check_alike(of_arm, SELECTION)
-            losses = {arm.name: _losses(runs[arm.name]) for arm in arms}
+                check_alike(of_arm, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
+            losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             found = tuned(experiment.tune.grid, losses, partial(self._possible, size, arms))
             asked = found.missing
         return found
 
     def _best(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
-        """The rate that each arm is judged at: of those that its final seeds are trained at, that of the lowest mean loss on the selection
-        text, as in tuning. None while runs at several rates have not ended."""
+        """The rate that each arm is judged at: of those that its final seeds are trained at, the best on the selection text, as in
+        tuning. None while runs at several rates have not ended."""
         rates = {}
         for arm in self.experiment.arms:
             tried = crossed.get(arm.name, ())
@@ -204,7 +204,7 @@ class Procedure:
                 runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in tried}
                 if not all(one.outcome.ended for some in runs.values() for one in some):
                     return None
-                rates[arm.name] = best_rate(_losses(runs), tried)
+                rates[arm.name] = best_rate(self._costs(runs), tried)
             elif tried:
                 rates[arm.name] = tried[0]
         return rates
@@ -364,6 +364,14 @@ class Procedure:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
+    def choosing(self, outcome: Outcome) -> float:
+        """The value of a run that chooses rates; infinite of a run that has not finished."""
+        return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
+
+    def _costs(self, by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
+        """What is minimized by the choice of a rate, by rate and seed."""
+        return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in by_rate.items()}
+
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
         primary = self.experiment.primary
@@ -389,8 +397,3 @@ def check_alike(runs: list[Run], metric: str) -> None:
         if found.identity != first[1].identity:
             where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {first[0].config.run_folder}"
             raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
-
-
-def _losses(by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
-    """What rates are chosen by."""
-    return {rate: [one.outcome.mean(SELECTION, selection=True) for one in runs] for rate, runs in by_rate.items()}

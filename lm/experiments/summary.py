@@ -6,7 +6,6 @@ import numpy as np
 
 from lm.experiments.experiment import Primary
 from lm.experiments.judging import differences_by_rate, judge
-from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.tuning_tables import table_lines
 from lm.report.tables import DIFFERENCE, Column, digits
@@ -143,12 +142,12 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Mean selection loss (SELECTION) of every arm at every rate that was tried; null where a run diverged or is not done."""
+    """The mean of what chooses rates, of every arm at every rate that was tried; null where a run diverged or is not done."""
     lines = []
     for size in procedure.experiment.sizes:
         tried = procedure.tried(size)
         for arm, rate in dict.fromkeys((one.arm, one.rate) for one in tried):
-            losses = [one.selection for one in tried if (one.arm, one.rate) == (arm, rate)]
+            losses = [procedure.experiment.choosing(one) for one in tried if (one.arm, one.rate) == (arm, rate)]
             mean = mean_loss([math.inf if loss is None else loss for loss in losses])
-            lines.append({"size": size, "arm": arm, "rate": rate, SELECTION: mean if math.isfinite(mean) else None})
+            lines.append({"size": size, "arm": arm, "rate": rate, procedure.experiment.chosen_by: mean if math.isfinite(mean) else None})
     return lines

@@ -83,8 +83,10 @@ def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[floa
 
 
 def best_rate(by_rate: Losses, asked: Iterable[float]) -> float:
-    """That of the lowest mean loss; the first of several."""
-    return min(asked, key=lambda rate: mean_loss(by_rate[rate]))
+    """The rate of the lowest mean loss; of several, as where a task is solved at all of them, the one nearest the middle of the grid."""
+    asked = sorted(asked)
+    middle = (len(asked) - 1) / 2
+    return min(asked, key=lambda rate: (mean_loss(by_rate[rate]), abs(asked.index(rate) - middle)))
 
 
 def _beyond(asked: Sequence[float], best: Mapping[str, float], losses: Mapping[str, Losses]) -> list[float]:
