@@ -105,7 +105,19 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
     assert found.rolled_out.tolist() == np.concatenate(expected).tolist()
 
 
-def test_a_wrong_answer_stays_in_the_sequence(monkeypatch: pytest.MonkeyPatch):
+def test_a_roll_out_reads_settled_sequences_no_more(monkeypatch: pytest.MonkeyPatch):
+    task = MQAR(keys=32, values=32, pairs=16, queries=16)
+    decoder, read, forward = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=1.0), task.vocab_size, 64), [], Decoder.forward
+    monkeypatch.setattr(
+        Decoder, "forward", lambda self, tokens, *more, **given: read.append(len(tokens)) or forward(self, tokens, *more, **given)
+    )
+    read_answers(decoder, sequences(task, 128, 32), CPU)
+    _, first, *again = read  # all answers, what stands before the first one, what follows it
+    assert first == again[0] > again[-1], read
+    assert again == sorted(again, reverse=True)
+
+
+def test_a_wrong_answer_stays_in_the_sequence():
     """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
