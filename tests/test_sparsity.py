@@ -13,7 +13,6 @@ from lm.diagnostics.sparsity import (
     exp_sparsity,
     identity_sparsity,
     independent_features_sparsity,
-    linear_sparsity,
     relu2_sparsity,
     relu_sparsity,
     sparsity,
@@ -85,15 +84,6 @@ def test_far_ratios_and_equal_scores_have_their_limits():
         assert (form(near, one).diff() > 0).all()  # no rounding errors where terms cancel
 
 
-@pytest.mark.parametrize(("features", "seed"), [("relu", 1), ("exp", 2), ("elu", 3)])
-def test_linear_features_give_the_sparsity_of_their_products_exactly(features: str, seed: int):
-    phi = {"relu": torch.relu, "exp": torch.exp, "elu": lambda x: torch.nn.functional.elu(x) + 1}[features]
-    keys = phi(0.5 * normal(16, seed=seed) + normal(20_000, 16, seed=seed) @ normal(16, 16, seed=seed + 10) * 0.3)
-    query = phi(normal(16, seed=seed + 20))
-    closed = linear_sparsity(query, keys.mean(0), keys.T.cov(correction=0))
-    assert closed.item() == pytest.approx(of(keys @ query).item(), abs=1e-9)
-
-
 def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean():
     """Not on their product."""
     keys = torch.distributions.Gamma(torch.tensor(0.3), torch.tensor(1.0))
@@ -103,7 +93,6 @@ def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean
     query = normal(32, seed=4).abs()
     closed = independent_features_sparsity(query, drawn.mean(), drawn.std()).item()
     assert closed == pytest.approx(of(drawn @ query).item(), abs=1e-2)
-    assert closed == pytest.approx(linear_sparsity(query, drawn.mean(0), drawn.T.cov(correction=0)).item(), abs=1e-2)
     product = independent_features_sparsity(query, 1 / drawn.mean(), drawn.std()).item()
     assert abs(product - closed) > 0.03
 

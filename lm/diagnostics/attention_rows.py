@@ -86,20 +86,12 @@ class AttentionRows:
 
     @classmethod
     def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
-        """Of a block of one sequence."""
-        visible = block.normalizer.visible(block.layout)
+        """The rows of a block of one sequence."""
+        visible = _plane(block.normalizer.visible(block.layout))
         return cls(
-            layer=block.layer,
-            queries=block.queries,
-            normalizer=block.normalizer,
-            layout=block.layout,
-            scores=block.scores[0],
-            weights=block.weights[0],
-            visible=_one(visible),
-            inputs=block.inputs,
-            embedding=embedding,
-            seed=seed,
-        )
+            block.layer, block.queries, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
+            embedding, seed,
+        )  # fmt: skip
 
     @cached_property
     def n(self) -> Tensor:
@@ -109,12 +101,12 @@ class AttentionRows:
     @cached_property
     def first(self) -> Tensor:
         """(T, S) bool: the first token of each query's document."""
-        return _one(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
+        return _plane(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
 
     @cached_property
     def distance(self) -> Tensor:
         """(T, S) fp32: how many tokens back each key is; negative for those ahead."""
-        return _one(self.layout.distance())
+        return _plane(self.layout.distance())
 
     @cached_property
     def size(self) -> Tensor:
@@ -170,21 +162,14 @@ class AttentionRows:
 
     def select(self, queries: Tensor) -> "AttentionRows":
         """Some of the queries, (T,) bool or int64."""
-        layout = self.layout.select(queries, self.visible.size(-1))
-        return replace(
-            self,
-            queries=self.queries[queries],
-            layout=layout,
-            scores=self.scores[:, queries],
-            weights=self.weights[:, queries],
-            visible=self.visible[queries],
-        )
+        layout, scores, weights = self.layout.select(queries, self.visible.size(-1)), self.scores[:, queries], self.weights[:, queries]
+        visible = self.visible[queries]
+        return replace(self, queries=self.queries[queries], layout=layout, scores=scores, weights=weights, visible=visible)
 
     @cached_property
     def without_first(self) -> "AttentionRows":
         """The same rows as if the first token of the document were not there: it is not visible, the weights of the others stay."""
-        seen = self.visible & ~self.first
-        return replace(self, weights=self.weights.masked_fill(self.first, 0.0), visible=seen)
+        return replace(self, weights=self.weights.masked_fill(self.first, 0.0), visible=self.visible & ~self.first)
 
     def shuffled(self, order: Tensor) -> "AttentionRows":
         """The same scores of each query in another order among the keys that it sees, normalized again.
@@ -194,18 +179,15 @@ class AttentionRows:
         """
         places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in their order
         drawn = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, in the drawn order
-        scores = torch.empty_like(self.scores).scatter_(-1, drawn.expand(self.scores.shape), self._at(places))
+        in_order = self.scores.gather(-1, places.expand(self.scores.shape))
+        scores = torch.empty_like(self.scores).scatter_(-1, drawn.expand(self.scores.shape), in_order)
         weights = self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
         return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
-    def _at(self, places: Tensor) -> Tensor:
-        """Scores in the order of `places` (T, S): (H, T, S)."""
-        return self.scores.gather(-1, places.expand(self.scores.shape))
 
-
-def _one(of_batch: Tensor) -> Tensor:
-    """What is (T, S), or (1, 1, T, S) of one sequence, as (T, S)."""
-    return of_batch.reshape(of_batch.shape[-2:])
+def _plane(values: Tensor) -> Tensor:
+    """A tensor (T, S), from one that is that or, of one sequence, (1, 1, T, S)."""
+    return values.reshape(values.shape[-2:])
 
 
 def query_indices(length: int, count: int) -> list[int]:
@@ -225,8 +207,8 @@ class Statistic:
     Attributes:
         name: as tables and pictures show it.
         unit: such as `keys` or `nats`; a `fraction` lies within 0 and 1; empty: a number without one.
-        of: rows -> (H, T), NaN where it is not defined; None: it does not apply to the layer's normalizer. What it gives of rows that
-            are not `is_defined` is not used.
+        of: rows -> (H, T), NaN where it is not defined; None: it does not apply to the layer's normalizer. Its values of rows that are
+            not `is_defined` are not used.
         shown: in reports, pictures and the metrics of a run, too; any other is in the result and its tables alone.
         fitted: its growth with the number of visible keys n is fitted by head, value ~ n^exponent.
         log: its values are logarithms already, for the fit.
@@ -240,7 +222,7 @@ class Statistic:
     log: bool = False
 
     @property
-    def no_first(self) -> "Statistic":
+    def without_first(self) -> "Statistic":
         """The same without the first token of the document; in no report."""
         return replace(self, name=self.name + NO_FIRST, of=lambda rows: self.of(rows.without_first), shown=False)
 
@@ -268,7 +250,7 @@ class Accumulated:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """What statistics gave of one model on N sequences, NaN where they are not defined.
+    """The values of statistics of one model on N sequences, NaN where they are not defined.
 
     Attributes:
         n: (N, layers, T), how many keys each query sees.
@@ -312,97 +294,75 @@ KEYS, HEAD = "visible keys", "head"  # names of axes
 NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # fractions of the queries, beside the statistics
 
 
-@dataclass(frozen=True)
 class Measures:
-    """The statistics of some families, and how their numbers lie in one vector a sequence and model.
+    """The statistics of some families, and how their numbers lie in one vector for each sequence and model.
 
-    Attributes:
-        families: what is asked for.
+    Args:
+        families: those that are asked for.
         layers, heads: of the model.
         queries: indices of the queries in each sequence, ascending.
         length: tokens in a sequence.
+
+    Attributes:
+        per_query: every `Statistic`. Each query has a number of each, after those of the keys it sees and of what leaves it undefined.
+        accumulated: every `Accumulated`.
+        shapes: of the parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, P) of each `Accumulated`.
     """
 
-    families: tuple[Family, ...]
-    layers: int
-    heads: int
-    queries: Sequence[int]
-    length: int
-
-    @property
-    def per_query(self) -> list:
-        """Every `Statistic`."""
-        return [one for family in self.families for one in family.per_query]
-
-    @property
-    def accumulated(self) -> list:
-        """Every `Accumulated`."""
-        return [one for family in self.families for one in family.accumulated]
-
-    @property
-    def names(self) -> list[str]:
-        """What there is a number of for each query: how many keys it sees, what keeps it from being described, the statistics."""
-        return ["n", NOT_FINITE, NO_WEIGHT, *(one.name for one in self.per_query)]
-
-    def empty(self) -> tuple[Tensor, list[Tensor]]:
-        """For one sequence: NaN (names, layers, H, T), and sums (layers, H, P) of each `Accumulated`."""
-        numbers = torch.full((len(self.names), self.layers, self.heads, len(self.queries)), torch.nan)
-        return numbers, [torch.zeros(self.layers, self.heads, one.size(self.length)) for one in self.accumulated]
+    def __init__(self, families: tuple[Family, ...], layers: int, heads: int, queries: Sequence[int], length: int):
+        self.families, self.heads, self.queries, self.length = families, heads, queries, length
+        self.per_query = [statistic for family in families for statistic in family.per_query]
+        self.accumulated = [sums for family in families for sums in family.accumulated]
+        self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
+        self.shapes = [(len(self.names), layers, heads, len(queries)), *((layers, heads, each.size(length)) for each in self.accumulated)]
 
     @property
     def numbers(self) -> int:
-        """How long the vector of a sequence and model is."""
-        first, others = self.empty()
-        return first.numel() + sum(one.numel() for one in others)
+        """The length of the vector of a sequence and model."""
+        return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
     def of(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
         """The vector (numbers,) of a batch of one sequence; and with `order` (queries, tokens), random numbers, of the shuffled scores.
 
-        `index`: which sequence it is, the seed of what statistics draw.
-
-        Scores and weights are fp32. Holds those of some queries of a layer at a time.
+        Scores and weights are fp32. Holds those of some queries of a layer at a time. `index`: which sequence it is, the seed of what
+        statistics draw.
         """
-        found = [self.empty() for _ in range(1 if order is None else 2)]
-        device, done = batch.tokens.device, [0] * self.layers
+        vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
+        device, done = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
             rows, start = AttentionRows.of(block, embedding, index), done[block.layer]
             stop = done[block.layer] = start + len(block.queries)
-            self._add(found[0], rows, start)
+            self._add(vectors[0], rows, start)
             if order is not None:
-                keys = rows.visible.size(-1)
-                self._add(found[1], rows.shuffled(order[start:stop, :keys].to(device)), start)
-        return [torch.cat([numbers.flatten(), *(one.flatten() for one in sums)]) for numbers, sums in found]
+                self._add(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
+        return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
-    def _add(self, found: tuple[Tensor, list[Tensor]], rows: AttentionRows, start: int) -> None:
+    def _add(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
         """Put in the numbers of those rows that see enough keys; `start`: place of the first of them among the queries."""
-        numbers, sums = found
         enough = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
         if not len(enough):
             return
-        places, rows, layer = enough.cpu() + start, rows.select(enough), rows.layer
+        (numbers, *sums), places, rows, layer = parts, enough.cpu() + start, rows.select(enough), rows.layer
         defined = rows.is_defined
         numbers[0, layer][:, places] = rows.n.cpu().expand(self.heads, -1)
         numbers[1, layer][:, places] = (~rows.is_finite).float().cpu()
         numbers[2, layer][:, places] = (rows.is_finite & ~defined).float().cpu()
-        for index, one in enumerate(self.per_query, 3):
-            if (value := one.of(rows)) is not None:
+        for index, statistic in enumerate(self.per_query, 3):
+            if (value := statistic.of(rows)) is not None:
                 numbers[index, layer][:, places] = value.float().where(defined, torch.nan).cpu()
-        for total, one in zip(sums, self.accumulated, strict=True):
-            if (value := one.sums(rows, self.length)) is not None:
+        for total, accumulated in zip(sums, self.accumulated, strict=True):
+            if (value := accumulated.sums(rows, self.length)) is not None:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
         """Vectors (N, numbers) of N sequences, by the names of what they are."""
-        numbers, sums = self.empty()
-        ends = np.cumsum([numbers.numel(), *(one.numel() for one in sums)])[:-1]
-        by_query, *summed = np.split(vectors, ends, axis=1)
-        n, *others = np.moveaxis(by_query.reshape(-1, *numbers.shape), 1, 0)
-        totals = {
-            one.name: found.reshape(-1, *total.shape).astype("f8") for one, found, total in zip(self.accumulated, summed, sums, strict=True)
-        }
-        by_head = {one.name: one.finish(totals[one.name]) for one in self.accumulated if one.finish}
+        parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
+        by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        n, *others = np.moveaxis(by_query, 1, 0)
+        totals = {each.name: part.astype("f8") for each, part in zip(self.accumulated, sums, strict=True)}
+        by_head = {each.name: each.finish(totals[each.name]) for each in self.accumulated if each.finish}
         return Values(n[:, :, 0], dict(zip(self.names[1:], others, strict=True)), by_head, totals, self.length, train_length)
 
 
@@ -447,7 +407,7 @@ def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.n
         y = values.astype("f8") if log else np.log(values.astype("f8"))
         x = np.broadcast_to(np.log(n.astype("f8"))[:, :, None], y.shape)
         known = np.isfinite(y) & np.isfinite(x)
-        x, y = (np.where(known, one, 0.0) for one in (x, y))
+        x, y = (np.where(known, values, 0.0) for values in (x, y))
         count = known.sum((0, 3))
         mean_x, mean_y = x.sum((0, 3)) / count, y.sum((0, 3)) / count
         dx = np.where(known, x - mean_x[None, :, :, None], 0.0)

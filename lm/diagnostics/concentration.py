@@ -9,20 +9,15 @@ import math
 import torch
 from torch import Tensor
 
-from lm.diagnostics import sparsity
 from lm.diagnostics.attention_rows import AttentionRows, Family, Statistic
+from lm.diagnostics.sparsity import sparsity
 
 MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
-def s(rows: AttentionRows) -> Tensor:
-    """S = mean |a| / root mean a^2 over the visible keys: 1 / sqrt(n) of one key, 1 of equal weights (Su, kexue.fm 9889)."""
-    return sparsity.sparsity(rows.weights, rows.visible)
-
-
 def effective_keys(rows: AttentionRows) -> Tensor:
     """N_eff = n S^2, which is 1 / sum a^2 of weights that sum to one: 1 of one key, n of equal weights."""
-    return s(rows).square() * rows.n
+    return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
@@ -35,37 +30,8 @@ def entropy(rows: AttentionRows) -> Tensor | None:
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
     """H / ln n: 0 of one key, 1 of equal weights."""
-    found = entropy(rows)
-    return None if found is None else found / rows.n.log()
-
-
-def largest(rows: AttentionRows) -> Tensor:
-    """The largest |a|, as it is, whatever the row's sum."""
-    return rows.descending[..., 0]
-
-
-def mass_of_largest(k: int) -> Statistic:
-    """The fraction of the weight on the k keys that have most."""
-
-    def of(rows: AttentionRows) -> Tensor:
-        return rows.descending[..., :k].sum(-1) / rows.total
-
-    return Statistic(f"weight on the largest {k}", "fraction", of)
-
-
-def zeros(rows: AttentionRows) -> Tensor:
-    """The fraction of the visible keys whose weight is exactly 0."""
-    return ((rows.weights == 0) & rows.visible).sum(-1) / rows.n
-
-
-def mass_on_first(rows: AttentionRows) -> Tensor:
-    """The fraction of the weight on the first token of the document; 0 where a window does not reach it."""
-    return (rows.size * rows.first).sum(-1) / rows.total
-
-
-def row_sum(rows: AttentionRows) -> Tensor | None:
-    """The sum of the weights, of normalizers where it need not be one."""
-    return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
+    nats = entropy(rows)
+    return None if nats is None else nats / rows.n.log()
 
 
 def keys_with_most(rows: AttentionRows) -> Tensor:
@@ -74,46 +40,42 @@ def keys_with_most(rows: AttentionRows) -> Tensor:
     return (short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
-def mass_of_nearest(k: int) -> Statistic:
-    """The fraction of the weight on the k nearest keys, the query's own token among them."""
-
-    def of(rows: AttentionRows) -> Tensor:
-        return (rows.size * (rows.distance < k)).sum(-1) / rows.total
-
-    return Statistic(f"weight on the nearest {k}", "fraction", of)
-
-
-def mean_distance(rows: AttentionRows) -> Tensor:
-    """How many tokens back the weight is on average."""
-    return (rows.size * rows.distance).sum(-1) / rows.total
-
-
 def log_sum(rows: AttentionRows) -> Tensor | None:
     """ln Z, Z the sum of the unnormalized weights (`Normalizer.log_sum`): of e^score in softmax attention, of relu(z)^2 in a GAU's.
 
     Its exponent in n is what Su's argument on dividing by n turns on (kexue.fm 9019): dividing by Z is dividing by n only if it is 1.
     """
-    found = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
-    return None if found is None else found[0]
+    sums = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
+    return None if sums is None else sums[0]
 
 
 def family(top_k: list[int], nearest: list[int]) -> Family:
-    """All statistics of concentration, with the numbers of keys that they are taken over."""
+    """All statistics of concentration, with the numbers of keys that they are taken over; docs/diagnostics.md defines them."""
+
+    def largest(k: int) -> Statistic:
+        return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending[..., :k].sum(-1) / rows.total)
+
+    def near(k: int) -> Statistic:
+        return Statistic(f"weight on the nearest {k}", "fraction", lambda rows: (rows.size * (rows.distance < k)).sum(-1) / rows.total)
+
+    def row_sum(rows: AttentionRows) -> Tensor | None:
+        return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
+
     of_rows = [
         Statistic("effective keys", "keys", effective_keys, shown=True, fitted=True),
         Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
-        Statistic("largest weight", "weight", largest, shown=True, fitted=True),
+        Statistic("largest weight", "weight", lambda rows: rows.descending[..., 0], shown=True, fitted=True),
         Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, fitted=True),
-        Statistic("S", "fraction", s),
+        Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
-        Statistic("exact zeros", "fraction", zeros),
-        Statistic("mean distance", "tokens", mean_distance),
-        *map(mass_of_largest, top_k),
-        *map(mass_of_nearest, nearest),
+        Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
+        Statistic("mean distance", "tokens", lambda rows: (rows.size * rows.distance).sum(-1) / rows.total),
+        *map(largest, top_k),
+        *map(near, nearest),
     ]
     whole = [
-        Statistic("weight on the first token", "fraction", mass_on_first, shown=True),
+        Statistic("weight on the first token", "fraction", lambda rows: (rows.size * rows.first).sum(-1) / rows.total, shown=True),
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return Family((*of_rows, *whole, *(each.no_first for each in of_rows)))
+    return Family((*of_rows, *whole, *(statistic.without_first for statistic in of_rows)))

@@ -39,7 +39,7 @@ KEYS = 2048  # whose products with all others are held at a time
 
 @dataclass(frozen=True)
 class TopKeys:
-    """Of the N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
+    """The N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
 
     Attributes:
         distance: d~; 0 where the N are all keys.
@@ -106,8 +106,8 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
         values = (distance * others).sum(-1), bound.where(positive, torch.nan), within.sum(-1) / count, lower, upper
         too_many = torch.stack((n < count, n < count, n <= count, n <= count, n <= count))
         rows.append((torch.stack(values).masked_fill(too_many, torch.nan), within, chosen))
-    values, within, chosen = (torch.stack(found, dim) for found, dim in zip(zip(*rows, strict=True), (1, 0, 0), strict=True))
-    return TopKeys(*values, within, chosen)
+    values, within, chosen = map(torch.stack, zip(*rows, strict=True))
+    return TopKeys(*values.unbind(1), within, chosen)
 
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -152,10 +152,10 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
 
 def counts_up_to(most: int) -> list[int]:
     """Numbers of keys from 1 to `most`: all up to 10, then a tenth farther each."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, round(found[-1] * 1.1))))
-    return found
+    counts = [1]
+    while counts[-1] < most:
+        counts.append(min(most, max(counts[-1] + 1, round(counts[-1] * 1.1))))
+    return counts
 
 
 def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:

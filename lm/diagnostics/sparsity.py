@@ -59,7 +59,7 @@ def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> T
     """S of e^score for n Gaussian scores of each standard deviation in `std` (K,), also beyond condensation: the mean over draws."""
     drawn = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
     everywhere = torch.ones(n, dtype=torch.bool)
-    return torch.stack([sparsity((one * drawn).softmax(-1), everywhere).mean() for one in std])
+    return torch.stack([sparsity((scale * drawn).softmax(-1), everywhere).mean() for scale in std])
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
@@ -81,17 +81,8 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     return absolute / (beta.square() + gamma.square()).sqrt()
 
 
-def linear_sparsity(query: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """S of products query.key of non-negative features, exact: 1 / sqrt(1 + q.Sigma q / (q.mu)^2).
-
-    query: (..., D), mean: (..., D) and covariance: (..., D, D) of the keys' features.
-    """
-    variance = (query.unsqueeze(-2) @ covariance @ query.unsqueeze(-1)).squeeze((-2, -1))
-    return 1 / (1 + variance / (query * mean).sum(-1).square()).sqrt()
-
-
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`linear_sparsity` if a key's D features are independent, each of this mean and standard deviation.
+    """S of products query.key of non-negative features, if a key's D features are independent, each of this mean and standard deviation.
 
     1 / sqrt(1 + ((sigma / mu) ||q||_2 / ||q||_1)^2), where the ratio of the norms of query (..., D) lies within 1 / sqrt(D) and 1.
     """
@@ -138,7 +129,7 @@ def sums_by_place(values: Tensor, counts: Tensor, places: Tensor, size: int) -> 
     places = places.expand(values.shape).flatten(-2)
     empty = values.new_zeros(*values.shape[:-2], size)
     entries = (values, counts.expand(values.shape).to(values.dtype))
-    return torch.cat([empty.scatter_add(-1, places, one.flatten(-2)) for one in entries], -1)
+    return torch.cat([empty.scatter_add(-1, places, entry.flatten(-2)) for entry in entries], -1)
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
@@ -148,9 +139,9 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     """
     size = sums.shape[-1] // 2
     total, square, sequences, entries = (np.zeros((*sums.shape[1:-1], size)) for _ in range(4))
-    for one in sums:
-        counts = one[..., size:]
-        mean = one[..., :size] / np.maximum(counts, 1)
+    for of_sequence in sums:
+        counts = of_sequence[..., size:]
+        mean = of_sequence[..., :size] / np.maximum(counts, 1)
         total += mean
         square += mean**2
         sequences += counts > 0
@@ -162,35 +153,23 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     return np.divide((effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
-def by_key_position(rows: AttentionRows, length: int) -> Tensor:
-    """Sums by the position of the key in its document, of queries in the second half of the sequence, (H, 2 length)."""
-    places = rows.layout.key_positions.view(1, -1)
-    return _sums(rows, length, places, length // 2)
+def placed(by_key: bool, first: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
+    """Sums by the position of the key in its document, or by its distance, of queries from position `first(length)` on: (H, 2 length)."""
+
+    def sums(rows: AttentionRows, length: int) -> Tensor:
+        chosen = rows.layout.positions.flatten() >= first(length)
+        values, counts = standardised(rows.weights[:, chosen], rows.visible[chosen])
+        places = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[chosen]
+        return sums_by_place(values, counts, places, length)
+
+    return sums
 
 
-def by_distance(rows: AttentionRows, length: int) -> Tensor:
-    """Sums by the distance of the key, of the same queries."""
-    return _sums(rows, length, rows.distance.clamp(min=0).long(), length // 2)
-
-
-def by_both(rows: AttentionRows, length: int) -> Tensor:
-    """Sums of the last query, for which distance and key position are the same thing: what any function of both explains."""
-    return _sums(rows, length, rows.distance.clamp(min=0).long(), length - 1)
-
-
-def _sums(rows: AttentionRows, length: int, places: Tensor, first: int) -> Tensor:
-    """Of queries from position `first` of their document on."""
-    chosen = rows.layout.positions.flatten() >= first
-    values, counts = standardised(rows.weights[:, chosen], rows.visible[chosen])
-    places = places if places.size(0) == 1 else places[chosen]
-    return sums_by_place(values, counts, places, length)
-
-
-STATISTICS = (
-    Accumulated("variance explained by key position", "", lambda length: 2 * length, by_key_position, variance_explained, shown=True),
-    Accumulated("variance explained by distance", "", lambda length: 2 * length, by_distance, variance_explained, shown=True),
-    Accumulated("variance explained by both, last query", "", lambda length: 2 * length, by_both, variance_explained, shown=True),
-)
+EXPLAINED = {  # second half of the sequence; by distance, of the last query: for that, distance and key position are the same thing
+    "key position": placed(True, lambda length: length // 2),
+    "distance": placed(False, lambda length: length // 2),
+    "both, last query": placed(False, lambda length: length - 1),
+}
 
 
 # ---------------------------------------------------------------- S against its closed form
@@ -207,14 +186,19 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by `Normalize
 def closed_form(rows: AttentionRows) -> Tensor | None:
     """S in closed form at the moments of each query's scores, (H, T); None of weights without one.
 
-    Of non-negative features it is that of independent components: with the query's own mean and variance of the products it would be
-    true of any keys.
+    That of non-negative features supposes independent components, with the moments of all features of the keys that each query sees:
+    with the query's own mean and variance of the products it would be true of any keys.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if rows.is_shuffled and (log_decay.any() or name == "features"):
         return None
     if name == "features":
-        of_content = _of_features(rows)
+        query, key = rows.features
+        seen = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)
+        mean = seen @ key.mean(-1, keepdim=True)  # (H, T, 1)
+        square = seen @ key.square().mean(-1, keepdim=True)
+        std = (square - mean.square()).clamp(min=0.0).sqrt()
+        of_content = independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
     elif name in CLOSED_FORMS:
         of_content = CLOSED_FORMS[name](rows.moments.mean, rows.moments.std)
     else:
@@ -222,21 +206,9 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
     return of_content * decay_sparsity(log_decay.unsqueeze(-1), rows.n)
 
 
-def _of_features(rows: AttentionRows) -> Tensor:
-    """`independent_features_sparsity` with the moments of all features of the keys that each query sees, (H, T)."""
-    query, key = rows.features
-    seen = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)
-    mean = seen @ key.mean(-1, keepdim=True)  # (H, T, 1)
-    square = seen @ key.square().mean(-1, keepdim=True)
-    std = (square - mean.square()).clamp(min=0.0).sqrt()
-    return independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
-
-
 def is_condensed(rows: AttentionRows) -> Tensor | None:
     """1 of queries whose scores spread too much for the closed form of exp to hold for so many keys, else 0; None of other maps."""
-    if rows.normalizer.score_map != "exp":
-        return None
-    return (rows.moments.std > condensation_scale(rows.n)).float()
+    return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
@@ -256,4 +228,8 @@ def family() -> Family:
         Statistic("S minus closed form", "", difference),
     ]
     condensed = Statistic("queries beyond condensation", "fraction", is_condensed)
-    return Family((*of_rows, condensed, *(each.no_first for each in of_rows)), STATISTICS)
+    explained = [
+        Accumulated(f"variance explained by {place}", "", lambda length: 2 * length, sums, variance_explained, shown=True)
+        for place, sums in EXPLAINED.items()
+    ]
+    return Family((*of_rows, condensed, *(statistic.without_first for statistic in of_rows)), tuple(explained))
