@@ -75,21 +75,16 @@ def _unit(v: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the lemmas
 
 
-def n_times_largest(rows: AttentionRows) -> Tensor:
-    """n x the largest weight: 1 of equal weights."""
-    return rows.size.amax(-1) * rows.n
-
-
 def log_n_times_largest(rows: AttentionRows) -> Tensor | None:
     """ln (n x the largest weight), at most ln C2."""
-    found = _log_n_times_weights(rows)
-    return None if found is None else found.amax(-1)
+    logs = _log_n_times_weights(rows)
+    return None if logs is None else logs.amax(-1)
 
 
 def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
     """ln (n x the smallest weight), at least ln C1 = -ln C2."""
-    found = _log_n_times_weights(rows)
-    return None if found is None else found.masked_fill(~rows.visible, math.inf).amin(-1)
+    logs = _log_n_times_weights(rows)
+    return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
@@ -120,12 +115,12 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
 
 
 def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
-    """The spectral norm of d weights / d scores, in fp64: in fp32 rows of nearly one key give rounding errors, whose logarithms are
-    fitted."""
-    found = spectral_norm(
-        lambda scores: rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0], rows.scores.double(), rows.visible, generator
-    )
-    return found.to(rows.scores.dtype)
+    """The spectral norm of d weights / d scores, in fp64: in fp32 rows of nearly one key give rounding errors."""
+
+    def normalized(scores: Tensor) -> Tensor:
+        return rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0]
+
+    return spectral_norm(normalized, rows.scores.double(), rows.visible, generator).to(rows.scores.dtype)
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
@@ -140,7 +135,7 @@ def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
         scores = rows.scores.masked_fill(~rows.visible, 0.0).clone().requires_grad_(True)
         mapped = SCORE_MAPS[name](scores)
         (slope,) = torch.autograd.grad(mapped.sum(), scores)
-    mapped, slope = (one.detach().masked_fill(~rows.visible, 0.0) for one in (mapped, slope))
+    mapped, slope = (values.detach().masked_fill(~rows.visible, 0.0) for values in (mapped, slope))
     factor = (rows.weights * mapped).sum(-1) / mapped.square().sum(-1)
     bound = factor.abs() * slope.abs().amax(-1)
     return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if rows.normalizer.options.rows_sum_to_one else bound

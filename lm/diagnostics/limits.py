@@ -21,7 +21,8 @@ rows are in each. Shapes: H heads, T queries, S keys, E vector, R rows of any he
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -282,40 +283,39 @@ class Theorems:
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`DISTANCES`, d~ and its expectations, at the numbers of keys `many`."""
 
-        def of(part: AttentionRows, most: int) -> Tensor:
+        def measure(part: AttentionRows, most: int) -> Tensor:
             counts = [count for count in many(length) if count <= most / 4]
 
-            def one(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
+            def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
                 random = random_keys(weights, visible, x, counts, draws)
-                top = top_distances(weights, visible, x, counts)
-                return torch.stack((top, random.uncorrected, random.corrected, random.upper, random.sampled))
+                return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
 
-            return F.pad(self._by_rows(part, len(counts), one), (0, 0, 0, 0, 0, len(many(length)) - len(counts)), value=math.nan)
+            return F.pad(self._by_rows(part, len(counts), at_counts), (0, 0, 0, 0, 0, len(many(length)) - len(counts)), value=math.nan)
 
         generator = _generator(rows)
-        return self._summed(rows, octaves(length), of)
+        return self._summed(rows, octaves(length), measure)
 
     def separable(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`SEPARABLE` at the numbers of keys `few`, the last two of them of all heads of a layer together."""
 
-        def of(part: AttentionRows, most: int) -> Tensor:
+        def measure(part: AttentionRows, most: int) -> Tensor:
             counts, heads = few(length), len(part.weights)
 
-            def one(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
-                found = top_keys(weights, visible, x, counts)
-                masks.append((found.within, found.chosen))
-                return torch.stack((found.separable, found.lower, found.upper, found.distance / found.bound))
+            def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
+                top = top_keys(weights, visible, x, counts)
+                masks.append((top.within, top.chosen))
+                return torch.stack((top.separable, top.lower, top.upper, top.distance / top.bound))
 
             masks: list[tuple[Tensor, Tensor]] = []
-            own = self._by_rows(part, len(counts), one)
+            own = self._by_rows(part, len(counts), at_counts)
             shape = len(counts), heads, -1, masks[0][0].size(-1)
-            within, chosen = (torch.cat(found, 1).view(shape).any(1).sum(-1) for found in zip(*masks, strict=True))
+            within, chosen = (torch.cat(mask, 1).view(shape).any(1).sum(-1) for mask in zip(*masks, strict=True))
             numbers = torch.tensor(counts, device=chosen.device).unsqueeze(-1)
             layer = torch.stack((within / chosen, numbers * heads / chosen)).unsqueeze(2).expand(-1, -1, heads, -1)
             return torch.cat((own, layer.masked_fill(own[:1].isnan(), math.nan)))
 
-        return self._summed(rows, octaves(length), of)
+        return self._summed(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
         """`DIFFERENCES` at each temperature and step, of the query that sees most keys; fp64 but for the norm.
@@ -323,62 +323,61 @@ class Theorems:
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 they are q.k / T.
         """
 
-        def of(part: AttentionRows, most: int) -> Tensor:
+        def measure(part: AttentionRows, most: int) -> Tensor:
             part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
+
+            def normalized(given: Tensor, temperature: Tensor | float) -> Tensor:
+                return part.normalizer.normalize(given / temperature, part.layout)
+
             logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
             along = directions(part.visible, torch.Size((self.asked.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.asked.temperatures).view(-1, 1, 1, 1).to(logits)
             stacked = logits.expand(len(temperatures), -1, -1, -1)
-            norms = spectral_norm(
-                lambda given: part.normalizer.normalize(given / temperatures, part.layout), stacked, part.visible, generator
-            )
-            found = []
-            for temperature, norm in zip(self.asked.temperatures, norms, strict=True):
-                for step in self.asked.steps:
-                    rates = finite_difference(
-                        lambda given, t=temperature: part.normalizer.normalize(given / t, part.layout), logits, step, along
-                    )
-                    found.append(torch.stack((rates[0], rates.amax(0), norm.double())))
-            return torch.stack(found, 1)
+            norms = spectral_norm(partial(normalized, temperature=temperatures), stacked, part.visible, generator)
+            points = []
+            for (temperature, norm), step in product(zip(self.asked.temperatures, norms, strict=True), self.asked.steps):
+                rates = finite_difference(partial(normalized, temperature=temperature), logits, step, along)
+                points.append(torch.stack((rates[0], rates.amax(0), norm.double())))
+            return torch.stack(points, 1)
 
         generator = _generator(rows)
-        return self._summed(rows, octaves(length)[-1:], of)
+        return self._summed(rows, octaves(length)[-1:], measure)
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """x of each key, (1, S, E), or of each head and key, (H, S, E)."""
         x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.asked.vectors].float()
         return F.normalize(x, dim=-1) if self.asked.unit else x
 
-    def _by_rows(self, rows: AttentionRows, points: int, of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """What `of` gives of weights (R, S), visible keys (R, S) and x (S, E), (quantities, G, R), of all rows: (quantities, G, H, T)."""
+    def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The values of all rows, (quantities, G, H, T), by `measure`: of weights (R, S), visible (R, S) and x (S, E), (quantities, G, R)."""
         seen = rows.visible.any(0).nonzero().squeeze(-1)
         keys = slice(int(seen[0]), int(seen[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
         heads, queries, width = weights.shape
-        size = max(1, PRODUCTS // (points * width))
-        found = []
+        size, parts = max(1, PRODUCTS // (points * width)), []
         for index, vectors in enumerate(x):  # one of all heads, or one a head
             own = weights if len(x) == 1 else weights[index : index + 1]
             visible = rows.visible[:, keys].expand(own.shape).flatten(0, 1)
-            found += [of(*both, vectors) for both in zip(own.flatten(0, 1).split(size), visible.split(size), strict=True)]
-        return torch.cat(found, -1).unflatten(-1, (heads, queries))
+            parts += [measure(*both, vectors) for both in zip(own.flatten(0, 1).split(size), visible.split(size), strict=True)]
+        return torch.cat(parts, -1).unflatten(-1, (heads, queries))
 
-    def _summed(self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], of: Callable[[AttentionRows, int], Tensor]) -> Tensor | None:
-        """Sums and numbers of rows, (H, P), of what `of` gives of the rows within each of the `bounds`: (quantities, G, H, T)."""
+    def _summed(
+        self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
+    ) -> Tensor | None:
+        """Sums and numbers of rows, (H, P), of what `measure` gives of the rows within each of the `bounds`: (quantities, G, H, T)."""
         rows = rows if self.asked.first_token else rows.without_first
-        found = []
+        sums: list[Tensor | None] = []
         for low, high in bounds:
             inside = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
+            sums.append(None)
             if len(inside):
                 part = rows.select(inside)
-                values = of(part, high).masked_fill(~part.is_defined, math.nan)
-                found.append(torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values))))
-            else:
-                found.append(None)
-        like = next((one for one in found if one is not None), None)
+                values = measure(part, high).masked_fill(~part.is_defined, math.nan)
+                sums[-1] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
+        like = next((total for total in sums if total is not None), None)
         if like is None:
             return None
-        return torch.stack([torch.zeros_like(like) if one is None else one for one in found]).movedim(-1, 0).flatten(1)
+        return torch.stack([torch.zeros_like(like) if total is None else total for total in sums]).movedim(-1, 0).flatten(1)
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
@@ -413,9 +412,9 @@ def compared(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> Co
     from scipy.stats import ks_2samp
 
     results = []
-    for one, other in zip(first.T, second.T, strict=True):
-        one, other = one[np.isfinite(one)], other[np.isfinite(other)]
-        results.append(ks_2samp(one, other) if len(one) and len(other) else (np.nan, np.nan))
+    for pair in zip(first.T, second.T, strict=True):
+        finite = [values[np.isfinite(values)] for values in pair]
+        results.append(ks_2samp(*finite) if all(map(len, finite)) else (np.nan, np.nan))
     statistic, p = np.array(results, dtype=float).T
     return Compared(counts, statistic, p, len(first))
 
@@ -432,8 +431,8 @@ def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
     groups = min(sequences, -(-size // heads))
     with np.errstate(invalid="ignore"):
         means = [sums[start::groups].sum(0) / rows[start::groups].sum(0) for start in range(groups)]
-    found = np.concatenate(means)
-    return found[np.linspace(0, len(found) - 1, min(size, len(found))).round().astype(int)]
+    pooled = np.concatenate(means)
+    return pooled[np.linspace(0, len(pooled) - 1, min(size, len(pooled))).round().astype(int)]
 
 
 # ---------------------------------------------------------------- the family
@@ -447,54 +446,46 @@ PLATEAU = 16  # keys chosen, from which on the paper has N_s / N between .70 and
 
 def family(asked: LimitsConfig, every: int) -> Family:
     """Statistics of the lemmas and the theorems. `every`: of how many described queries one is taken, but for Lemma 1."""
-    theorems = Theorems(asked)
+    theorems, steps = Theorems(asked), len(asked.temperatures) * len(asked.steps)
 
-    def some(of: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
-        """The values of every so many queries, NaN of the others."""
+    def chosen(rows: AttentionRows) -> Tensor:
+        return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
 
-        def sparse(rows: AttentionRows) -> Tensor | None:
-            chosen = _some(rows, every)
-            value = of(rows.select(chosen))
-            return None if value is None else torch.full_like(rows.n, math.nan).repeat(len(value), 1).index_copy(1, chosen, value.float())
+    def sparse(of: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+        """The values of the chosen queries, NaN of the others."""
 
-        return sparse
+        def spread(rows: AttentionRows) -> Tensor | None:
+            value = of(rows.select(chosen(rows)))
+            empty = torch.full_like(rows.n, math.nan)
+            return None if value is None else empty.repeat(len(value), 1).index_copy(1, chosen(rows), value.float())
+
+        return spread
 
     def norm(rows: AttentionRows) -> Tensor:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
-    def sums(of: Callable[[AttentionRows, int], Tensor | None]) -> Callable[[AttentionRows, int], Tensor | None]:
-        return lambda rows, length: of(rows.select(_some(rows, every)), length)
+    def sums(name: str, size: Callable[[int], int], of: Callable[[AttentionRows, int], Tensor | None]) -> Accumulated:
+        return Accumulated(name, "", lambda length: 2 * size(length), lambda rows, length: of(rows.select(chosen(rows)), length))
 
-    steps = len(asked.temperatures) * len(asked.steps)
     return Family(
         (
-            Statistic("n x largest weight", "", lemmas.n_times_largest, fitted=True),
+            Statistic("n x largest weight", "", lambda rows: rows.size.amax(-1) * rows.n, fitted=True),  # 1 of equal weights
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
-            Statistic("norm of the Jacobian", "", some(norm), shown=True, fitted=True),
-            Statistic("bound on the norm of the Jacobian", "", some(lemmas.jacobian_ceiling)),
+            Statistic("norm of the Jacobian", "", sparse(norm), shown=True, fitted=True),
+            Statistic("bound on the norm of the Jacobian", "", sparse(lemmas.jacobian_ceiling)),
         ),
         (
-            Accumulated(
-                "distances", "", lambda length: 2 * len(octaves(length)) * len(DISTANCES) * len(many(length)), sums(theorems.distances)
-            ),
-            Accumulated(
-                "separability", "", lambda length: 2 * len(octaves(length)) * len(SEPARABLE) * len(few(length)), sums(theorems.separable)
-            ),
-            Accumulated("differences", "", lambda length: 2 * len(DIFFERENCES) * steps, sums(theorems.differences)),
+            sums("distances", lambda length: len(octaves(length)) * len(DISTANCES) * len(many(length)), theorems.distances),
+            sums("separability", lambda length: len(octaves(length)) * len(SEPARABLE) * len(few(length)), theorems.separable),
+            sums("differences", lambda length: len(DIFFERENCES) * steps, theorems.differences),
         ),
-        lambda values: [
-            one for part in (_derived_distances, _derived_critical, _derived_separable, _derived_differences) for one in part(asked, values)
-        ],
+        lambda values: [each for derive in DERIVED for each in derive(asked, values)],
     )
 
 
-def _some(rows: AttentionRows, every: int) -> Tensor:
-    return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
-
-
-def _chosen(counts: list[int]) -> Axis:
+def _counts_axis(counts: list[int]) -> Axis:
     return Axis("keys N", "", "for N =", tuple(map(float, counts)))
 
 
@@ -506,29 +497,28 @@ def _over_heads(values: np.ndarray) -> np.ndarray:
 def _derived_distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """d~ and its expectations: over N where most keys are visible, and by the number of visible keys at one N."""
     counts = many(values.length)
-    found = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
+    distances = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
     for number, what in enumerate(DISTANCES):
-        yield Derived("d~", "", found[-1, number], _chosen(counts), shown=True, what=what)
+        yield Derived("d~", "", distances[-1, number], _counts_axis(counts), shown=True, what=what)
     if OVER_LENGTH in counts:
         for number, what in enumerate(DISTANCES):
-            of_lengths = found[:, number, counts.index(OVER_LENGTH)]
-            yield Derived(f"d~ of {OVER_LENGTH} keys", "", of_lengths, visible_keys(octaves(values.length)), shown=True, what=what)
+            by_length, axis = distances[:, number, counts.index(OVER_LENGTH)], visible_keys(octaves(values.length))
+            yield Derived(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, shown=True, what=what)
 
 
 def _derived_critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """Critical numbers of keys over visible ones, and the D that they follow from."""
     counts, bounds = many(values.length), octaves(values.length)
-    found = {(octave, which): _compared(asked, values, octave, which) for octave in range(len(bounds)) for which in TESTED}
-    visible = [_mean_keys(values, *octave) for octave in bounds]
+    inside = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
+    keys = [float(n.mean()) if len(n) else math.nan for n in inside]  # that the queries of an octave see on average
     for which in TESTED:
-        last = found[len(bounds) - 1, which]
-        yield Derived(
-            "D of the largest weights", "", last.statistic, _chosen(counts), shown=True, what=f"to {DISTANCES[which]}, {last.size} values"
-        )
+        results = [_compared(asked, values, octave, which) for octave in range(len(bounds))]
+        what = f"to {DISTANCES[which]}, {results[-1].size} values"
+        yield Derived("D of the largest weights", "", results[-1].statistic, _counts_axis(counts), shown=True, what=what)
         for level in LEVELS:
-            fractions = np.array([found[octave, which].critical(level) / keys for octave, keys in enumerate(visible)])
+            fractions = np.array([result.critical(level) / n for result, n in zip(results, keys, strict=True)])
             what = f"{DISTANCES[which]}, level {level:g}"
-            yield Derived("critical N / visible keys", "fraction", fractions, visible_keys(octaves(values.length)), shown=True, what=what)
+            yield Derived("critical N / visible keys", "fraction", fractions, visible_keys(bounds), shown=True, what=what)
 
 
 def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> Compared:
@@ -536,45 +526,41 @@ def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> C
     total, rows = parts(values.sums["distances"], DISTANCES, len(many(values.length)))  # (octaves, quantities, N, sequences, layers, H)
     both = []
     for quantity in (0, which):
-        one, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
-        flat = (len(one), -1, one.shape[-1])
-        both.append(samples(one.reshape(flat), count.reshape(flat), asked.sample_size))
+        by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
+        flat = (len(by_head), -1, by_head.shape[-1])
+        both.append(samples(by_head.reshape(flat), count.reshape(flat), asked.sample_size))
     return compared(*both, many(values.length))
-
-
-def _mean_keys(values: Values, low: int, high: int) -> float:
-    """How many keys the queries of an octave see on average."""
-    inside = values.n[(values.n >= low) & (values.n <= high)]
-    return float(inside.mean()) if len(inside) else math.nan
 
 
 def _derived_separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
     counts = few(values.length)
-    found = means(values.sums["separability"].sum(0), SEPARABLE, len(counts))[-1]  # (quantities, N, layers, H)
-    for name, lines in (("N_s / N", (0, 1, 2)), ("d~ of the largest weights / its bound", (3,))):
-        for number in lines:
-            what = SEPARABLE[number] if len(lines) > 1 else ""
-            yield Derived(name, "fraction", _over_heads(found[number]), _chosen(counts), shown=name == "N_s / N", what=what)
-    alone = mean(found[0], -1)  # p, by layer
-    predicted = 1 - (1 - alone) ** found.shape[-1]
+    axis = _counts_axis(counts)
+    separable = means(values.sums["separability"].sum(0), SEPARABLE, len(counts))[-1]  # (quantities, N, layers, H)
+    for number in (0, 1, 2):
+        yield Derived("N_s / N", "fraction", _over_heads(separable[number]), axis, shown=True, what=SEPARABLE[number])
+    yield Derived("d~ of the largest weights / its bound", "fraction", _over_heads(separable[3]), axis)
+    alone = mean(separable[0], -1)  # p, by layer
+    predicted = 1 - (1 - alone) ** separable.shape[-1]
     title = "keys that at least one head separates"
-    yield Derived(title, "fraction", _over_heads(found[4]), _chosen(counts), what="measured")
-    yield Derived(title, "fraction", _over_heads(predicted[..., None]), _chosen(counts), what="1 - (1 - p)^H")
-    yield Derived("heads that choose a key", "heads", _over_heads(found[5]), _chosen(counts))
+    yield Derived(title, "fraction", _over_heads(separable[4]), axis, what="measured")
+    yield Derived(title, "fraction", _over_heads(predicted[..., None]), axis, what="1 - (1 - p)^H")
+    yield Derived("heads that choose a key", "heads", _over_heads(separable[5]), axis)
     if PLATEAU in counts:
-        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(found[0])[[counts.index(PLATEAU)]])
+        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(separable[0])[[counts.index(PLATEAU)]])
 
 
 def _derived_differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
     shape = len(asked.temperatures), len(asked.steps)
-    found = means(values.sums["differences"].sum(0), DIFFERENCES, shape[0] * shape[1])[0]
-    largest = np.nan_to_num(found, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
+    by_head = means(values.sums["differences"].sum(0), DIFFERENCES, shape[0] * shape[1])[0]
+    largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
     largest[np.isneginf(largest)] = np.nan
     axis = Axis("temperature T", "", "at T =", tuple(asked.temperatures))
-    for index, step in enumerate(asked.steps):
-        for number in (0, 1):
-            what = f"{DIFFERENCES[number]}, step {step:g}"
-            yield Derived("change of weights", "", largest[number, :, index], axis, shown=True, what=what)
+    for (index, step), number in product(enumerate(asked.steps), (0, 1)):
+        what = f"{DIFFERENCES[number]}, step {step:g}"
+        yield Derived("change of weights", "", largest[number, :, index], axis, shown=True, what=what)
     yield Derived("change of weights", "", largest[2, :, 0], axis, shown=True, what=DIFFERENCES[2])
+
+
+DERIVED = _derived_distances, _derived_critical, _derived_separable, _derived_differences
