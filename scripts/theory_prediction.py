@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,13 +10,10 @@ import numpy as np
 import torch
 
 from lm.data.batches import Batch
-from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
-from lm.diagnostics.attention_rows import AttentionRows
-from lm.diagnostics.retrieval_length import OCTAVES, Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
+from lm.diagnostics.retrieval_length import OCTAVES, Retrieval, half_length, median_weights, retrieving_head
 from lm.errors import RunError
 from lm.evaluation.recall import QUESTION_SEED
-from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import last_evaluations
 from lm.runs.folder import read_config
@@ -26,6 +24,39 @@ HALF = 0.5  # accuracy that a run falls below, and the threshold of the form wit
 SEQUENCES = 64  # test sequences that scores are measured on
 LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
 CLEAR = 0.99  # accuracy at the longest length evaluated, above which a run is not measured at longer ones
+
+
+def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
+    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
+    for index, right in enumerate(accuracy):
+        if right < 0.5:
+            if index == 0:
+                return float(lengths[0])
+            before = accuracy[index - 1]
+            part = (before - 0.5) / (before - right)
+            return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
+    return math.inf
+
+
+def error(predicted: float, observed: float, longest: int) -> float:
+    """|log2(predicted / observed)|, octaves.
+
+    If the run keeps half of its accuracy up to `longest`, the last length measured (`observed` is infinite): how far the prediction lies
+    below that; 0 if it lies beyond, which is all that is known to be right.
+    """
+    if math.isinf(observed):
+        return max(0.0, math.log2(longest / predicted)) if math.isfinite(predicted) else 0.0
+    return abs(math.log2(min(predicted, 2.0**OCTAVES * longest) / observed))
+
+
+def fitted_threshold(weights: Sequence[np.ndarray], observed: Sequence[float], length: int, longest: int) -> float:
+    """The threshold of the least sum of errors over runs, each with its `median_weights`."""
+    candidates = 1 / (1 + np.exp(-np.linspace(-6, 4, 101)))
+
+    def total(threshold: float) -> float:
+        return sum(error(half_length(each, length, threshold), seen, longest) for each, seen in zip(weights, observed, strict=True))
+
+    return float(min(candidates, key=total))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,72 +99,23 @@ class Run:
         return half_length(self.weights, self.length, threshold)
 
 
-@torch.no_grad()
 def measured(folder: Path) -> Run:
-    """A run's numbers at the training length; of attention whose weights are e^score over their sum.
+    """A run's numbers at the training length.
 
     Raises:
-        RunError: it was not trained on recall of pairs, or has no such attention.
+        RunError: it was not trained on recall of pairs, or has no attention that the prediction holds for.
     """
     config = read_config(folder)
     if not config.data.tasks:
         raise RunError(f"{folder}: was trained on text, not on a recall task: give --recall the runs of a recall experiment")
-    decoder = load(folder).decoder
     task, length = config.data.tasks[0].task, config.data.seq_len
-    parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
-    for index in range(SEQUENCES):
-        made = example(task, QUESTION_SEED, index, length, "test")
-        asked = (made.questions[:, 0] - 1).tolist()
-        for block in attention_blocks(decoder, Batch.of(made.tokens[None]), asked, inputs=True, block=len(asked)):
-            if block.normalizer.score_map == "exp":
-                parts.setdefault(block.layer, []).append(_of_block(block, made))
-    best, found, weights, rows = (0, 0), None, -1.0, None
-    for layer, given in parts.items():
-        needle, others, filler, n, slope, weight, effective = (np.concatenate(one) for one in zip(*given, strict=True))
-        head = int(weight.mean(0).argmax())
-        if weight[:, head].mean() > weights:
-            best, weights, rows = (layer, head), float(weight[:, head].mean()), (effective[:, head], n)
-            found = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
-    if found is None:
+    head = retrieving_head(load(folder).decoder, [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)])
+    if head is None:
         raise RunError(f"{folder}: no layer has weights that are e^score over their sum, which the prediction is of")
-    arm = f"{', '.join(dict.fromkeys(one.label() for one in config.model.normalizer.layer_options()))}, {config.optim.lr:g}"
-    s = float(np.sqrt(rows[0] / rows[1]).mean())
-    return Run(folder, arm, length, best, weights, float(rows[0].mean()), s, found, median_weights(found, length))
-
-
-def _of_block(block: AttentionBlock, made: Example) -> tuple[np.ndarray, ...]:
-    """Of the questions of one sequence (Q): needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight and N_eff (Q, H)."""
-    rows, length = AttentionRows.of(block), len(made.tokens) - 1
-    keys = rows.visible.size(-1)
-    evidence, questions = torch.as_tensor(made.evidence[:, 0]), torch.arange(len(made.questions))
-    scores = rows.scores.double().masked_fill(~rows.visible, -math.inf).transpose(0, 1)  # (Q, H, S)
-    needle = scores[questions, :, evidence]
-    others = scores.clone()
-    others[questions, :, evidence] = -math.inf
-    special = torch.zeros(length + 1, dtype=torch.bool)
-    for start, stop in [*made.needles, (made.questions[0, 0] - 1, length + 1)]:
-        special[start:stop] = True
-    filler = ~special[:keys] & ~torch.cat((torch.tensor([True]), special[: keys - 1])) & rows.visible
-    slope = (_scale_at_twice(block, rows, length) - 1) / torch.log1p(length / rows.n.double()).unsqueeze(-1)
-    weight = rows.weights.transpose(0, 1)[questions, :, evidence]
-    effective = 1 / rows.weights.double().square().sum(-1).transpose(0, 1)
-    pad = (0, length - keys)
-    padded = torch.nn.functional.pad(others, pad, value=-math.inf), torch.nn.functional.pad(filler, pad)
-    return tuple(one.numpy() for one in (needle, *padded, rows.n.double(), slope, weight, effective))
-
-
-def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> torch.Tensor:
-    """What the scores of the same queries and keys are multiplied by where `length` more tokens stand before all of them, (Q, H) fp64."""
-    layout = replace(
-        block.layout,
-        positions=block.layout.positions + length,
-        key_positions=block.layout.key_positions + length,
-        lengths=block.layout.lengths + length,
-    )
-    keys = rows.visible.size(-1)
-    later = block.normalizer.scores(block.inputs.q[:, :, block.queries], block.inputs.k[:, :, :keys], layout)[0].double()
-    now = rows.scores.double().masked_fill(~rows.visible, 0.0)
-    return ((later * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
+    arm = f"{', '.join(dict.fromkeys(layer.label() for layer in config.model.normalizer.layer_options()))}, {config.optim.lr:g}"
+    s = float(np.sqrt(head.effective_keys / head.scores.n).mean())
+    effective, weights = float(head.effective_keys.mean()), median_weights(head.scores, length)
+    return Run(folder, arm, length, (head.layer, head.head), head.weight, effective, s, head.scores, weights)
 
 
 def between(lengths: list[int], accuracy: list[float]) -> list[int]:

@@ -4,8 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from conftest import lm
 
-from lm.diagnostics.retrieval_length import Retrieval, error, fitted_threshold, half_length, median_weights, observed_half_length
+from lm.config.eval_config import DiagnosticsConfig
+from lm.config.task_config import MQAR
+from lm.data.tasks.generators import example
+from lm.diagnostics.retrieval_length import Retrieval, RetrievingHead, half_length, median_weights, retrieving_head
+from lm.evaluation.diagnostics import retrieval_series
+from lm.model.decoder import Decoder
+from lm.training.train import train
 
 LENGTH = 64
 
@@ -61,21 +68,36 @@ def test_keys_that_are_not_visible_count_for_nothing():
     assert padded.weight(100.0) == pytest.approx(one.weight(100.0))
 
 
-def test_an_observed_length_is_interpolated_in_its_logarithm():
-    assert observed_half_length([64, 128, 256], [1.0, 0.75, 0.25]) == pytest.approx(128 * math.sqrt(2))
-    assert observed_half_length([64, 128, 256], [1.0, 0.9, 0.5]) == math.inf
-    assert observed_half_length([64, 128], [0.3, 0.2]) == 64
+TASK, LAYERS = MQAR(pairs=4, queries=4), "{n_layer: 2, n_head: 2, n_embd: 32, init_std: 0.1, normalizer: [{name: window, size: 2}, ssmax]}"
 
 
-def test_errors_are_octaves_and_of_censored_runs_what_is_known_to_be_wrong():
-    assert error(512, 128, 2048) == 2
-    assert error(512, math.inf, 2048) == 2
-    assert error(4096, math.inf, 2048) == error(math.inf, math.inf, 2048) == 0
+def symbols(tiny, position: str = "none", task: str = "{name: mqar, pairs: 4, queries: 4}"):
+    """A configuration of recall of pairs, and an untrained model of it."""
+    config = tiny(f"data.tasks=[{{task: {task}}}]", "eval.long_context.length_factor=0", f"model={LAYERS}", f"model.position={position}")
+    return config, Decoder(config.model, config.data.tasks[0].task.vocab_size + 1, 32).eval()
 
 
-def test_a_threshold_is_fitted_where_it_predicts_best():
-    runs = [made(gap) for gap in (6.0, 7.0, 8.0)]
-    observed = [predicted(one, 0.2) for one in runs]
-    assert fitted_threshold(
-        [median_weights(one, LENGTH) for one in (*runs, made(30.0))], [*observed, math.inf], LENGTH, 2048
-    ) == pytest.approx(0.2, abs=0.02)
+def test_the_weight_at_twice_the_length_is_predicted_from_the_training_length(tiny):
+    config, decoder = symbols(tiny)
+    (curve,) = retrieval_series(decoder, config, DiagnosticsConfig())
+    assert (curve.metric, curve.axis.values[:3], len(curve.means)) == ("predicted weight on the key asked for", (32, 64, 128), 17)
+    longer = retrieving_head(decoder, [example(TASK, 0, index, 64, "test") for index in range(64)])
+    assert curve.what == f"layer {longer.layer}, head {longer.head}" == f"layer 1, head {longer.head}"
+    assert curve.means[1] == pytest.approx(np.median(longer.scores.weight(0)), rel=0.15)
+    assert longer.scores.weight(0).mean() == pytest.approx(longer.weight)
+
+
+def test_the_length_at_which_retrieval_fails_is_printed_where_the_prediction_was_tested(tiny, tmp_path, monkeypatch):
+    config, decoder = symbols(tiny)
+    head = RetrievingHead(1, 0, 0.9, np.ones(5), made(6.0))
+    monkeypatch.setattr("lm.evaluation.diagnostics.retrieving_head", lambda decoder, examples: head)
+    fails, _ = retrieval_series(decoder, config, DiagnosticsConfig())
+    assert (fails.metric, fails.unit) == ("predicted 50% length of retrieval", "tokens")
+    assert fails.means[0] == half_length(median_weights(made(6.0), 32), 32)
+    train(config)
+    out = tmp_path / "numbers.csv"
+    done = lm("diagnose", str(config.run_folder), "eval.diagnostics.sequences=2", "-o", str(out))
+    assert (done.returncode, "predicted 50% length of retrieval" in done.stdout) == (0, True), done.stderr
+    assert "predicted weight on the key asked for" in out.read_text()
+    for other in ({"position": "rope"}, {"task": "{name: mqar, pairs: 4, queries: 4, joined: true}"}, {"task": "copy"}):
+        assert retrieval_series(decoder, symbols(tiny, **other)[0], DiagnosticsConfig()) == []

@@ -13,7 +13,7 @@ from test_half_length import LENGTH, made
 from lm.attention.options import Linear, Softmax
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.diagnostics.retrieval_length import median_weights
+from lm.diagnostics.retrieval_length import half_length, median_weights
 from lm.errors import RunError
 from lm.runs.series import Axis, Series
 
@@ -44,6 +44,29 @@ def runs_of(prediction) -> list:
             weights = median_weights(rows, LENGTH)
             found.append(prediction.Run(Path(arm), arm, LENGTH, (1, 0), 0.9, 1.2, 0.1, rows, weights, lengths, accuracy))
     return found
+
+
+def test_an_observed_length_is_interpolated_in_its_logarithm(script):
+    observed_half_length = script("theory_prediction").observed_half_length
+    assert observed_half_length([64, 128, 256], [1.0, 0.75, 0.25]) == pytest.approx(128 * math.sqrt(2))
+    assert observed_half_length([64, 128, 256], [1.0, 0.9, 0.5]) == math.inf
+    assert observed_half_length([64, 128], [0.3, 0.2]) == 64
+
+
+def test_errors_are_octaves_and_of_censored_runs_what_is_known_to_be_wrong(script):
+    error = script("theory_prediction").error
+    assert error(512, 128, 2048) == 2
+    assert error(512, math.inf, 2048) == 2
+    assert error(4096, math.inf, 2048) == error(math.inf, math.inf, 2048) == 0
+
+
+def test_a_threshold_is_fitted_where_it_predicts_best(script):
+    fitted_threshold = script("theory_prediction").fitted_threshold
+    runs = [made(gap) for gap in (6.0, 7.0, 8.0)]
+    observed = [half_length(median_weights(one, LENGTH), LENGTH, 0.2) for one in runs]
+    assert fitted_threshold(
+        [median_weights(one, LENGTH) for one in (*runs, made(30.0))], [*observed, math.inf], LENGTH, 2048
+    ) == pytest.approx(0.2, abs=0.02)
 
 
 def test_predictions_are_scored_with_the_threshold_of_the_other_arms(script):

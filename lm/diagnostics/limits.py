@@ -349,7 +349,7 @@ class Theorems:
         return F.normalize(x, dim=-1) if self.asked.unit else x
 
     def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The values of all rows, (quantities, G, H, T), by `measure`: of weights (R, S), visible (R, S) and x (S, E), (quantities, G, R)."""
+        """Values (quantities, G, H, T) of all rows, by `measure` of weights (R, S), visible (R, S) and x (S, E): (quantities, G, R)."""
         seen = rows.visible.any(0).nonzero().squeeze(-1)
         keys = slice(int(seen[0]), int(seen[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]

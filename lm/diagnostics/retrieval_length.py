@@ -9,14 +9,21 @@ like those of its filler, scores are multiplied by 1 + slope ln((n + more) / n),
 with the scores z at the new length.
 
 Shapes: Q questions, K keys (-inf where a key is not visible).
-
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.data.batches import Batch
+from lm.data.tasks.examples import Example
+from lm.diagnostics.attention_rows import AttentionRows
+from lm.model.attention_stream import AttentionBlock, attention_blocks
+from lm.model.decoder import Decoder
 
 STEPS_AN_OCTAVE = 8  # lengths at which a crossing is looked for
 OCTAVES = 40  # as far as is looked: beyond it a model is said never to lose the needle
@@ -24,7 +31,7 @@ OCTAVES = 40  # as far as is looked: beyond it a model is said never to lose the
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """What a head gives to questions at one length, fp64.
+    """Scores that a head gives to questions at one length, fp64.
 
     Attributes:
         needle: (Q,) z*, score of the key that holds the answer.
@@ -54,9 +61,87 @@ class Retrieval:
         return -np.log(filler.sum(1) / self.is_filler.sum(1))
 
 
-def median_weights(found: Retrieval, length: int) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class RetrievingHead:
+    """The head that gives the needle most weight, a mean over questions.
+
+    Attributes:
+        layer, head: from 0.
+        weight: that mean.
+        effective_keys: (Q,) N_eff of its rows.
+        scores: those of its rows.
+    """
+
+    layer: int
+    head: int
+    weight: float
+    effective_keys: np.ndarray
+    scores: Retrieval
+
+
+@torch.no_grad()
+def retrieving_head(decoder: Decoder, examples: list[Example]) -> RetrievingHead | None:
+    """The head that answers questions of sequences of one length; None if no layer is one that the formula holds for.
+
+    It holds for weights e^score over their sum, on all keys before the query, that do not depend on distance. Filler is neither in a pair
+    nor in a question, nor is its predecessor.
+    """
+    parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
+    for example in examples:
+        asked = (example.questions[:, 0] - 1).tolist()
+        batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
+        for block in attention_blocks(decoder, batch, asked, inputs=True, block=len(asked)):
+            rows = AttentionRows.of(block)
+            by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
+            if by_score and bool((rows.n == rows.queries + 1).all()):
+                parts.setdefault(block.layer, []).append(_of_block(block, rows, example))
+    best: RetrievingHead | None = None
+    for layer, given in parts.items():
+        needle, others, filler, n, slope, weight, effective = (np.concatenate(values) for values in zip(*given, strict=True))
+        head = int(weight.mean(0).argmax())
+        if best is None or weight[:, head].mean() > best.weight:
+            scores = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
+            best = RetrievingHead(layer, head, float(weight[:, head].mean()), effective[:, head], scores)
+    return best
+
+
+def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example) -> tuple[np.ndarray, ...]:
+    """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight and N_eff (Q, H)."""
+    length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
+    evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
+    scores = rows.scores.double().masked_fill(~rows.visible, -math.inf).transpose(0, 1)  # (Q, H, S)
+    needle = scores[questions, :, evidence]
+    others = scores.clone()
+    others[questions, :, evidence] = -math.inf
+    special = torch.zeros(length + 1, dtype=torch.bool, device=device)
+    for start, stop in [*example.needles, (example.questions[0, 0] - 1, length + 1)]:
+        special[start:stop] = True
+    filler = ~special[:keys] & ~torch.cat((special.new_ones(1), special[: keys - 1])) & rows.visible
+    slope = (_scale_at_twice(block, rows, length) - 1) / torch.log1p(length / rows.n.double()).unsqueeze(-1)
+    weight = rows.weights.transpose(0, 1)[questions, :, evidence]
+    effective = 1 / rows.weights.double().square().sum(-1).transpose(0, 1)
+    pad = (0, length - keys)
+    padded = F.pad(others, pad, value=-math.inf), F.pad(filler, pad)
+    return tuple(values.cpu().numpy() for values in (needle, *padded, rows.n.double(), slope, weight, effective))
+
+
+def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
+    """The factor on the scores of the same queries and keys where `length` more tokens stand before all of them, (Q, H) fp64."""
+    layout = replace(
+        block.layout,
+        positions=block.layout.positions + length,
+        key_positions=block.layout.key_positions + length,
+        lengths=block.layout.lengths + length,
+    )
+    keys = rows.visible.size(-1)
+    later = block.normalizer.scores(block.inputs.q[:, :, block.queries], block.inputs.k[:, :, :keys], layout)[0].double()
+    now = rows.scores.double().masked_fill(~rows.visible, 0.0)
+    return ((later * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
+
+
+def median_weights(scores: Retrieval, length: int) -> np.ndarray:
     """The median weight on the needle at the lengths `reach(length)`, (R,)."""
-    return np.array([np.median(found.weight(at - length)) for at in reach(length)])
+    return np.array([np.median(scores.weight(at - length)) for at in reach(length)])
 
 
 def reach(length: int) -> np.ndarray:
@@ -64,9 +149,11 @@ def reach(length: int) -> np.ndarray:
     return length * 2 ** (np.arange(OCTAVES * STEPS_AN_OCTAVE + 1) / STEPS_AN_OCTAVE)
 
 
-def half_length(weights: np.ndarray, length: int, threshold: float) -> float:
-    """The least length, in tokens, at which the median weight on the needle, `median_weights`, is below `threshold`; infinite if none is
-    within reach. Between the lengths looked at ln odds of the weight are linear in the logarithm of the length."""
+def half_length(weights: np.ndarray, length: int, threshold: float = 0.5) -> float:
+    """The least length, tokens, at which the median weight on the needle (`median_weights`) is below `threshold`; infinite if none is.
+
+    Between the lengths looked at ln odds of the weight are linear in the logarithm of the length.
+    """
     below = np.flatnonzero(weights < threshold)
     if not len(below):
         return math.inf
@@ -76,33 +163,3 @@ def half_length(weights: np.ndarray, length: int, threshold: float) -> float:
     odds = np.log(np.maximum(1 / weights[last - 1 : last + 1] - 1, 1e-300))
     part = (math.log(1 / threshold - 1) - odds[0]) / (odds[1] - odds[0])
     return float(lengths[last - 1] * (lengths[last] / lengths[last - 1]) ** part)
-
-
-def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
-    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
-    for index, right in enumerate(accuracy):
-        if right < 0.5:
-            if index == 0:
-                return float(lengths[0])
-            before = accuracy[index - 1]
-            part = (before - 0.5) / (before - right)
-            return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
-    return math.inf
-
-
-def error(predicted: float, observed: float, longest: int) -> float:
-    """|log2(predicted / observed)|, octaves. Of a run that keeps half of its accuracy up to `longest`, the last length measured (`observed`
-    is infinite), how far the prediction lies below that: 0 if it lies beyond, which is all that is known to be right."""
-    if math.isinf(observed):
-        return max(0.0, math.log2(longest / predicted)) if math.isfinite(predicted) else 0.0
-    return abs(math.log2(min(predicted, 2.0**OCTAVES * longest) / observed))
-
-
-def fitted_threshold(weights: Sequence[np.ndarray], observed: Sequence[float], length: int, longest: int) -> float:
-    """The threshold of the least sum of errors over runs, each with its `median_weights`."""
-    candidates = 1 / (1 + np.exp(-np.linspace(-6, 4, 101)))
-
-    def total(threshold: float) -> float:
-        return sum(error(half_length(one, length, threshold), seen, longest) for one, seen in zip(weights, observed, strict=True))
-
-    return float(min(candidates, key=total))

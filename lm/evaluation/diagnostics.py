@@ -1,5 +1,6 @@
 """Diagnostics (`lm diagnose`): statistics of attention weights of the model, of the untrained one, and with shuffled scores."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from lm.config.eval_config import WHEN, DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
+from lm.config.model_config import NoPosition
+from lm.config.task_config import MQAR
 from lm.config.tree import Config
 from lm.data.batches import long_starts, validation_starts
 from lm.data.prepare import check_sequences
 from lm.data.store import Store
+from lm.data.tasks.generators import example
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
@@ -35,12 +39,14 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     visible_keys,
 )
+from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, reach, retrieving_head
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
-from lm.evaluation.held_out import HeldOut, by_sequence, task_sequences
+from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, task_sequences
+from lm.evaluation.recall import QUESTION_SEED
 from lm.model.decoder import Decoder
-from lm.model.device import Device
+from lm.model.device import Device, eval_mode
 from lm.model.inference import for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KIND = "diagnostics"
+QUESTIONED, SHOWN_OCTAVES = 64, 16  # sequences with questions, and octaves of length, of the prediction where retrieval fails
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
@@ -161,7 +168,8 @@ class Diagnostics(Measurement):
         return draw(series)
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        return describe(decoder, self.held_out, self.asked, where, self.config.seed, self.store.fingerprint, progress)
+        series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.store.fingerprint, progress)
+        return series + retrieval_series(decoder, self.config, self.asked)
 
 
 def recorded(asked: dict[str, Plain], held_out: HeldOut, seq_len: int, seed: int) -> dict[str, Plain]:
@@ -222,6 +230,33 @@ def statistics_of(
 
     lengths = [held_out.length] * len(held_out.sequences)
     return measures, by_sequence([decoder, untrained], lengths, (3, measures.numbers), where, measure, progress)
+
+
+def retrieval_series(decoder: Decoder, config: Config, asked: DiagnosticsConfig) -> list[Series]:
+    """The length at which a model trained on recall of pairs is predicted to fail (docs/theory.md), under each inference setting.
+
+    Beside it, by sequence length, the weight that the head that retrieves is predicted to give to the key asked for. Nothing of other
+    tasks, nor of models with positions: on those the prediction was not tested. There is no such length if the weight is below 1/2 at
+    the training length already, or at no length.
+    """
+    task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
+    if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
+        return []
+    examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
+    for setting in asked.inference:
+        model = for_inference(decoder, setting)
+        with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
+            head = retrieving_head(model, examples)
+        if head is None or not head.scores.is_filler.any(1).all():
+            continue
+        weights, fields = median_weights(head.scores, length), {"setting": setting.label}
+        at = half_length(weights, length)
+        if length < at < math.inf:
+            series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([at]), **fields))
+        octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
+        fields |= {"axis": lengths_axis(reach(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
+        series.append(Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields))
+    return series
 
 
 # ---------------------------------------------------------------- series
@@ -402,7 +437,7 @@ def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     where = replace(open_device(config, loaded.environment), bf16=False)
     weights, decoder = weights_sha256(loaded.decoder), loaded.decoder.to(where.device)
     with Progress().bar(f"{loaded.folder.name}: {KIND}", len(held_out.sequences) * len(asked.inference)) as advance:
-        series = tuple(describe(decoder, held_out, asked, where, config.seed, fingerprint, advance))
+        series = (*describe(decoder, held_out, asked, where, config.seed, fingerprint, advance), *retrieval_series(decoder, config, asked))
     facts = loaded.stamp | {"data_fingerprint": fingerprint, "precision": where.precision, "weights_sha256": weights}
     plain = {name: value for name, value in to_plain(asked).items() if name not in WHEN}
     options = recorded(plain, held_out, loaded.spec.seq_len, config.seed)
