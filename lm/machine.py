@@ -1,14 +1,15 @@
 """What this process may use of its machine, and what it has used; which machine that is, and which of its processes are alive."""
 
 import ctypes
+import gc
 import os
 import re
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PARENT = "LM_PARENT"  # process id of the process with which a child ends
@@ -53,6 +54,19 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that it takes: tensors up to 32 MiB
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Import large packages without Python's collector of reference cycles: it would go through all that they define again and again, for
+    nothing. Afterwards it is on or off as before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def this_machine() -> str:

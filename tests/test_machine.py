@@ -1,6 +1,7 @@
 """What a process may use of its machine, and what it has used."""
 
 import ast
+import gc
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from conftest import ROOT
 from folders import alive
 
-from lm.machine import child_environment, threads_each, usable_cores
+from lm.machine import child_environment, threads_each, usable_cores, without_collection
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -96,3 +97,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | setting
     faults = int(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
     assert (faults < 200) == kept  # of 8,192 pages
+
+
+def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_before():
+    with without_collection():
+        with pytest.raises(ImportError), without_collection():
+            raise ImportError
+        assert not gc.isenabled(), "the inner one turns it on"
+    assert gc.isenabled()

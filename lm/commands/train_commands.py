@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lm.commands.arguments import AllowPlugin, paths_and_overrides
+from lm.machine import without_collection
 
 NO_FILE = "no configuration file given, e.g. configs/softmax.yaml"
 
@@ -97,10 +98,11 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
     paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
-    from lm.config.load import load
-    from lm.runs.model_folder import with_shape_of
+    with without_collection():
+        from lm.config.load import load
+        from lm.runs.model_folder import with_shape_of
+        from lm.training.train import train
 
     loaded = load(arguments, with_shape_of)
-    from lm.training.train import train
 
     raise typer.Exit(train(loaded))

@@ -6,7 +6,6 @@ Everything here is in closed form: no resampling, no seed.
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
 from lm.runs.series import Series
 
@@ -68,6 +67,8 @@ class Estimate:
     def half(self, together: int = 1) -> np.ndarray:
         """Half the length of the interval, (...,), so that so many `together` hold with 95 % (Bonferroni). Without spread it is 0, or
         infinite where so few values can't bring the sign-flip test to that level."""
+        from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
+
         tail = ALPHA / 2 / together
         unspread = np.where(0.5 ** (self.degrees + 1) <= tail, 0.0, np.inf)
         half = np.where(self.error == 0, unspread, stdtrit(self.degrees, 1 - tail) * self.error)
@@ -76,6 +77,8 @@ class Estimate:
     def p(self, at: float, sign: int) -> np.ndarray:
         """One-sided p, (...,), that a mean is not below (`sign` 1), or not above (-1), a value: at most 0.025 / together where `half` of so
         many leaves the value out on that side."""
+        from scipy.special import stdtr
+
         distance = sign * (self.mean - at)
         unspread = np.where(distance < 0, 0.5 ** (self.degrees + 1), 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -14,7 +14,7 @@ from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import write_text
-from lm.machine import keep_freed_memory, threads_each
+from lm.machine import keep_freed_memory, threads_each, without_collection
 from lm.model.counts import flops_per_token
 from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
@@ -99,7 +99,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         _write_run_files(config, store, start, checkpoint, recorded)
-        mirror = start_wandb(mode, config, recorded)
+        with without_collection():  # wandb imports much as it starts
+            mirror = start_wandb(mode, config, recorded)
     log = MetricLog(config.run_folder / METRICS, mirror, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)

@@ -9,6 +9,7 @@ from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import locked_folder
+from lm.machine import without_collection
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, TRAINING, steps_saved
 from lm.training.launcher import end_with_parent, this_process
 
@@ -31,14 +32,16 @@ def train(config: Config) -> int:
         with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as unlocked:
             if unlocked:
                 print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
-            from lm.model.counts import with_steps  # torch takes seconds to import; errors above don't need it
-            from lm.training.preflight import check_before_data
+            with without_collection():
+                from lm.model.counts import with_steps  # torch takes seconds to import; errors above don't need it
+                from lm.training.preflight import check_before_data
 
             config, source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
-            from lm.training.fit import fit  # so does Lightning
+            with without_collection():
+                from lm.training.fit import fit  # so does Lightning
 
             return fit(config, store, checkpoint, source, process)
     except BaseException:

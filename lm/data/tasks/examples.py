@@ -100,5 +100,7 @@ def require(room: int, what: str, length: int) -> None:
 
 def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
     """Spans [start, start + width): (Q, 2) int64."""
-    start = np.atleast_1d(start).astype(np.int64)
-    return np.stack((start, start + width), 1)
+    spans = np.empty((np.size(start), 2), np.int64)
+    spans[:, 0] = start
+    np.add(spans[:, 0], width, out=spans[:, 1])
+    return spans
