@@ -166,20 +166,20 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """Those of the list that could be read: others are problems already."""
-        return [one for one in self.of if isinstance(one, Options)]
+        """The options in the list that could be read: others are problems already."""
+        return [options for options in self.of if isinstance(options, Options)]
 
     def of_layer(self, layer: int) -> Options:
         return self.of[layer % len(self.of)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
-        return Layers([one.with_changes(changes, path, problems) for one in self.layer_options()])
+        return Layers([options.with_changes(changes, path, problems) for options in self.layer_options()])
 
     def label(self) -> str:
-        return _listed(one.label() for one in self.of)
+        return _listed(options.label() for options in self.of)
 
     def swap_arguments(self) -> str:
-        return f"layers 'model.normalizer.of=[{', '.join(one.name for one in self.of)}]'"
+        return f"layers 'model.normalizer.of=[{', '.join(options.name for options in self.of)}]'"
 
 
 def _listed(labels: Iterable[str]) -> str:
@@ -197,16 +197,16 @@ def implementation(name: str) -> type:
 def read(plain: Mapping[str, Plain]) -> Options | None:
     """The options that a run folder holds as plain data; None if they are not of this version of lm. Imports nothing."""
     problems: list[Problem] = []
-    found = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
-    return None if problems else found
+    options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
+    return None if problems else options
 
 
 def label(plain: Mapping[str, Plain]) -> str:
     """The label of options that a run folder holds; of those that aren't known here with all options."""
     if plain["name"] == Layers.name:
         return _listed(map(label, plain["of"]))
-    found = read(plain)
-    return found.label() if found else labelled(plain["name"], {option: value for option, value in plain.items() if option != "name"})
+    options = read(plain)
+    return options.label() if options else labelled(plain["name"], {option: value for option, value in plain.items() if option != "name"})
 
 
 def markdown() -> str:

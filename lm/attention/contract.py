@@ -1,4 +1,4 @@
-"""What every normalizer promises, each promise as a check: lm's own are checked by its tests, others by `lm check-normalizer`.
+"""The promises of every normalizer, each as a check: lm's own are checked by its tests, others by `lm check-normalizer`.
 
 The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
 
@@ -54,7 +54,7 @@ def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
 
 
 def gradients(out: Tensor, wanted: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """As `torch.autograd.grad`; zeros for parameters that work through features, which are given here."""
+    """Gradients by `torch.autograd.grad`; zeros for parameters that work through features, which are given here."""
     return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
 
 
@@ -66,22 +66,23 @@ def require(kept: bool | Tensor, broken: str, axes: tuple[str, ...] = WEIGHTS) -
         raise AssertionError(broken)
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
+def assert_close(actual: Tensor, expected: Tensor, what: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
     """Raises AssertionError if two tensors differ by more than `atol` somewhere; names the entry where they differ most."""
-    kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (found, expected)]
+    kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(kinds[0] == kinds[1], f"the {what} is {kinds[0]}, not {kinds[1]}")
-    found, expected = found.detach().flatten(), expected.detach()
-    error = (found - expected.flatten()).abs().nan_to_num(math.inf)
+    actual, expected = actual.detach().flatten(), expected.detach()
+    error = (actual - expected.flatten()).abs().nan_to_num(math.inf)
     if (error > atol).any():
         worst = int(error.argmax())
         place = _entry(worst, expected, axes)
-        raise AssertionError(f"the {what} is {found[worst]:.6g}, not {expected.flatten()[worst]:.6g}, at {place}")
+        raise AssertionError(f"the {what} is {actual[worst]:.6g}, not {expected.flatten()[worst]:.6g}, at {place}")
 
 
 def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
     """The entry of a tensor at an index of it flattened, in words if its axes are `axes`."""
-    place = [int(one) for one in torch.unravel_index(torch.tensor(index), tensor.shape)]
-    return ", ".join(f"{axis} {one}" for axis, one in zip(axes, place, strict=True)) if len(place) == len(axes) else f"entry {place}"
+    place = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
+    named = zip(axes, place, strict=True) if len(place) == len(axes) else []
+    return ", ".join(f"{axis} {coordinate}" for axis, coordinate in named) or f"entry {place}"
 
 
 def assert_is_definition(
@@ -92,15 +93,15 @@ def assert_is_definition(
     atol: float = 1e-10,
 ) -> None:
     """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
-    found, parameters = [], list(normalizer.parameters())
-    for one in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
+    computed, parameters = [], list(normalizer.parameters())
+    for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         given = [x.detach().requires_grad_() for x in leaves]
-        out = one(*given, layout)
+        out = function(*given, layout)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-        found.append((out, *gradients(out, [*given, *parameters], grad)))
+        computed.append((out, *gradients(out, [*given, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
     names += [f"gradient of the parameter {name}" for name, _ in normalizer.named_parameters()]
-    for name, a, b in zip(names, *found, strict=True):
+    for name, a, b in zip(names, *computed, strict=True):
         assert_close(a, b, name, atol)
 
 
@@ -123,8 +124,8 @@ def initial_values(options: Options) -> None:
     draw nothing in `initialise`; a matrix that is to be drawn is named `hidden`
     """
     with torch.random.fork_rng():
-        one, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        first, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+    for (name, a), b in zip(first.named_parameters(), other.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
 
 
@@ -167,7 +168,7 @@ def own_row(options: Options) -> None:
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     further = positions + 7 * (positions == positions[moved])
-    layouts = (AttentionLayout(one, torch.arange(length), one + 9, causal=False) for one in (positions, further))
+    layouts = (AttentionLayout(places, torch.arange(length), places + 9, causal=False) for places in (positions, further))
     others = torch.arange(length) != moved
     before, after = (normalizer.weights(q, k, layout)[:, :, others].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); a window's: NaN
     before_rest, after_rest = before[..., others], after[..., others]
@@ -286,8 +287,8 @@ def packed(options: Options) -> None:
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     given = inputs(sum(lengths), normalizer=normalizer)
     out = normalizer(*given, AttentionLayout.from_document_lengths(lengths))
-    for length, found, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
-        assert_close(found, normalizer(*alone, AttentionLayout.full(length)), f"output of a packed document of {length}")
+    for length, part, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
+        assert_close(part, normalizer(*alone, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 
 def documents(options: Options) -> None:
@@ -345,9 +346,9 @@ def extreme_scores(options: Options) -> None:
         large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
         out = normalizer(large_q, large_k, v, AttentionLayout.full(50))
-        found = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
+        grads = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
         names = ["output", *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters())))]
-        for name, x in zip(names, (out, *found), strict=True):
+        for name, x in zip(names, (out, *grads), strict=True):
             require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT)
 
 
@@ -360,8 +361,8 @@ def autocast_weights(options: Options) -> None:
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     plain = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        found, rounded = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
-    require(found == plain, "a weight under autocast differs from that without")
+        automatic, rounded = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
+    require(automatic == plain, "a weight under autocast differs from that without")
     require(rounded.dtype == torch.float32, f"the weights of bf16 inputs are in {str(rounded.dtype).removeprefix('torch.')}")
 
 
@@ -370,14 +371,14 @@ def autocast_errors(options: Options) -> None:
 
     a `forward` of its own computes scores, sums and thresholds in fp32, whatever the dtype of v
     """
-    found, base = _autocast_errors(options), _autocast_errors(Softmax())
-    for name, error in found.items():
+    errors, base = _autocast_errors(options), _autocast_errors(Softmax())
+    for name, error in errors.items():
         require(error <= AUTOCAST_FACTOR * base[name], f"the relative error of the {name} is {error:.2g}, softmax's is {base[name]:.2g}")
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
     """Relative errors, against fp64, of what training computes: q and k in fp32, values in bf16."""
-    length, found = 256, []
+    length, computed = 256, []
     for exact in (True, False):
         normalizer = randomized(options, torch.float64 if exact else torch.float32)
         q, k, v = (x.bfloat16() for x in inputs(length, normalizer=normalizer))
@@ -386,9 +387,9 @@ def _autocast_errors(options: Options) -> dict[str, float]:
         with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
             out = normalizer(q, k, v, AttentionLayout.full(length))
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
-        found.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
+        computed.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
     names = ("output", "gradient of q", "gradient of k", "gradient of v")
-    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(names, *found, strict=True) if a.norm() > 0}
+    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(names, *computed, strict=True) if a.norm() > 0}
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (

@@ -34,7 +34,7 @@ def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
 
 @cache
 def _unusable(device: torch.device) -> str:
-    """What keeps this machine's Triton, or this device, from running the kernel; empty if nothing."""
+    """The reason that keeps this machine's Triton, or this device, from running the kernel; empty if nothing."""
     if not find_spec("triton"):
         return "triton is not installed"
     import triton
@@ -72,10 +72,10 @@ def _agree(f: ScoreFunction, x: list[Tensor], shift: Tensor | None, over_sum: bo
     """True if the Triton kernel gives what the tiles give, forward and backward, for bf16 `x` (q, k, v)."""
     from lm.attention import triton_kernels
 
-    leaves = [one.detach().requires_grad_() for one in (*x, *([] if shift is None else [shift]))]
+    leaves = [tensor.detach().requires_grad_() for tensor in (*x, *([] if shift is None else [shift]))]
     outs = [route(f, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.elementwise_attention, tiles)]
-    found, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
-    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(found, expected, strict=True))
+    fused, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
+    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(fused, expected, strict=True))
 
 
 @torch.compiler.disable

@@ -182,7 +182,7 @@ class SoftmaxNormalizer(Normalizer):
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Of e^score."""
+        """ln of the sum of e^score."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
 
@@ -202,7 +202,7 @@ class DividedNormalizer(Normalizer):
         return divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Of f(score)."""
+        """ln of the sum of f(score)."""
         return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 

@@ -46,7 +46,7 @@ class Options:
         return self.full_formula
 
     def problems(self) -> list[Problem]:
-        """What the types of the options can't express: an unknown row length, contradictory options."""
+        """Problems that the types of the options can't express: an unknown row length, contradictory options."""
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
@@ -66,12 +66,12 @@ class Options:
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """Those of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
+        """Options of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
         own = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         late = [Problem(f"{path}.{option}", own[option], reason) for option, reason in self.fixed_by_training.items() if option in own]
-        found = build(type(self), {**to_plain(self), **own}, path, late)
-        problems += late or own_problems(found, path)
-        return found
+        changed = build(type(self), {**to_plain(self), **own}, path, late)
+        problems += late or own_problems(changed, path)
+        return changed
 
     def non_defaults(self) -> dict[str, Plain]:
         """The options that aren't their defaults."""
@@ -82,7 +82,7 @@ class Options:
         return labelled(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """As `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
+        """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
         changed = {option: value for option, value in self.non_defaults().items() if option != "init"}
         return " ".join([self.name, *(f"model.normalizer.{option}={shown(value)}" for option, value in changed.items())])
 

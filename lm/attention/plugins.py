@@ -32,7 +32,7 @@ class Plugin(NamedTuple):
 
 
 class Plugins:
-    """What this process may import, and what it has imported, by its `module:Class`."""
+    """Packages that this process may import, and what it has imported, by its `module:Class`."""
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
@@ -66,7 +66,7 @@ class Plugins:
         """
         reference = name if ":" in name else metadata.entry_points(group=GROUP)[name].value  # nothing is imported
         module = reference.partition(":")[0]
-        allowing = {one for one in self._allowed if f"{module}.".startswith(f"{one}.")}
+        allowing = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
         self._needed |= allowing
         if reference not in self._loaded:
             if not self._trusting and not allowing:
@@ -82,7 +82,7 @@ class Plugins:
         return self._loaded[name].implementation
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of the normalizers from outside among `names`, which have been imported."""
+        """Versions of the normalizers from outside among `names`, which have been imported."""
         return {name: self._loaded[name].version for name in names if name in self._loaded}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
@@ -138,28 +138,28 @@ def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | Non
 def _imported(reference: str) -> Plugin:
     module, _, name = reference.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        normalizer = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
-    schema = getattr(found, "schema", None)
+    schema = getattr(normalizer, "schema", None)
     if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema) and hasattr(schema, "full_formula")):
         raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
-    if inspect.isabstract(found):
-        raise Unavailable(f"is not whole: it has no {', '.join(sorted(found.__abstractmethods__))}", "see docs/normalizers-own.md")
-    if elsewhere := misplaced(found, schema):
+    if inspect.isabstract(normalizer):
+        raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", "see docs/normalizers-own.md")
+    if elsewhere := misplaced(normalizer, schema):
         name, owner = elsewhere
         raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
     if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
     named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
-    return Plugin(named, found, _version(reference, found))
+    return Plugin(named, normalizer, _version(reference, normalizer))
 
 
-def _version(reference: str, found: type) -> str:
+def _version(reference: str, normalizer: type) -> str:
     distributions = metadata.packages_distributions().get(_package(reference))
     if distributions:
         return f"{distributions[0]} {metadata.version(distributions[0])}"
-    source = inspect.getsourcefile(found)
+    source = inspect.getsourcefile(normalizer)
     return f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}" if source else "unknown"

@@ -77,9 +77,9 @@ class _ByQueryBlocks(torch.autograd.Function):
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
                 out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.select(slice(a, b), s)))
-                found = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
+                block_grads = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
-            for total, value in zip(slices, found, strict=True):
+            for total, value in zip(slices, block_grads, strict=True):
                 if value is not None:
                     total += value
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, given, strict=True))
@@ -87,7 +87,7 @@ class _ByQueryBlocks(torch.autograd.Function):
 
 @torch.compiler.disable
 def by_query_blocks(definition: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """What `definition(q, k, v, layout)` gives, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
+    """The output of `definition(q, k, v, layout)`, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
 
     Gradients reach q, k, v and the definition's parameters.
     """

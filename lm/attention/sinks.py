@@ -35,19 +35,19 @@ class Sink(Normalizer):
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Of e^score, without the sink's."""
+        """ln of the sum of e^score, without the sink's."""
         return scores.masked_fill(~layout.visible(), -math.inf).logsumexp(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
-        one = F.pad(torch.ones_like(q[..., :2]), (0, 6))
+        ones = F.pad(torch.ones_like(q[..., :2]), (0, 6))
         b = self.sink(q.device) * math.sqrt(size)
         rest = b - b.detach().to(v.dtype)
         both = torch.stack((b - rest.detach(), rest.detach()), -1).to(k)
         sink = F.pad(both.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
-        q, k = torch.cat((q, one), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
+        q, k = torch.cat((q, ones), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
         if layout.causal:  # one more query in front keeps the triangle square
             return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]

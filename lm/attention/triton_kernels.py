@@ -226,7 +226,7 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """As `lm.attention.elementwise_sums.elementwise_attention`, for tensors that `why_tiles` there has nothing against."""
+    """The kernels' `lm.attention.elementwise_sums.elementwise_attention`, for tensors that `why_tiles` there has nothing against."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()

@@ -50,7 +50,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     length = len(tokens)
     size = -(-length // cells)
     across = -(-length // size)
-    heads = max(one.layer.n_head for one in decoder.normalizers())
+    heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     shape = len(decoder.normalizers()), heads, across, across
     best = torch.full(shape, -1.0)  # magnitudes
     weights, queries, keys = torch.full(shape, torch.nan), *torch.full((2, *shape), -1)
@@ -67,9 +67,9 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
             inside = (block.queries // size == cell).nonzero().squeeze(-1)
             top, place = largest[:, inside].max(1)  # (H, K)
             query, key = inside[place], at[head, inside[place], torch.arange(across, device=at.device)]
-            found = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
+            cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
             here = block.layer, slice(None), cell
             larger = (top.cpu() > best[here]) | top.isnan().cpu()
-            for stored, new in ((best, top), (weights, found), (queries, block.queries[query]), (keys, key)):
+            for stored, new in ((best, top), (weights, cell_weights), (queries, block.queries[query]), (keys, key)):
                 stored[here] = torch.where(larger, new.cpu(), stored[here])
     return Maps(size, weights.numpy(), queries.numpy(), keys.numpy(), effective.nanmean(-1).numpy())

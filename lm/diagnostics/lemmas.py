@@ -1,14 +1,14 @@
 """Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: how small and large weights can be, and
 how fast they change.
 
-Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n, where C1 and C2 are the least and largest F of the scores
-over the other. Lemma 2 bounds how fast weights change with scores: the Jacobian d weights / d scores of each row, and finite differences in
+Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n. C1 and C2 are the least and largest F of the scores over the
+other. Lemma 2 bounds how fast weights change with scores: the Jacobian d weights / d scores of each row, and finite differences in
 one direction. Both work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`), which treats each row by
 itself.
 
 Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). As a spectral norm that is wrong: its
-supremum is 1 / (2 T), of two equal leading scores; 1 / (4 T) bounds the largest entry; sqrt 2 bounds the distance of two rows of weights,
-so that a finite difference over a step of length e is at most min(1 / (2 T), sqrt 2 / e). And the difference in one random direction that
+supremum is 1 / (2 T), of two equal leading scores; 1 / (4 T) bounds the largest entry; sqrt 2 bounds the distance of two rows of weights.
+A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). And the difference in one random direction that
 they measure estimates |J|_F / sqrt(n), far below the spectral norm.
 """
 
@@ -38,13 +38,13 @@ def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generat
     """
     scores = scores.detach().clone().requires_grad_(True)
     weights = normalize(scores)
-    left = torch.zeros_like(weights, requires_grad=True)
-    (pulled,) = torch.autograd.grad(weights, scores, left, create_graph=True)  # J^T left, linear in left
+    pulling = torch.zeros_like(weights, requires_grad=True)
+    (pulled,) = torch.autograd.grad(weights, scores, pulling, create_graph=True)  # J^T left, linear in left
     drawn = torch.randn(scores.shape, generator=generator).to(scores)
     v = _unit((drawn * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * drawn)
     norm = v.new_zeros(scores.shape[:-1])
     for _ in range(steps):
-        (u,) = torch.autograd.grad(pulled, left, v, retain_graph=True)  # J v
+        (u,) = torch.autograd.grad(pulled, pulling, v, retain_graph=True)  # J v
         norm = torch.maximum(norm, u.norm(dim=-1))
         (v,) = torch.autograd.grad(weights, scores, _unit(u), retain_graph=True)  # J^T u
         v = _unit(v)

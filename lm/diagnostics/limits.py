@@ -14,8 +14,8 @@ than the nearest other key. The bounds are reconstructed from the paper's words,
 proved, and holds for weights of any sum.
 
 All distances follow from products x_i . x_j, made for `KEYS` keys at a time, so that memory is linear in the keys. Sums over a model's rows
-are (H, P): of P = octaves x 2 x quantities x points numbers of a head, the sums over the rows of an octave of visible keys, and how many
-rows are in each. Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
+are (H, P), P = octaves x 2 x quantities x points: for each octave of visible keys the sums over its rows, and how many rows there are.
+Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
 """
 
 import math

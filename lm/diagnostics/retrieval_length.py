@@ -1,8 +1,8 @@
 """At which length attention loses the key that it is to retrieve, from scores at one length: the prediction of docs/theory.md.
 
-A query sees n keys; one of them, the needle, has the score z*. Weights are e^z over their sum. When the sequence grows by `more` tokens
-like those of its filler, scores are multiplied by 1 + slope ln((n + more) / n), where slope is d ln(scale) / d ln n of the normalizer at n
-(0 of softmax, 1 / ln n of a scale that is proportional to ln n), and each token adds the mean of e^z over filler to the sum. The needle has
+A query sees n keys; one of them, the needle, has the score z*. Weights are e^z over their sum. The sequence grows by `more` tokens like
+those of its filler: scores are multiplied by 1 + slope ln((n + more) / n), and each token adds the mean of e^z over filler to the sum. The
+slope is d ln(scale) / d ln n of the normalizer at n: 0 of softmax, 1 / ln n of a scale that is proportional to ln n. The needle has
 
     w = 1 / (1 + sum over other keys of e^(z - z*) + more mean over filler of e^(z - z*)),
 

@@ -11,9 +11,9 @@ and weights with such a part have no closed form there.
 
 A head's attention that follows from positions alone is measured beside it: the fraction of the weights' variance that the position of the
 key explains, or its distance from the query, whatever the tokens are. A query's weights are standardised over the keys that it sees (mean
-0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is the effect of that place, and
-the mean of its square is the fraction of the variance that places explain. That square is estimated by products of means of different
-sequences: within a sequence all queries see the same tokens at a place, and the square of one mean would count a key's content, and chance,
+0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is the effect of that place.
+The mean of its square is the fraction of the variance that places explain. That square is estimated by products of means of different
+sequences: within a sequence all queries see the same tokens at a place. The square of one mean would count a key's content, and chance,
 as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
 Under a causal mask the two go together: late keys are near to the queries that see them. What one of them explains has to be compared with
@@ -49,8 +49,8 @@ def exp_sparsity(std: Tensor) -> Tensor:
 def condensation_scale(n: Tensor) -> Tensor:
     """sqrt(ln n / 2), the standard deviation of n scores from which on the largest weights dominate E[a^2] of e^score.
 
-    E[a^2] = e^(2 beta + 2 gamma^2) is made by scores 2 gamma standard deviations above the mean, and the largest of n Gaussian scores
-    is sqrt(2 ln n) above it: with larger gamma n keys do not contain what the expectation is made of, and S stays above its closed form.
+    E[a^2] = e^(2 beta + 2 gamma^2) is made by scores 2 gamma standard deviations above the mean. The largest of n Gaussian scores is
+    sqrt(2 ln n) above it: with larger gamma n keys do not contain what the expectation is made of, and S stays above its closed form.
     """
     return (n.log() / 2).sqrt()
 

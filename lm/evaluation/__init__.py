@@ -1,1 +1,1 @@
-"""What a trained model does: measured on pinned held-out tokens, kept as JSON in the run folder."""
+"""Evaluations of trained models: measured on pinned held-out tokens, kept as JSON in the run folder."""

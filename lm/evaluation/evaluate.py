@@ -61,7 +61,7 @@ def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = ""
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """What a suite changes in a configuration. Raises ConfigError if there is none of this name."""
+    """Changes that a suite makes to a configuration. Raises ConfigError if there is none of this name."""
     if not name or name in SUITES:
         return {"eval": config.eval.suite(name, config.data, config.model)} if name else {}
     path = Path(name)

@@ -50,12 +50,12 @@ class Measurement(ABC):
 
     @property
     def asked(self) -> Timing:
-        """What the configuration asks for: its block of `eval`, which says when it runs during training, too."""
+        """Its block of `eval` in the configuration, which says when it runs during training, too."""
         return self.config.eval.kinds[self.kind]
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """What the configuration asks for, without the keys that say when, and for how long."""
+        """Its block of `eval`, without the keys that say when, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
 
     @property

@@ -248,8 +248,8 @@ def run_tasks(
 ) -> tuple[dict[str, Plain], Path | None]:
     """Run tasks on a model and keep the results; returns them and the path of their file.
 
-    They are kept in `out`, or in evaluations/ of the run, where a file has all tasks that a checkpoint was measured on,
-    each with its options, the last measurement of it. Those of an export have no file if `out` is None.
+    They are kept in `out`, or in evaluations/ of the run: there a file has the last measurement of each task of a checkpoint, with its
+    options. Results of an export have no file if `out` is None.
 
     Args:
         source: run folder, checkpoint or export.

@@ -144,7 +144,7 @@ def by_sequence(
     measure: Callable[[list[int]], Tensor],
     progress: Advance = ignore,
 ) -> np.ndarray:
-    """What `measure` gives of each sequence: (N, *shape) fp32. Collective.
+    """Numbers of each sequence, (N, *shape) fp32, that `measure` gives. Collective.
 
     Sequences are split over the ranks of `where`; every rank returns all. In fp32, unless `measure` turns autocast on.
 
@@ -176,7 +176,7 @@ def by_token(
     numbers: int = 1,
     progress: Advance = ignore,
 ) -> np.ndarray:
-    """What `measure`, a function of a batch on the device, (numbers, B, length), gives of each token: (numbers, N, length) fp32.
+    """Numbers of each token, (numbers, N, length) fp32, by `measure`: a batch on the device -> (numbers, B, length).
 
     Collective, as `by_sequence`.
     """

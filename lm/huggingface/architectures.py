@@ -1,4 +1,4 @@
-"""What each architecture's configuration fields mean as ours, and where each of our parameters lies in its weights."""
+"""The meaning of each architecture's configuration fields as ours, and where each of our parameters lies in its weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` list
 
 @dataclass(frozen=True)
 class Shape:
-    """What a configuration says of a model: its layers, and how many tokens it knows and was trained on at once."""
+    """The shape of a model, by its configuration: its layers, and how many tokens it knows and was trained on at once."""
 
     model: ModelConfig
     vocab_size: int
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of our parameter."""
+        """The shape of our parameter."""
         shapes = [shape[::-1] if self.transposed else shape for _, shape in self.theirs]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -182,7 +182,7 @@ class Llama(Architecture):
         return Shape(model, fields.size("vocab_size", self.vocab_size), positions)
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
-        """What differs among these architectures: biases, norms of queries and keys, the normalizer."""
+        """Differences among these architectures: biases, norms of queries and keys, the normalizer."""
         both = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": both[0], "mlp_bias": both[1] if both[0] != both[1] else None, "normalizer": Softmax()}
 
@@ -282,11 +282,11 @@ def _windows(fields: Fields) -> Options:
 def _written_windows(model: ModelConfig) -> dict[str, Plain]:
     """The fields that `_windows` takes."""
     layers = [model.normalizer.of_layer(n) for n in range(model.n_layer)]
-    sizes = [one.size for one in layers if one.name == Window.name]
+    sizes = [options.size for options in layers if options.name == Window.name]
     if not sizes:
         return {"use_sliding_window": False, "sliding_window": None}
-    kinds = [SLIDING if one.name == Window.name else FULL for one in layers]
+    kinds = [SLIDING if options.name == Window.name else FULL for options in layers]
     return {"use_sliding_window": True, "sliding_window": sizes[0], "layer_types": kinds}
 
 
-ARCHITECTURES: dict[str, Architecture] = {one.model_type: one() for one in (GPT2, Llama, Qwen2, Qwen3)}
+ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture() for architecture in (GPT2, Llama, Qwen2, Qwen3)}

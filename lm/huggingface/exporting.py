@@ -79,14 +79,14 @@ def _figures(loaded: Loaded) -> str:
         content = read_evaluation(path)
         if step != loaded.stamp["step"] or "series" not in content:
             continue
-        for one in Evaluation.of(content).series:
-            if one.shown is None or len(one.places) > MOST_PLACES:
+        for series in Evaluation.of(content).series:
+            if series.shown is None or len(series.places) > MOST_PLACES:
                 continue
-            for place in one.places:
-                units = len(one.column(one.column_at(place))[0].values) if one.samples else ""
-                name = " ".join(word for word in (one.metric, one.what, f"({one.unit})" if one.unit else "") if word)
-                where = f"{one.axis.label} {place}" if one.axis else ""
-                lines.append(f"| {name} | {one.setting} | {where} | {one.mean_at(place):.4f} | {units} |")
+            for place in series.places:
+                units = len(series.column(series.column_at(place))[0].values) if series.samples else ""
+                name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
+                where = f"{series.axis.label} {place}" if series.axis else ""
+                lines.append(f"| {name} | {series.setting} | {where} | {series.mean_at(place):.4f} | {units} |")
     head = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
     return head + "\n".join(lines) if lines else ""
 

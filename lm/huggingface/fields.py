@@ -64,11 +64,11 @@ class Fields:
         value = self._plain.get(name)
         if value is None and default is not MISSING:
             return default
-        found = convert(kind, value)
-        if found is MISSING:
+        converted = convert(kind, value)
+        if converted is MISSING:
             text = abbreviated(shown(value), 60) if name in self._plain else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
-        return found
+        return converted
 
     def is_null(self, name: str) -> bool:
         """Whether a field is there and null, which says something else than its default."""
@@ -76,19 +76,19 @@ class Fields:
 
     def size(self, name: str, default: Plain = MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
-        found = self.take(name, int, default)
-        if found is not None and found > most:
+        size = self.take(name, int, default)
+        if size is not None and size > most:
             raise self.refused(name, f"must be at most {most:,}")
-        if found is not None and found < 1:
+        if size is not None and size < 1:
             raise self.refused(name, "must be 1 or more")
-        return found
+        return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:
         """A number above 0."""
-        found = self.take(name, float, default)
-        if found is not None and found <= 0:
+        number = self.take(name, float, default)
+        if number is not None and number <= 0:
             raise self.refused(name, "must be above 0")
-        return found
+        return number
 
     def block(self, name: str) -> "Fields | None":
         """A field that holds fields; None: null or absent."""

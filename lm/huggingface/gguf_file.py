@@ -88,7 +88,7 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """The pairs that sentencepiece joins, first those that make the token of the highest score: it lists no merges."""
     cuts = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
     pairs = [cut for cut in cuts if cut[0] in scores and cut[1] in scores]
-    return [(left, right) for left, right, _ in sorted(pairs, key=lambda cut: (-cut[2], -len(cut[0])))]
+    return [(head, right) for head, right, _ in sorted(pairs, key=lambda cut: (-cut[2], -len(cut[0])))]
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:
@@ -193,7 +193,7 @@ class GGUF:
         kind = self._metadata.get("general.architecture")
         if kind not in ARCHITECTURES:
             raise RunError(f"{self.path}: general.architecture = {kind!r}: only {', '.join(ARCHITECTURES)} are read")
-        found: dict[str, Plain] = {"model_type": kind, "tie_word_embeddings": "lm_head.weight" not in self._tensors}
+        config: dict[str, Plain] = {"model_type": kind, "tie_word_embeddings": "lm_head.weight" not in self._tensors}
         scaling: dict[str, Plain] = {}
         same = {}  # what must equal the head's size
         for name, value in self._metadata.items():
@@ -202,7 +202,7 @@ class GGUF:
                 continue
             value = _shortest(value)
             if own in FIELDS:
-                found[FIELDS[own]] = value
+                config[FIELDS[own]] = value
             elif own.removeprefix("rope.scaling.") in SCALING and own.startswith("rope.scaling."):
                 scaling[SCALING[own.removeprefix("rope.scaling.")]] = value
             elif own in ("rope.dimension_count", "attention.value_length"):
@@ -210,14 +210,14 @@ class GGUF:
             else:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
         tokens = self._metadata.get("tokenizer.ggml.tokens", [])
-        found.setdefault("vocab_size", self.shapes.get("model.embed_tokens.weight", (len(tokens),))[0])
+        config.setdefault("vocab_size", self.shapes.get("model.embed_tokens.weight", (len(tokens),))[0])
         if scaling.get("rope_type", "none") != "none":
-            found["rope_scaling"] = scaling
-        size = _head_size(found)
+            config["rope_scaling"] = scaling
+        size = _head_size(config)
         for name, value in same.items():
             if value != size:
                 raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
-        return found
+        return config
 
     def _llama3(self) -> dict[str, Plain]:
         """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
@@ -229,7 +229,7 @@ class GGUF:
         theta = Fields(self.config, self.path).number("rope_theta", THETA)
         factor = float(divisors.max()) if divisors.numel() else math.nan
         rope = Rope(theta, scaling=Llama3Scaling(factor))
-        plain, rescaled = (frequencies(2 * divisors.numel(), one, AS_TRAINED, 1, 1) for one in (Rope(theta), rope))
+        plain, rescaled = (frequencies(2 * divisors.numel(), each_rope, AS_TRAINED, 1, 1) for each_rope in (Rope(theta), rope))
         if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, plain / rescaled, rtol=1e-5, atol=0):
             reason = "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
             raise RunError(f"{self.path}: {FREQUENCIES}: {reason}")

@@ -196,7 +196,7 @@ def import_model(
 
 
 def open_source(source: str, revision: str | None, tokenizer: Path | None) -> Source:
-    """What `source` names, opened. Raises RunError and ConfigError as `import_model`."""
+    """The model that `source` names, opened. Raises RunError and ConfigError as `import_model`."""
     path, origin = Path(source), {"source": source}
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])

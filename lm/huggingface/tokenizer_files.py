@@ -39,14 +39,14 @@ def read_tokenizer(path: Path) -> str | None:
     if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
         raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
     try:
-        made = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
         raise RunError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
     listed = read_json(path / VOCABULARY) if (path / VOCABULARY).is_file() else {}
-    if missing := listed.keys() - made.get_vocab().keys():
+    if missing := listed.keys() - tokenizer.get_vocab().keys():
         reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
         raise RunError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
-    return made.to_str(pretty=True)
+    return tokenizer.to_str(pretty=True)
 
 
 def named_tokenizer(path: Path) -> str:
@@ -91,13 +91,13 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
     """
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
-            found = vocab_size(parse_tokenizer(content, end_of_text))
+            size = vocab_size(parse_tokenizer(content, end_of_text))
     except DataError as error:
         text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
         raise RunError(f"{path}: {text}") from None
-    if found > vocabulary:
-        raise RunError(f"{path}: the tokenizer has ids up to {found - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?")
-    return found
+    if size > vocabulary:
+        raise RunError(f"{path}: the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?")
+    return size
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:

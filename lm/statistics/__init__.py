@@ -1,1 +1,1 @@
-"""What numbers say and what they do not: intervals, learning rates chosen for each arm, verdicts (docs/statistics.md)."""
+"""Conclusions from numbers: intervals, learning rates chosen for each arm, verdicts (docs/statistics.md)."""

@@ -37,7 +37,7 @@ class Interval:
         return self.listed() if self.bounded else [self.mean] * 3
 
     def listed(self) -> list[float]:
-        """As results keep it: [mean, low, high]."""
+        """The interval as results keep it: [mean, low, high]."""
         return [self.mean, self.low, self.high]
 
 
@@ -97,17 +97,17 @@ def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, large
 
 
 def sampled(groups: np.ndarray) -> str:
-    """What an interval over units of these groups covers: `documents` where some hold several units, else `sequences`."""
+    """The units that an interval over these groups covers: `documents` where some hold several units, else `sequences`."""
     return "documents" if len(np.unique(groups)) < len(groups) else "sequences"
 
 
-def interval_of(one: Series, column: int, mean: float | None = None) -> Interval | None:
+def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
     """The interval of a column's mean (or of another that is as well known); None if the series has none, or too few units for one."""
-    mean = float(one.means[column]) if mean is None else mean
-    if one.interval == "none":
+    mean = float(series.means[column]) if mean is None else mean
+    if series.interval == "none":
         return None
-    sample, values = one.column(column)
-    if one.interval == "wilson":
+    sample, values = series.column(column)
+    if series.interval == "wilson":
         right, asked = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
         trials, unit = effective_trials(right, asked), "sequences" if asked.max() > 1 else "questions"
         return replace(wilson(mean * trials, trials), over=f"{unit}, 1 seed")
@@ -141,7 +141,7 @@ def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.
     """Ends of the 95 % interval of the weighted mean over units, each (columns,): Student t over documents.
 
     The mean is a ratio of sums over documents. Its variance is that of the documents' residual sums, each divided by 1 - its part of
-    the weight (Bell and McCaffrey 2002, CR2), and Student's t has their Satterthwaite degrees of freedom: of documents of equal
+    the weight (Bell and McCaffrey 2002, CR2). Student's t has their Satterthwaite degrees of freedom: of documents of equal
     weight D - 1; fewer where few documents have most of the weight. A column that isn't all finite gives NaN.
 
     Args:
@@ -162,7 +162,7 @@ def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Of `mean_ends`: the means (columns,), the variances of these (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
+    """Means (columns,), for `mean_ends`, the variances of these (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
     part = np.bincount(labels, weights) / weights.sum()  # (documents,) each one's part of the weight
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(part), values.shape[1]))
@@ -192,7 +192,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     """The mean over seeds and documents, for intervals over both: what other seeds and other text of the kind would give.
 
     Seeds and documents are crossed: each seed's model reads each document. The variance is that between seeds' means, plus that between
-    documents' means, minus what both hold of the interaction (Cameron, Gelbach and Miller 2011), and at least the greater of the
+    documents' means, minus what both hold of the interaction (Cameron, Gelbach and Miller 2011). It is at least the greater of the
     first two; degrees of freedom after Satterthwaite.
 
     Args:

@@ -61,30 +61,30 @@ def learned_verdicts(counts: Mapping[Name, Learned], looks: int = 1) -> dict[Nam
     return {name: _verdict(learned, min(1.0, family * tested[name]), needed) for name, learned in counts.items()}
 
 
-def _p(one: Learned) -> float:
-    """Of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
-    sign = np.sign(one.difference)
-    found = [fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs)]
-    for ours, of_ours, theirs, of_theirs in one.others:
+def _p(learned: Learned) -> float:
+    """The p of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
+    sign = np.sign(learned.difference)
+    tests = [fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs)]
+    for ours, of_ours, theirs, of_theirs in learned.others:
         same = np.sign(ours / of_ours - theirs / of_theirs) == sign
-        found.append(fisher_exact(ours, of_ours, theirs, of_theirs) if same else 1.0)
-    return max(found)
+        tests.append(fisher_exact(ours, of_ours, theirs, of_theirs) if same else 1.0)
+    return max(tests)
 
 
-def _verdict(one: Learned, p: float, needed: int) -> Verdict:
-    found = f"{one.ours} of {one.of_ours} have learned, {one.theirs} of {one.of_theirs} of the baseline"
-    found += f"; {one.diverged} diverged, and count as not learned" if one.diverged else ""
-    kind, reason = "undecided", f"{found}; Fisher's exact test: p = {p:.2g}"
-    if not one.tuned:
+def _verdict(learned: Learned, p: float, needed: int) -> Verdict:
+    counts = f"{learned.ours} of {learned.of_ours} have learned, {learned.theirs} of {learned.of_theirs} of the baseline"
+    counts += f"; {learned.diverged} diverged, and count as not learned" if learned.diverged else ""
+    kind, reason = "undecided", f"{counts}; Fisher's exact test: p = {p:.2g}"
+    if not learned.tuned:
         kind, reason = "not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged"
-    elif not one.whole:
-        kind, reason = "incomplete", f"{min(one.of_ours, one.of_theirs)} of {one.planned} seeds have ended"
+    elif not learned.whole:
+        kind, reason = "incomplete", f"{min(learned.of_ours, learned.of_theirs)} of {learned.planned} seeds have ended"
     elif p <= ALPHA:
-        kind = "better" if one.difference > 0 else "worse"
-    elif fisher_exact(one.ours, one.of_ours, one.theirs, one.of_theirs) <= ALPHA < _p(one):
-        reason = f"{found}; but not so at the other rates that the arms were trained at"
-    elif min(one.of_ours, one.of_theirs) < needed:
-        reason = f"{found}; Fisher's exact test can show a difference from {needed} seeds on"
+        kind = "better" if learned.difference > 0 else "worse"
+    elif fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs) <= ALPHA < _p(learned):
+        reason = f"{counts}; but not so at the other rates that the arms were trained at"
+    elif min(learned.of_ours, learned.of_theirs) < needed:
+        reason = f"{counts}; Fisher's exact test can show a difference from {needed} seeds on"
     return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed))
 
 

@@ -27,10 +27,10 @@ class Tuned:
 
 
 def tuned(grid: Sequence[float], losses: Mapping[str, Losses], possible: Callable[[float], bool] = lambda rate: True) -> Tuned:
-    """What the losses so far say, where `grid` is the one that was planned.
+    """The outcome by the losses so far, where `grid` is the one that was planned.
 
     A rate at which any seed diverged has mean loss infinite. Where the best rate of some arm is the highest (lowest) measured, the grid
-    grows by twice the highest (half the lowest) for every arm, at most `EXTENSIONS` times, and not where that is not `possible`.
+    grows by twice the highest (half the lowest) for every arm. It grows at most `EXTENSIONS` times, and not where that is not `possible`.
 
     Args:
         grid: values above 0; of whole numbers it grows by whole numbers.
@@ -51,23 +51,23 @@ def tuned(grid: Sequence[float], losses: Mapping[str, Losses], possible: Callabl
                     raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
             return Tuned({}, missing)
-        found = chosen(losses, asked)
-        more = [rate for rate in _beyond(asked, {arm: best_rate(losses[arm], asked) for arm in found.at_edge}, losses) if possible(rate)]
+        outcome = chosen(losses, asked)
+        more = [rate for rate in _beyond(asked, {arm: best_rate(losses[arm], asked) for arm in outcome.at_edge}, losses) if possible(rate)]
         if grown == EXTENSIONS or not more:
-            return found
+            return outcome
         asked = sorted([*asked, *more])
         grown += 1
 
 
 def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -> Tuned:
     """The rate of the lowest mean loss of each arm among those measured, or among `rates`; none of an arm whose best is at an edge."""
-    found, at_edge = {}, []
+    rate_of, at_edge = {}, []
     for arm, by_rate in losses.items():
         asked = sorted(by_rate if rates is None else rates)
-        found[arm] = best_rate(by_rate, asked)
-        if found[arm] in (asked[0], asked[-1]) or mean_loss(by_rate[found[arm]]) == math.inf:
+        rate_of[arm] = best_rate(by_rate, asked)
+        if rate_of[arm] in (asked[0], asked[-1]) or mean_loss(by_rate[rate_of[arm]]) == math.inf:
             at_edge.append(arm)
-    return Tuned({arm: rate for arm, rate in found.items() if arm not in at_edge}, at_edge=tuple(at_edge))
+    return Tuned({arm: rate for arm, rate in rate_of.items() if arm not in at_edge}, at_edge=tuple(at_edge))
 
 
 def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[float, ...]]:

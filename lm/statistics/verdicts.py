@@ -26,7 +26,7 @@ Name = TypeVar("Name", bound=Hashable)  # of an arm, or of an arm and its size
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of an arm against the baseline, on the primary metric.
+    """Measurements of an arm against the baseline, on the primary metric.
 
     Attributes:
         differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
@@ -106,7 +106,7 @@ class SeedsNeeded:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be said of an arm.
+    """A verdict on an arm.
 
     Attributes:
         kind: the verdict.
