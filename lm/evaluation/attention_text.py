@@ -12,7 +12,7 @@ from lm.data.tokenizer import encoding_of
 from lm.diagnostics.attention_maps import Maps, attention_maps
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.attention_pictures import Panels, draw
-from lm.evaluation.diagnostics import check_source, config_of
+from lm.evaluation.diagnostics import check_source, config_of, read_file
 from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.inference import for_inference
@@ -96,10 +96,7 @@ def read_text(given: str) -> str:
         is_file = False
     if not is_file and len(given.split()) == 1 and ("/" in given or Path(given).suffix in (".txt", ".md", ".json", ".csv")):
         raise RunError(f"--text {given}: no such file")
-    try:
-        text = Path(given).read_text(encoding="utf-8") if is_file else given
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"--text {given}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
+    text = read_file(given, "--text ") if is_file else given
     if not text.strip():
         raise RunError(f"--text{f' {given}' if is_file else ''}: is empty; give a file or a text")
     return text

@@ -118,11 +118,7 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: Diagnosti
     Raises:
         RunError: it is not to be read, not UTF-8, or has too few tokens.
     """
-    try:
-        text = Path(asked.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"eval.diagnostics.text = {asked.text}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
-    tokens = np.array([end_of_text, *encoding_of(tokenizer, text).ids])
+    tokens = np.array([end_of_text, *encoding_of(tokenizer, read_file(asked.text, "eval.diagnostics.text = ")).ids])
     fitting = (len(tokens) - 1) // length
     if not fitting:
         reason = f"has {len(tokens):,} tokens, a sequence {length + 1:,}"
@@ -130,6 +126,14 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: Diagnosti
     count = min(asked.sequences, fitting)
     starts = np.arange(count) * fitting // count * length
     return HeldOut(tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32))
+
+
+def read_file(path: str, where: str) -> str:
+    """The text of a UTF-8 file. Raises RunError that names `where` it was asked for."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{where}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 
 
 # ---------------------------------------------------------------- measuring

@@ -58,6 +58,11 @@ class Measurement(ABC):
         """Its block of `eval`, without the keys that say when, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
 
+    def with_settings(self, **own: Plain) -> dict[str, Plain]:
+        """Options of an evaluation under several inference settings: the training length, its `own`, and the settings."""
+        settings: list[Plain] = [to_plain(setting) for setting in self.asked.inference]
+        return {"seq_len": self.config.data.seq_len, **own, "inference": settings}
+
     @property
     @abstractmethod
     def options(self) -> dict[str, Plain]:

@@ -12,6 +12,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.runs.loading import load
+from lm.schema import Plain
 
 
 @torch.no_grad()
@@ -62,6 +63,12 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     return int(order[torch.multinomial(p, 1, generator=drawn)])
 
 
+def require_options(*limits: tuple[str, Plain, bool, str]) -> None:
+    """Raises ConfigError for each option (name, value, whether it is fine, what it must be) that is not fine."""
+    if problems := [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]:
+        raise ConfigError(problems)
+
+
 def generate_text(
     source: Path, checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> Iterator[str]:
@@ -71,16 +78,13 @@ def generate_text(
         RunError: nothing to load there, or no tokenizer with it.
         ConfigError: options out of range, or more tokens than learned positions.
     """
-    limits = [
+    require_options(
         ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
         ("--temperature", temperature, temperature == 0 or 1e-6 <= temperature <= 1e6, "must be 0, or from 1e-6 to 1e6"),
         ("--top-k", top_k, top_k is None or 1 <= top_k <= 10**9, "must be from 1 to 1e9"),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
         ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
-    ]
-    problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
-    if problems:
-        raise ConfigError(problems)
+    )
     loaded = load(source, checkpoint)
     tokenizer, start = loaded.tokenizer_and_start()
     ids = [start, *encoding_of(tokenizer, prompt).ids]

@@ -15,8 +15,8 @@ from lm.data.tokenizer import encoding_of
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.evaluation_kind import weights_sha256
-from lm.evaluation.generation import generate, pieces
-from lm.evaluation.held_out import batches
+from lm.evaluation.generation import generate, pieces, require_options
+from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.device import Device
 from lm.runs.evaluations import evaluation_path, read_evaluation
@@ -131,17 +131,17 @@ class HarnessLM(LM):
             if len(context) + len(continuation) > self.max_length + 1:
                 self.cut[request.task_name] += 1
             parts.append(self.parts(context, continuation))
-        answers = self._together(parts, disable_tqdm)
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request.args, answer)
-        return answers
+        return self._answered("loglikelihood", requests, self._together(parts, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """For each (text,): log p(text) in nats; each token once, the first after the end-of-text token, in parts of `max_length`."""
         parts = [self.parts([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
-        answers = [log_p for log_p, _ in self._together(parts, disable_tqdm)]
+        return self._answered("loglikelihood_rolling", requests, [log_p for log_p, _ in self._together(parts, disable_tqdm)])
+
+    def _answered(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
+        """The answers, kept in the harness's cache."""
         for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
+            self.cache_hook.add_partial(kind, request.args, answer)
         return answers
 
     def parts(self, context: list[int], continuation: list[int]) -> list[Window]:
@@ -262,16 +262,13 @@ def run_tasks(
     Raises:
         LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
     """
-    limits = [
+    require_options(
         ("--tasks", ",".join(tasks), bool(tasks), "names no task"),
         ("--include-path", str(include_path), include_path is None or include_path.is_dir(), "no such folder"),
         ("--num-fewshot", num_fewshot, num_fewshot is None or 0 <= num_fewshot <= 1000, "must be from 0 to 1000"),
         ("--limit", limit, limit is None or 0 < limit <= 1e9, "must be above 0 and at most 1e9"),
         ("--max-length", max_length, max_length is None or 2 <= max_length <= 10**7, "must be from 2 to 10,000,000"),
-    ]
-    problems = [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]
-    if problems:
-        raise ConfigError(problems)
+    )
     limit = int(limit) if limit is not None and limit >= 1 else limit
     loaded = load(source, checkpoint)
     folder, problems = loaded.folder, []

@@ -189,14 +189,8 @@ class Recall(AnswerMeasurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {
-            "seq_len": self.config.data.seq_len,
-            "seed": QUESTION_SEED,
-            "tasks": [to_plain(task) for task in self.tasks],
-            "lengths": self.lengths,
-            "sequences": self.asked.sequences,
-            "inference": [to_plain(setting) for setting in self.asked.inference],
-        }
+        tasks: list[Plain] = [to_plain(task) for task in self.tasks]
+        return self.with_settings(seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.asked.sequences)
 
     @property
     def work(self) -> int:

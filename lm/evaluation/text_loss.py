@@ -84,12 +84,7 @@ class LongContext(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {
-            "seq_len": self.config.data.seq_len,
-            "length": self.held_out.length,
-            "sequences_sha256": self.held_out.sha256,
-            "inference": [to_plain(setting) for setting in self.asked.inference],
-        }
+        return self.with_settings(length=self.held_out.length, sequences_sha256=self.held_out.sha256)
 
     @property
     def work(self) -> int:
@@ -145,13 +140,8 @@ class ByLength(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {
-            "seq_len": self.config.data.seq_len,
-            "lengths": self.lengths,
-            "sequences_sha256": self.stretches.sha256,
-            "documents": self.config.data.documents,
-            "inference": [to_plain(setting) for setting in self.asked.inference],
-        }
+        documents = self.config.data.documents
+        return self.with_settings(lengths=self.lengths, sequences_sha256=self.stretches.sha256, documents=documents)
 
     @property
     def work(self) -> int:
