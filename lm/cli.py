@@ -6,10 +6,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, panicked
 from lm.machine import stop_with_parent
@@ -27,13 +28,14 @@ app = typer.Typer(
     ),
     context_settings={"max_content_width": 120},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
     "config": train_commands.config,
+    "configs": train_commands.configs,
+    "info": train_commands.info,
     "normalizers": train_commands.normalizers,
     "check-normalizer": train_commands.check_normalizer,
     "prepare": train_commands.prepare,
@@ -50,6 +52,20 @@ COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+):
+    """Take the options that come before any command."""
+
 
 data = typer.Typer(help="Inspect token stores.", no_args_is_help=True)
 data.command("inspect")(train_commands.inspect_data)

@@ -1,6 +1,9 @@
 """Commands before and during training: configurations, normalizers, token stores, runs."""
 
+import json
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import shorten
 from typing import Annotated
 
 import typer
@@ -25,6 +28,35 @@ def config(arguments: Configuration = [], reference: Reference = False) -> None:
     from lm.config.load import load, reference_markdown, to_yaml
 
     print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
+
+
+def configs(
+    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs", show_default=False)] = None,
+) -> None:
+    """List the presets: configurations, recipes and experiments.
+
+    Each can be named in place of a file: lm train softmax, lm compare recall.
+    """
+    from lm.config import presets
+
+    if copy:
+        print(presets.copy(copy))
+        return
+    listed = list(presets.names())
+    width = max(len(name) for name, _ in listed)
+    for name, what in listed:
+        print(f"{name:{width}}  {shorten(what, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip())
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
+    """Print what this installation is and can use.
+
+    Versions, devices, kernels, wandb, and what is missing of each extra: the first thing to put into a report of a problem.
+    """
+    from lm.commands.info import facts, lines
+
+    known = facts()
+    print(json.dumps(known, indent=1) if as_json else "\n".join(lines(known)))
 
 
 def normalizers() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
+from lm.config import presets
 from lm.config.eval_config import no_tokens
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import WSD
@@ -212,7 +213,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
         if "=" in argument:
             overrides.append(argument)
         else:
-            plain = read_yaml(Path(argument))
+            plain = read_yaml(presets.find(argument))
             if "arms" in plain:
                 raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
             merged = merge(merged, plain)

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from lm.config import presets
 from lm.config.effects import is_learned
 from lm.config.load import merge, read_overrides, read_yaml
 from lm.config.tree import Config, ExperimentConfig
@@ -38,6 +39,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     Raises:
         ConfigError: everything that is wrong with it, in one message, also with the configuration of any arm.
     """
+    file = presets.find(file, "experiments")
     try:
         found = _with_steps(_experiment(file, overrides))
         check(found)

@@ -1,0 +1,109 @@
+"""What this installation is and can use: versions, devices, kernels, wandb, extras."""
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import lm
+from lm.errors import LMError
+from lm.machine import usable_cores
+from lm.schema import Plain
+
+DISTRIBUTION = "lm-normalizers"
+PACKAGES = ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy", "pandas", "transformers", "triton")
+
+
+def facts() -> dict[str, Plain]:
+    """Everything that `lm info` prints: `lm` (version, commit, folder), versions, devices, kernels, wandb and extras."""
+    from lm.training.banner import git_state
+
+    commit, dirty = git_state()
+    return {
+        "lm": {"version": lm.__version__, "commit": commit, "changed": dirty, "folder": str(Path(lm.__file__).parent)},
+        "versions": {"python": platform.python_version(), "platform": platform.platform()} | {name: _version(name) for name in PACKAGES},
+        "devices": _devices(),
+        "kernels": _kernels(),
+        "wandb": _wandb(),
+        "extras": missing_of_extras(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Plain]:
+    import torch
+
+    from lm.model.device import has_native_bf16
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    used = "gpu" if gpus else "cpu"
+    return {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": has_native_bf16(used) or "emulated"}
+
+
+def _kernels() -> dict[str, Plain]:
+    import torch
+
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    on_gpu = torch.cuda.is_available()
+    return {
+        "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
+        "FlexAttention": "yes" if on_gpu else "no: its backward pass needs a GPU",
+        "Triton": "no: not installed" if not _version("triton") else "yes" if on_gpu else "in tests alone: no GPU",
+    }
+
+
+def _wandb() -> str:
+    from lm.config.training_config import LogConfig
+    from lm.training.mirror import wandb_mode
+
+    try:
+        return wandb_mode(LogConfig())
+    except LMError as error:
+        return str(error)
+
+
+def missing_of_extras() -> dict[str, list[str]]:
+    """By extra of the distribution, the requirements that are not installed in a version that will do; {} outside an installation."""
+    try:
+        distribution = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return {}
+    extras = distribution.metadata.get_all("Provides-Extra") or []
+    required = [Requirement(text) for text in distribution.requires or []]
+    missing: dict[str, list[str]] = {}
+    for extra in extras:
+        marked = [need for need in required if need.marker and not need.marker.evaluate({"extra": ""}) and need.name != DISTRIBUTION]
+        own = [need for need in marked if need.marker.evaluate({"extra": extra})]
+        missing[extra] = [f"{need.name}{need.specifier}" for need in own if not _satisfied(need.name, need.specifier)]
+    return missing
+
+
+def _satisfied(name: str, specifier: SpecifierSet) -> bool:
+    version = _version(name)
+    return version is not None and specifier.contains(version, prereleases=True)
+
+
+def lines(known: Mapping[str, Plain]) -> list[str]:
+    """The facts as the lines of a terminal."""
+    printed = []
+    for title, block in known.items():
+        if not isinstance(block, dict):
+            printed.append(f"{title}: {block}")
+            continue
+        printed.append(f"{title}:")
+        for name, value in block.items():
+            if title == "extras":
+                value = f"missing: {', '.join(value)}" if value else "installed"
+            printed.append(f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}")
+    return printed

@@ -1,0 +1,57 @@
+"""Presets: the configurations, recipes and experiments that come with the package, found by name."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import lm
+from lm.errors import ConfigError
+
+_FIRST = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # where a name is looked up, by what it is to be
+
+
+def folder() -> Path:
+    """The folder of presets: within the installed package, or `configs/` of the clone that the package runs from."""
+    package = Path(lm.__file__).parent
+    return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+
+
+def find(argument: str | Path, kind: str = "") -> Path:
+    """The file that an argument of the command line names: one that is there, else the preset of that name; what names neither, as it is.
+
+    A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or `configs/softmax.yaml`.
+
+    Args:
+        kind: `experiments` for one of these, empty for a configuration.
+    """
+    path = Path(argument)
+    if path.exists() or path.is_absolute() or ".." in path.parts:
+        return path
+    below = Path(*path.parts[1:]) if len(path.parts) > 1 and path.parts[0] == "configs" else path
+    below = below if below.suffix in (".yaml", ".yml") else below.with_name(f"{below.name}.yaml")
+    return next((file for place in _FIRST[kind] if (file := folder() / place / below).is_file()), path)
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """The name of each preset and what it is, as the comment at the top of its file begins."""
+    root = folder()
+    for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        sentence = first.removeprefix("#").strip().partition(". ")[0].rstrip(".:") if first.startswith("#") else ""
+        yield path.relative_to(root).with_suffix("").as_posix(), sentence
+
+
+def copy(to: Path) -> Path:
+    """Copy all presets, with the tuning tables that they name, into the new folder `to`/configs and return it.
+
+    Raises:
+        ConfigError: it is there already, or can't be written.
+    """
+    target = to / "configs"
+    try:
+        shutil.copytree(folder(), target)
+    except FileExistsError:
+        raise ConfigError(f"{target}: is there already; name another folder") from None
+    except OSError as error:
+        raise ConfigError(f"{target}: can't be written: {error.strerror or error}") from None
+    return target

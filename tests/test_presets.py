@@ -1,0 +1,86 @@
+"""Configurations and experiments are found by name and travel with the package; what `lm info` tells is there."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import lm
+from lm.commands.info import facts
+from lm.config import presets
+from lm.config.load import load
+from lm.errors import ConfigError
+from lm.experiments.definition import read_experiment
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind", "file"),
+    [
+        ("softmax", "", "softmax.yaml"),
+        ("softmax.yaml", "", "softmax.yaml"),
+        ("configs/softmax.yaml", "", "softmax.yaml"),
+        ("recipes/modern", "", "recipes/modern.yaml"),
+        ("modern", "", "recipes/modern.yaml"),
+        ("recall", "", "recall.yaml"),
+        ("recall", "experiments", "experiments/recall.yaml"),
+        ("configs/experiments/recall.yaml", "experiments", "experiments/recall.yaml"),
+    ],
+)
+def test_a_preset_is_found_by_name_away_from_the_clone(tmp_path, monkeypatch, argument, kind, file):
+    monkeypatch.chdir(tmp_path)
+    assert presets.find(argument, kind) == presets.folder() / file
+
+
+def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "softmax").write_text("name: mine\ndata: {source: {name: files, paths: [.]}}\n")
+    assert load(["softmax"]).name == "mine"
+    with pytest.raises(ConfigError, match=r"^softmaxx: no such configuration file \(overrides are key=value\)"):
+        load(["softmaxx"])
+    with pytest.raises(ConfigError, match="nowhere/softmax"):
+        load(["nowhere/softmax"])
+
+
+def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    listed = dict(presets.names())
+    assert len(listed) == len([*(ROOT / "configs").rglob("*.yaml")])
+    assert all(listed.values()), "the comment at the top of each file says what it is"
+    for name in listed:
+        experiment = name.startswith("experiments/")
+        assert presets.find(name, "experiments" if experiment else "").is_file()
+    assert read_experiment(Path("recall"), []).name == "recall"
+
+
+def test_presets_are_copied_to_a_new_folder_alone(tmp_path):
+    copied = presets.copy(tmp_path)
+    assert {path.name for path in copied.rglob("*")} == {path.name for path in (ROOT / "configs").rglob("*")}
+    with pytest.raises(ConfigError, match="is there already"):
+        presets.copy(tmp_path)
+
+
+def test_the_wheel_has_every_package_and_every_preset():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for top in ("lm", "configs") for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".yaml")}
+    names = {".".join(path.relative_to(ROOT).parts) for path in folders}
+    assert set(tool["packages"]) == {f"lm.{name}" if name.startswith("configs") else name for name in names}
+    carried = {path for name, patterns in tool["package-data"].items() for path in _matches(name, patterns)}
+    data = {path for top in ("lm", "configs") for path in (ROOT / top).rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert carried == {path for path in data if path.is_file()}
+
+
+def _matches(package: str, patterns: list[str]) -> list[Path]:
+    parts = package.split(".")
+    folder = ROOT.joinpath(*(parts[1:] if parts[1:2] == ["configs"] else parts))
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
+def test_info_tells_versions_devices_kernels_and_extras():
+    known = json.loads(json.dumps(facts()))
+    assert list(known) == ["lm", "versions", "devices", "kernels", "wandb", "extras"]
+    assert known["lm"]["version"] == lm.__version__
+    assert known["versions"]["torch"]
+    assert known["devices"]["cores"] >= 1
+    assert all(isinstance(missing, list) for missing in known["extras"].values())
