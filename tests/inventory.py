@@ -82,7 +82,8 @@ def commands() -> Tree:
 
 
 def _commands(found: object, path: str) -> Iterator[tuple[str, Tree]]:
-    yield path, {"help": found.help, **dict(_parameter(found, one) for one in found.params)}
+    completion = ("install_completion", "show_completion")  # typer's own, of no function of ours
+    yield path, {"help": found.help, **dict(_parameter(found, parameter) for parameter in found.params if parameter.name not in completion)}
     for name, inner in getattr(found, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
