@@ -76,7 +76,8 @@ def at_rates(*means: float) -> np.ndarray:
 def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
     by_rates = at_rates(*means)
     assert kind(Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0), every=every)) == expected
-    assert not every or kind(Comparison(-by_rates[1, 0], by_rates=-by_rates, place=(1, 0), every=True), better="higher") == expected
+    mirrored = Comparison(-by_rates[1, 0], by_rates=-by_rates, place=(1, 0), every=every, higher=True)
+    assert kind(mirrored, better="higher") == expected, "the best rate of a metric of which more is better is that of its highest value"
     of_the_other = -by_rates.swapaxes(0, 1)
     assert kind(Comparison(of_the_other[0, 1], by_rates=of_the_other, place=(0, 1), every=every)) == expected.replace("better", "worse")
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Primary
-from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run, check_alike
 from lm.experiments.tuning_tables import by_arm_and_rate
 from lm.statistics.intervals import Estimate, over_seeds_and_documents
@@ -84,7 +83,7 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         ours, theirs = _usable(procedure, ours, at[0]), _usable(procedure, theirs, at[1])
     seeds = [seed for seed in range(planned) if all(one.outcome.state == "finished" for one in _of_seed(seed, ours, theirs))]
     ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
-    place, every = ([*ours].index(at[0]), [*theirs].index(at[1])), experiment.primary.quantity != SELECTION
+    place, every = ([*ours].index(at[0]), [*theirs].index(at[1])), experiment.primary.quantity != experiment.chosen_by
     shared = None if arm.start or diverged else sum(rate in tried for rate in theirs)
     by_rates = _differences(ours, theirs, lambda run: _value(procedure, run))
     shown, unreached, on_other_text = by_rates[place], "", None
@@ -93,8 +92,9 @@ def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
         shown = shown[np.isfinite(shown)]
     elif seeds and not experiment.first_config.data.symbolic:
         on_other_text = _over_documents(experiment.primary.metric, ours, theirs)
+    higher = experiment.primary.reach is None and experiment.primary.better == "higher"
     return Comparison(
-        shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, every,
+        shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, every, higher,
         planned=planned, why=why, over_documents=on_other_text, unreached=unreached,
     )  # fmt: skip
 

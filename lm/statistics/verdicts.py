@@ -33,11 +33,12 @@ class Comparison:
             trained with.
         diverged: final runs of either that diverged; they are counted, never dropped.
         by_rates: (the arm's rates, the baseline's rates, seeds) where they were trained at several: differences over the same seeds at each
-            pair of rates; the claim is on both at their best, which is their lowest (`hardest`).
+            pair of rates; the claim is on both at their best, which is their lowest, or with `higher` their highest (`hardest`).
         place: of `differences` among these.
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
             at one of these. None: all.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
+        higher: an arm's best rate is that of its highest value, in place of its lowest.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
@@ -51,6 +52,7 @@ class Comparison:
     place: tuple[int, int] = (0, 0)
     shared: int | None = None
     every: bool = False
+    higher: bool = False
     tuned: bool = True
     planned: int | None = None
     why: str = ""
@@ -79,7 +81,7 @@ class Comparison:
 
     def interval(self, family: int = 1) -> Interval:
         """The interval of the mean difference over seeds, of the arms at their best rates; so many intervals hold together with 95 %."""
-        return enclosing(self.estimates, self.place, self.every, self.shared, family)
+        return enclosing(self.estimates, self.place, self.every, self.shared, family, self.higher)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
             kind, reason, interval, p, needed,
             alone=comparison.interval(looks) if shown else None,
             p_exact=None if exact is None else min(1.0, family * exact),
-            over_documents=both and enclosing(both, comparison.place, comparison.every, comparison.shared, family),
+            over_documents=both and enclosing(both, comparison.place, comparison.every, comparison.shared, family, comparison.higher),
         )  # fmt: skip
 
     if comparison.diverged:
@@ -239,7 +241,9 @@ def hardest(values: np.ndarray, every: bool) -> float:
     return float(values.max() if every else values.min(0).max())
 
 
-def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None, family: int = 1) -> Interval:
+def enclosing(
+    by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None, family: int = 1, higher: bool = False
+) -> Interval:
     """The interval of the difference between two arms at their best rates.
 
     Args:
@@ -248,7 +252,11 @@ def enclosing(by_rates: Estimate, place: tuple[int, int], every: bool, shared: i
         every: as of `hardest`.
         shared: as of `Comparison`, for the lower end.
         family: how many such intervals hold together with 95 %.
+        higher: as of `Comparison`.
     """
+    if higher:
+        mirrored = enclosing(replace(by_rates, mean=-by_rates.mean), place, every, shared, family)
+        return replace(mirrored, mean=float(by_rates.mean[place]), low=0.0 - mirrored.high, high=0.0 - mirrored.low)  # no -0.0
     shown, both = by_rates[place].interval(family), by_rates[:, :shared]
     own, others = (1, 1) if every else both.mean.shape
     high, low = hardest(by_rates.mean + by_rates.half(own * family), every), -hardest((both.half(others * family) - both.mean).T, every)
@@ -279,8 +287,10 @@ def _two_sided(comparison: Comparison, below: np.ndarray, above: np.ndarray) -> 
         both = p[:shared]
         return float(np.maximum(p[place], hardest(both if comparison.every else np.minimum(1.0, len(both) * both), comparison.every)))
 
-    lower, higher = claim(below, comparison.place, None), claim(above.T, comparison.place[::-1], comparison.shared)
-    return float(np.minimum(1.0, 2 * np.minimum(lower, higher)))
+    if comparison.higher:
+        below, above = above, below
+    better, worse = claim(below, comparison.place, None), claim(above.T, comparison.place[::-1], comparison.shared)
+    return float(np.minimum(1.0, 2 * np.minimum(better, worse)))
 
 
 def sign_flip(values: np.ndarray) -> np.ndarray:
