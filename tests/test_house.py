@@ -133,7 +133,7 @@ def test_packages_pass_nothing_on(name: str):
         "lm.report.html",
         "lm.runs.record",
         "lm.experiments.opening",
-        "lm.experiments.frames",
+        "lm.report.frame",
     ],
 )
 def test_what_reads_configurations_and_reports_needs_no_torch(module: str):

@@ -7,9 +7,9 @@ from lm.attention.catalogue import OPTIONS
 from lm.config.load import merge
 from lm.config.yaml_text import MAX_DEPTH
 from lm.errors import ConfigError, Problem, abbreviated
+from lm.runs.folder import SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, suggest
 
-SWAPPED = "swapped"  # folder of swapped weights that arms start from
 TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "claims", "logs", "report", SWAPPED)}  # sizes are folders beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 

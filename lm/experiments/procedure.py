@@ -9,11 +9,12 @@ from pathlib import Path
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.arms import SWAPPED, Arm, Swap
+from lm.experiments.arms import Arm, Swap
 from lm.experiments.circumstances import unequal
 from lm.experiments.experiment import Experiment, config_hash
 from lm.experiments.outcomes import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, described, differing_keys
+from lm.runs.folder import SWAPPED
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
 

@@ -22,6 +22,7 @@ from lm.schema import Plain, convert, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
+SWAPPED = "swapped"  # in the folder of an experiment: swapped weights that runs start from
 RESOLVED = "resolved.json"  # in the folder of an experiment, around its run folders: what its first start settled for all of them
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # why a folder that is locked is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt

@@ -1,0 +1,148 @@
+"""What `lm.train`, `lm.evaluate` and `lm.compare` do: the commands of the same names, for programs and notebooks.
+
+They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from lm import Given
+from lm.commands.arguments import paths_and_overrides
+from lm.config.load import load, to_yaml
+from lm.errors import RunError
+from lm.experiments.compare import REPORT, VERDICTS, Work
+from lm.experiments.compare import compare as compare_experiments
+from lm.experiments.opening import open_experiment
+from lm.experiments.page import PAGE
+from lm.report.frame import evaluation_blocks, frame, results, run_columns
+from lm.runs.folder import CONFIG, METRICS, read_metrics
+from lm.runs.record import read_run
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An experiment that was judged.
+
+    Attributes:
+        folder: its runs, verdicts and report.
+        verdicts: one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p.
+    """
+
+    folder: Path
+    verdicts: pd.DataFrame
+
+    @property
+    def report(self) -> Path:
+        """The report, an HTML page."""
+        return self.folder / REPORT / PAGE
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """Everything that its runs have measured (`lm.results`)."""
+        return results(self.folder)
+
+
+def train(*configuration: Given, verbose: bool = False) -> Path:
+    """Train a run in a process of its own, as `lm train` does.
+
+    Args:
+        configuration: YAML files or names of presets, overrides `KEY=VALUE`, and mappings of keys to values; later ones win.
+        verbose: whether the process prints what `lm train` prints.
+
+    Returns:
+        The run folder, which `lm.load`, `lm.evaluate` and `lm.results` take.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        RunError: training failed; the message is that of `lm train`.
+    """
+    config = load(_arguments(configuration))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{config.name}.yaml")
+        file.write_text(to_yaml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "lm", "train", str(file)]
+        process = subprocess.run(command, stdout=None if verbose else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if verbose:
+        print(process.stderr, end="", file=sys.stderr)
+    if process.returncode:
+        words = [line.removeprefix("error: ") for line in process.stderr.splitlines() if line.startswith("error: ")]
+        raise RunError(words[-1] if words else f"{config.run_folder}: training ended with exit status {process.returncode}")
+    return config.run_folder
+
+
+def evaluate(*given: Given, checkpoint: str | int = "last", suite: str = "", verbose: bool = False) -> pd.DataFrame:
+    """Measure trained models as `lm eval` does; what was measured before is not measured again.
+
+    Args:
+        given: run folders, or model folders and a configuration of the text to measure them on; then overrides as of `train`.
+        checkpoint: `last`, `best` or a step.
+        suite: quick, full, or a YAML file with an `eval` block; empty: the run's own.
+        verbose: whether progress is printed.
+
+    Returns:
+        The numbers that were asked for, with the columns of `lm.results`; of a model folder without those of a run.
+
+    Raises:
+        LMError: as `lm eval`.
+    """
+    from lm.evaluation.evaluate import evaluate_runs  # imports torch
+
+    folders, overrides = paths_and_overrides(_arguments(given), "no run folder given, e.g. runs/softmax")
+    with _printing(verbose):
+        evaluated = evaluate_runs(folders, str(checkpoint), suite, overrides)
+    return frame(block for each in evaluated for block in evaluation_blocks(each.evaluation, _run(each.folder)))
+
+
+def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
+    """Train what an experiment needs and judge it, as `lm compare` does; a second call continues.
+
+    Args:
+        given: the experiment's file or its name among the presets, and overrides of the base configuration as of `train`.
+        jobs: runs at a time; None: all GPUs, or one on a CPU.
+        train: False: judge what is there.
+        verbose: whether plan, progress and verdicts are printed.
+
+    Raises:
+        LMError: as `lm compare`.
+    """
+    files, overrides = paths_and_overrides(_arguments(given), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
+    if len(files) > 1:
+        raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
+    with _printing(verbose):
+        compare_experiments(files, overrides, Work(jobs), report_only=not train)
+    folder = open_experiment(files[0], overrides).experiment.folder
+    return Compared(folder, pd.read_csv(folder / f"{VERDICTS}.csv"))
+
+
+def _run(folder: Path) -> dict[str, object]:
+    """What is known of the run in a folder, or of a model without one."""
+    if (folder / CONFIG).is_file():
+        return run_columns(read_run(folder), read_metrics(folder / METRICS)[0])
+    return {"run": folder.resolve().name, "folder": str(folder)}
+
+
+def _arguments(given: Sequence[Given]) -> list[str]:
+    """Arguments of a command: mappings become overrides, in JSON, which is YAML."""
+    arguments = []
+    for each in given:
+        if isinstance(each, Mapping):
+            arguments += [f"{name}={json.dumps(value)}" for name, value in each.items()]
+        else:
+            arguments.append(os.fspath(each))
+    return arguments
+
+
+def _printing(verbose: bool) -> contextlib.AbstractContextManager:
+    """A context in which nothing is printed unless `verbose`."""
+    return contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO())

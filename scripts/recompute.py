@@ -1,0 +1,218 @@
+"""Tables and pictures of docs/ from the committed results of every run: python scripts/recompute.py [--check]
+
+Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length; nothing is trained and
+torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of NAME -->`.
+`--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
+`--collect FOLDER NAME` writes results/NAME/seeds.csv from the run folders of an experiment.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from pages import STYLE, svg
+
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
+GUESSING = 100 * sum(1 / k for k in range(1, 9)) / 8  # of 8 questions about 8 values, each value once: H_8 / 8
+
+
+@dataclass(frozen=True)
+class Recall:
+    """An experiment on recall: accuracy by sequence length.
+
+    Attributes:
+        name: folder of results/.
+        page: of docs/, that holds its table.
+        labels: words for the arms, by name, in the order of the table.
+        baseline: the arm that all others are compared with.
+        deciding: sequence lengths at which they are.
+        matters: smallest difference of interest, as a fraction.
+        tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are compared.
+        picture: whether accuracy by length is drawn, docs/NAME.svg.
+    """
+
+    name: str
+    page: str
+    labels: dict[str, str]
+    baseline: str
+    deciding: tuple[int, ...]
+    matters: float
+    tuned: bool = False
+    picture: bool = False
+
+    @cached_property
+    def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
+        """(seeds,) the accuracy of the final runs by arm, rate and length."""
+        data = pd.read_csv(RESULTS / self.name / "seeds.csv").query(
+            "stage == 'final' and metric == 'mqar accuracy' and setting == 'as trained'"
+        )
+        return {key: lines.sort_values("seed").value.to_numpy() for key, lines in data.groupby(["arm", "rate", "x"])}
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The sequence lengths, ascending."""
+        return sorted({length for *_, length in self.accuracies})
+
+    def rates(self, arm: str) -> list[float]:
+        """The rates of an arm's final seeds, ascending; of tuned arms the best comes first."""
+        rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
+        return sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean()) if self.tuned else rates
+
+    @cached_property
+    def verdicts(self) -> dict[tuple[str, float, int], Verdict]:
+        """The verdicts by arm, rate and length, as one family."""
+        comparisons = {}
+        for arm in self.labels:
+            ours = self.rates(arm)
+            for length in self.deciding if arm != self.baseline else ():
+                if self.tuned:
+                    theirs = sorted(self.rates(self.baseline), key=lambda rate: rate not in ours)
+                    comparisons[arm, ours[0], length] = self._over_rates(arm, ours, theirs, length)
+                    continue
+                for rate in ours:
+                    differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
+                    comparisons[arm, rate, length] = Comparison(differences.tolist())
+        return verdicts(comparisons, self.matters, "higher")
+
+    def _over_rates(self, arm: str, ours: list[float], theirs: list[float], length: int) -> Comparison:
+        """The comparison of two arms that may have several rates, each judged at its best."""
+        base = np.array([self.accuracies[self.baseline, rate, length] for rate in theirs])
+        by_rates = np.array([self.accuracies[arm, rate, length] for rate in ours])[:, None] - base[None]
+        place = 0, theirs.index(self.rates(self.baseline)[0])
+        shared = sum(rate in ours for rate in theirs)
+        return Comparison(by_rates[place].tolist(), by_rates=by_rates, place=place, shared=shared, higher=True)
+
+    def table(self) -> str:
+        """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
+        against = f"minus {self.labels[self.baseline].removesuffix(' at 64')}"
+        heads = ["learning rate", "layer 2", *(f"{length:,}" for length in self.lengths)]
+        heads += [f"{against}, at {length:,}" for length in self.deciding]
+        places = [(arm, rate) for arm in self.labels for rate in self.rates(arm)]
+        lines = [
+            [f"{rate:.0e}".replace("e-0", "e-"), self.labels[arm], *self._cells(arm, rate)]
+            for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
+        ]
+        return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
+
+    def _cells(self, arm: str, rate: float) -> list[str]:
+        """The accuracies of an arm at a rate, and its verdicts."""
+        cells = []
+        for length in self.lengths:
+            values = 100 * self.accuracies[arm, rate, length]
+            cells.append(f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else ""))
+        for length in self.deciding:
+            verdict = self.verdicts.get((arm, rate, length))
+            cells.append(_difference(verdict) if verdict else "")
+        return cells
+
+    def drawn(self) -> bytes:
+        """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
+        plt.rcParams.update(STYLE | {"font.size": 9})
+        rates = sorted({rate for _, rate, _ in self.accuracies})
+        figure, panels = plt.subplots(len(rates), len(self.labels), figsize=(13, 4.6), sharex=True, sharey=True, layout="constrained")
+        for row, rate in zip(panels, rates, strict=True):
+            for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
+                values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
+                axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
+                axes.plot(self.lengths, values, color=f"C{number}", linewidth=0.8, alpha=0.6)
+                axes.plot(self.lengths, values.mean(1), color=f"C{number}", linewidth=2.4)
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(self.lengths, [f"{length:,}" for length in self.lengths], rotation=60)
+                axes.minorticks_off()
+                axes.set_ylim(-3, 103)
+                axes.spines[["top", "right"]].set_visible(False)
+            row[0].set_ylabel(f"learning rate {rate:.0e}".replace("e-0", "e-") + "\naccuracy, %")
+            row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
+        for axes, label in zip(panels[0], self.labels.values(), strict=True):
+            axes.set_title(label, fontsize=9)
+        figure.supxlabel("sequence length (trained on 64)", fontsize=9)
+        return svg(figure)
+
+
+LABELS = {
+    "softmax": "softmax",
+    "tau_half": "softmax, temperature 1/2",
+    "tau_quarter": "softmax, temperature 1/4",
+    "ssmax_fixed": "SSMax, n fixed at 64",
+    "ssmax": "SSMax",
+    "log_n": "log n",
+}
+SHOWN = (
+    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
+    Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True),
+)
+
+
+def _difference(verdict: Verdict) -> str:
+    """A verdict with the difference in per cent and its interval; without interval where all seeds agree."""
+    mean, low, high = (100 * value for value in verdict.interval.listed())
+    interval = f"[{low:+.1f}, {high:+.1f}] " if math.isfinite(low) and low < high else ""
+    return f"{mean:+.1f} {interval}*{verdict.kind}*"
+
+
+def filled(text: str, name: str, table: str) -> str:
+    """A page with the table of some results in it. Raises LookupError: it has no place for them."""
+    begin, end = f"<!-- results: {name} -->\n", f"<!-- end of {name} -->"
+    before, begin, rest = text.partition(begin)
+    _, end, after = rest.partition(end)
+    if not end:
+        raise LookupError(f"no place for the results of {name}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def files() -> dict[Path, bytes]:
+    """What is made of the results: the pages with their tables, and the pictures."""
+    pages: dict[Path, str] = {}
+    pictures = {}
+    for shown in SHOWN:
+        page = ROOT / "docs" / shown.page
+        pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), shown.name, shown.table())
+        if shown.picture:
+            pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.drawn()
+    return {page: text.encode() for page, text in pages.items()} | pictures
+
+
+def collect(folder: Path, name: str) -> Path:
+    """Write results/NAME/seeds.csv from the runs below a folder. Raises LMError: there are none."""
+    import lm
+
+    lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    lines["metric"] = (lines.task + " " + lines.metric).str.strip()
+    lines["weighted"] = lines.weight * lines.value
+    sums = lines.groupby([*KEYS], as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("value", "size"))
+    sums["value"] = (sums.weighted / sums.weight).map("{:.6g}".format)
+    sums["x"] = sums.x.astype(int)
+    path = RESULTS / name / "seeds.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sums[[*KEYS, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--collect", nargs=2, metavar=("FOLDER", "NAME"))
+    asked = parser.parse_args()
+    if asked.collect:
+        print(collect(Path(asked.collect[0]), asked.collect[1]))
+        return 0
+    differing = {path: content for path, content in files().items() if path.read_bytes() != content}
+    for path, content in differing.items():
+        print(f"{path.relative_to(ROOT)}: {'differs from results/' if asked.check else 'written'}")
+        if not asked.check:
+            path.write_bytes(content)
+    return int(asked.check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy.stats import t
+from test_documents import blocks
+from test_experiments import here, inline, overrides, written  # noqa: F401
+
+import lm
+from lm.errors import ConfigError, RunError
+from lm.experiments.jobs import Jobs
+from lm.experiments.opening import open_experiment
+from lm.experiments.slots import Slots
+from lm.experiments.summary import summary
+
+TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
+    f",{arm},optim.lr,{rate},{seed},{loss},\n"
+    for arm in ("softmax", "ssmax")
+    for rate, loss in ((5e-3, 5.2), (1e-2, 5.1), (2e-2, 5.3))
+    for seed in (101, 102)
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path, overrides: list[str]) -> Path:  # noqa: F811
+    """An experiment file whose runs are finished."""
+    (tmp_path / "rates.csv").write_text(TABLE)
+    path = written(tmp_path, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
+    Jobs(open_experiment(path, overrides), Slots(1), here).work()
+    return path
+
+
+def test_the_long_table_holds_what_the_verdict_follows_from(file, overrides, tmp_path, capfd):  # noqa: F811
+    capfd.readouterr()
+    compared = lm.compare(file, *overrides, train=False)
+    table = compared.results
+    assert capfd.readouterr() == ("", ""), "nothing is printed"
+    assert set(table["state"]) == {"finished"}
+    assert table["commit"].notna().all()
+    final = table.query("stage == 'final' and metric == 'val loss' and part == 'reports'")
+    means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
+    difference = means["ssmax"] - means["softmax"]
+    half = t.ppf(0.975, len(difference) - 1) * difference.std() / len(difference) ** 0.5
+    by_hand = [difference.mean(), difference.mean() - half, difference.mean() + half]
+    verdict = compared.verdicts.set_index("arm").loc["ssmax"]
+    assert verdict[["difference", "difference low", "difference high"]].tolist() == pytest.approx(by_hand, abs=1e-6)
+    base, other = summary(open_experiment(file, overrides))
+    assert [base["mean"], other["mean"]] == pytest.approx(means.groupby("arm").mean().tolist(), abs=1e-6)
+    assert verdict["verdict"] == other["verdict"]
+    assert compared.report.is_file()
+
+    selecting = table.query("metric == 'val loss' and part == 'selects'")
+    assert set(selecting["group"]).isdisjoint(final["group"]), "a document selects or reports"
+    assert final.groupby(["sequences", "sample"])["run"].nunique().eq(6).all(), "all runs are measured on the same sequences"
+
+    run = table["folder"][0]
+    logged = lm.results(run, history=True).query("kind == 'log'")
+    assert {"train/loss", "val/loss"} <= set(logged["metric"])
+    assert logged["tokens"].is_monotonic_increasing
+    assert lm.results(run)["step"].unique().tolist() == [40]
+
+    with pytest.raises(RunError, match="no run folder"):
+        lm.results(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"optim\.lrr"):
+        lm.train(ROOT / "tests" / "tiny.yaml", {"optim": {"lrr": 1}})
+    with pytest.raises(RunError, match="one experiment"):
+        lm.compare(file, file)
+
+
+def test_the_page_of_python_runs(file, overrides, tmp_path, monkeypatch):  # noqa: F811
+    """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
+    (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
+    small = {'{"max_steps": 100}': '{"max_steps": 60}', '"quickstart-recall"': "file, *overrides, train=False", "'accuracy'": "'val loss'"}
+    small |= {"'as trained'": "''", '["x", "arm"]': '"arm"'}
+    for old, new in small.items():
+        assert old in page
+        page = page.replace(old, new)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shown = []
+    exec(page, names := {"file": file, "overrides": overrides, "print": shown.append})
+    assert names["run"] == Path("runs/trial")
+    assert set(names["longer"]["x"].dropna()) == {64, 256}
+    assert names["longer"]["arm"].unique().tolist() == ["ssmax"]
+    assert [len(table) > 0 for table in shown] == [True] * 3
+    with pytest.raises(RunError, match="runs/trial"):
+        lm.train("recall", {"name": "trial"})

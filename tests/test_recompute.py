@@ -1,0 +1,40 @@
+"""Tables and pictures of docs/ that scripts/recompute.py makes from results/."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import recompute
+
+
+def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
+    assert {path: content for path, content in recompute.files().items() if path.read_bytes() != content} == {}
+
+    data = (recompute.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
+    place = next(i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,"))
+    line = data[place].split(",")
+    line[-2] = "0.5"
+    altered = [*data[:place], ",".join(line), *data[place + 1 :]]
+    (tmp_path / "recall-tuned").mkdir()
+    (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(altered))
+    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    (tuned,) = (replace(shown) for shown in recompute.SHOWN if shown.name == "recall-tuned")  # nothing read yet
+    page = (ROOT / "docs" / "retrieval.md").read_text()
+    changed = recompute.filled(page, "recall-tuned", tuned.table())
+    differing = [new for new, old in zip(changed.splitlines(), page.splitlines(), strict=True) if new != old]
+    assert len(differing) == 1
+    assert "temperature 1/2" in differing[0]
+
+
+def test_a_page_without_a_place_for_results_is_an_error():
+    with pytest.raises(LookupError, match="recall"):
+        recompute.filled("<!-- results: recall -->\n", "recall", "|")
+
+
+def test_recomputing_needs_no_torch():
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import recompute; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
