@@ -13,11 +13,13 @@ from scipy.stats import t
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
+from lm.experiments.jobs import Jobs
 from lm.experiments.judging import next_look
 from lm.experiments.opening import open_experiment
 from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Slots
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.evaluations import evaluation_path
@@ -68,14 +70,15 @@ OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
 ACCURACIES = {"softmax": {1e-2: 0.2, 2e-2: 0.5, 4e-2: 0.1}, "ssmax": {}}
 
 
-def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edge(tmp_path):
+def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edge(tmp_path, capsys):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102], "metric": "primary"}
     recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
-    while waiting := [run for run in procedure.known() if not run.outcome.ended]:
-        for run in waiting:
-            finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0)))
+    Jobs(procedure, Slots(1), lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0).work()
+    out = capsys.readouterr().out
+    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 on the selection text 0.5000, " in out, "what chooses is said as a run ends"
+    assert "selection loss" not in out
     assert procedure.rates("") == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
     assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
     (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))

@@ -18,6 +18,7 @@ from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, named
 from lm.experiments.timing import whole
+from lm.report.tables import digits
 
 CLAIMS = "claims"  # in the experiment's folder
 POLL_SECONDS = 3.0  # between looks at what other processes do
@@ -134,15 +135,17 @@ class Jobs:
                 self.procedure.check_direction(outcome)
                 self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
                 diverged = outcome.state == "diverged"
-                loss = f"diverged ({outcome.divergence})" if diverged else f"selection loss {outcome.mean(SELECTION, selection=True):.4f}"
-                loss += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
+                by = self.procedure.experiment.chosen_by
+                metric = "selection loss" if by == SELECTION else f"{by} on the selection text"
+                said = f"diverged ({outcome.divergence})" if diverged else f"{metric} {digits(self.procedure.choosing(outcome))}"
+                said += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
                 known = self.procedure.known()
                 left = [self.slots.taken(one.size, one.arm) for one in known if not one.outcome.ended]
                 took = [*chain(*self.seconds.values())]
                 left_over = f"{len(left)} of the {len(known)} runs known so far are left"
                 left_over += f", about {statistics.fmean(took) * sum(left) / self.slots.jobs / 60:.0f} min" if took else ""
                 where = f" on {named(devices)}" if devices else ""
-                print(f"{run.stage}: {run.label}: {loss}, {seconds:.0f} s{where}; {left_over}", flush=True)
+                print(f"{run.stage}: {run.label}: {said}, {seconds:.0f} s{where}; {left_over}", flush=True)
             elif not status:
                 raise RunError(f"{folder}: {self._lacks(outcome)}")
             elif not claim.lost:
