@@ -11,8 +11,8 @@ from fabricated import finish_all
 from test_experiments import here, inline, overrides  # noqa: F401
 from trials import written
 
+from lm.experiments.engine import Jobs
 from lm.experiments.equal_arms import noise
-from lm.experiments.jobs import Jobs
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots

@@ -10,10 +10,10 @@ from conftest import ROOT, lm
 from fabricated import finish, finish_all
 
 from lm.errors import ConfigError
-from lm.experiments.commands import commands
 from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import commands
 from lm.experiments.summary import summary
 from lm.runs.consistency import config_problems
 from lm.runs.evaluations import Evaluation, evaluation_path

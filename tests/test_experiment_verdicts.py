@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.jobs import Jobs
+from lm.experiments.engine import Jobs
 from lm.experiments.judging import next_look
 from lm.experiments.opening import open_experiment
 from lm.experiments.page_tables import crossed_table

@@ -20,13 +20,13 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import Work, compare
 from lm.experiments.definition import read_experiment
+from lm.experiments.engine import Jobs, retry
 from lm.experiments.experiment import config_hash
-from lm.experiments.jobs import Jobs, Stopped, retry
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Slots
+from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
@@ -61,7 +61,7 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch):
-    monkeypatch.setattr("lm.experiments.jobs.ThreadPoolExecutor", Inline)
+    monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
     monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 

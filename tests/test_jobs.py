@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,9 @@ from waiting import wait_until
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.failures import read_failure
-from lm.experiments.jobs import Jobs, Stopped, retry
+from lm.experiments.engine import Jobs, read_failure, retry
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Slots
+from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary
 from lm.machine import born
 from lm.runs.folder import MetricTail, read_json, step_path
@@ -50,8 +50,7 @@ def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
 def child_of(folder: Path, step: int) -> int:
     """The process that trains in a run folder, once it has saved this step."""
     wait_until((folder / "checkpoints" / f"step-{step:06d}.ckpt").exists, folder.parent)
-    (claim,) = (folder.parent / "claims").glob(f"{folder.name}.*")
-    return json.loads(claim.read_text())["child"]
+    return at_work(folder.parent)[folder]
 
 
 def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(tiny):
@@ -140,14 +139,12 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
     assert (folder / "checkpoints" / "last.ckpt").exists()
-    (claim,) = (folder.parent / "claims").glob(f"{folder.name}.*")
-    assert json.loads(claim.read_text())["released"]
 
 
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.jobs import Jobs, retry
+from lm.experiments.engine import Jobs, retry
 from lm.experiments.opening import start
 from lm.experiments.slots import Slots
 jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
@@ -157,13 +154,15 @@ jobs.work()
 
 
 def at_work(folder: Path) -> dict[Path, int]:
-    """The processes that train now, by run folder, as the claims of an experiment say."""
-    found = {}
-    for claim in sorted((folder / "claims").glob("[!.]*-seed*")):
-        content = read_json(claim)
-        if born(content.get("child", 0)) and born(content["child"]) == content["child_born"]:
-            found[folder / claim.stem] = content["child"]
-    return found
+    """The processes that train now, by run folder, as their command lines say."""
+    processes = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_text().split("\0")
+            file = Path(words[words.index("train") + 1]) if "train" in words else process
+            if file.parent == folder / "logs" and born(int(process.name)):
+                processes[folder / file.stem] = int(process.name)
+    return processes
 
 
 def logged_steps(folder: Path) -> int:

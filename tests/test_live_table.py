@@ -14,14 +14,12 @@ from conftest import ROOT
 from fabricated import finish
 from rich.console import Console
 
-from lm.experiments import live_table as module
 from lm.experiments.definition import read_experiment
-from lm.experiments.failures import Failure
-from lm.experiments.jobs import Jobs, claim_name
+from lm.experiments.engine import Failure, Jobs
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.runs.folder import MetricTail, write_json
+from lm.runs.folder import MetricTail
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -82,7 +80,7 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left(work, clo
     first, second, third, fourth = (runs["softmax", rate, seed] for rate in (1e-2, 2e-2) for seed in (101, 102))
     finish(first, 5.0)
     jobs.known = jobs.procedure.known()
-    jobs.pending = {Future(): (second, None, ()), Future(): (third, None, ())}
+    jobs.pending = {Future(): (second, ()), Future(): (third, ())}
     jobs.failed[fourth.config.run_folder] = Failure(3, "out of memory", "log")
     table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0}, clock)
     text(table)
@@ -123,28 +121,12 @@ def test_times_of_runs_that_ended_here_come_before_the_plan_s(work, clock):
     ]
 
 
-def test_a_run_of_another_process_is_followed_until_it_has_ended(work, clock):
-    jobs = work(tune=None, seeds=[1])
-    run = jobs.known[0]
-    claim = jobs.claims.folder / f"{claim_name(run)}.1"
-    claim.parent.mkdir(parents=True)
-    write_json(claim, {"host": "node7 boot", "pid": 12})
-    logged(run.config.run_folder, {"step": 3, "val/loss": 5.25, "tokens": 0})
-    table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 60.0}, clock)
-    assert text(table)[1] == "softmax  1  final  elsewhere process 12 on node7  3 of 8  5.2500  1 min"
-    finish(run, 5.0)
-    write_json(claim, {"released": True})
-    assert "elsewhere" in text(table)[1], "claims are not looked at every second"
-    clock.seconds += module.LOOK_SECONDS
-    assert text(table)[1] == "softmax  1  final  finished  8 of 8  5.0000"
-
-
 def test_many_runs_are_shown_in_groups_that_fit(work, clock):
     jobs = work(sizes={"small": {}, "large": {"trainer.max_steps": 16}}, seeds=[1, 2, 3])
     for run in jobs.known[:3]:
         finish(run, 5.0 + run.seed / 100)
     jobs.known = jobs.procedure.known()
-    jobs.pending = {Future(): (jobs.known[3], None, ())}
+    jobs.pending = {Future(): (jobs.known[3], ())}
     logged(jobs.known[3].config.run_folder, {"step": 4, "tokens": 0})
     table = LiveTable(jobs, {}, clock)
     heading, *lines, below = text(table)

@@ -19,7 +19,6 @@ from folders import EVERY_STEP, differences, same, swap_to, weights
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
-from lm.experiments.claims import Claims
 from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_new, write_text, write_together
 from lm.machine import born, this_machine
 from lm.runs.checkpoints import save_checkpoint
@@ -55,7 +54,6 @@ WRITERS = {
     "together": lambda folder: write_together({folder / "other": b"new"}),
     "json": lambda folder: write_json(folder / "other", {}),
     "new": lambda folder: write_new(folder / "other", b"new"),
-    "claim": lambda folder: Claims(folder).take("other"),
     "folder": _fill,
     "checkpoint": lambda folder: save_checkpoint({"state_dict": {}}, folder / "other"),
 }

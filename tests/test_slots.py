@@ -18,7 +18,7 @@ from trials import written
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.jobs import Jobs
+from lm.experiments.engine import Jobs
 from lm.experiments.live_table import LiveTable
 from lm.experiments.minutes import total_seconds
 from lm.experiments.plan import costs
@@ -178,7 +178,7 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     program.chmod(0o755)
     procedure = opened(tmp_path, arms=WIDE, seeds=[1, 2, 3])
     slots = slots_of(procedure.experiment, None, per_gpu)
-    monkeypatch.setattr("lm.experiments.children.sys.executable", str(program))
+    monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
         Jobs(procedure, slots).work()
     held, seen = Counter(), Counter()
@@ -234,7 +234,7 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     procedure = opened(tmp_path)
     jobs = Jobs(procedure, slots_of(procedure.experiment, None, 1))
     jobs.known = procedure.known()
-    jobs.pending = {Future(): (jobs.known[0], None, ("1", "3")), Future(): (jobs.known[1], None, ())}
+    jobs.pending = {Future(): (jobs.known[0], ("1", "3")), Future(): (jobs.known[1], ())}
     for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):
         out = io.StringIO()
         Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs, {}).render(height))

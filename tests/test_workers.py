@@ -1,11 +1,13 @@
-"""Experiments in the jobs of a cluster, and as commands for a scheduler of one's own."""
+"""One `lm compare` at a time works on an experiment; in the jobs of a cluster, or as commands for a scheduler of one's own."""
 
+import errno
+import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
-from lm.experiments import workers
+from lm.experiments import engine, slots
+from lm.experiments.engine import LOCK, Cluster, Training, read_options, working_on
 from lm.experiments.opening import open_experiment, start
-from lm.experiments.workers import Worker, read_options, submit
+from lm.experiments.slots import log_path
+from lm.machine import born, this_machine
 from lm.runs.folder import read_json, write_json
 
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -47,9 +51,9 @@ def scheduler(tmp_path: Path, monkeypatch) -> Path:
 @INSTALLED
 def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
     options = read_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
-    assert submit(["trial.yaml"], 3, tmp_path / "jobs", options, "slurm") == ["42_0", "42_1", "42_2"]
+    assert Cluster(tmp_path, options, "slurm").submit(Path.cwd).job_id == "42"
     lines = scheduler.read_text().splitlines()
-    wanted = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "array=0-2%3", "job-name=lm", "open-mode=append")
+    wanted = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "job-name=lm", "open-mode=append")
     assert {f"#SBATCH --{one}" for one in wanted} <= {*lines}
     assert "export SUBMITIT_PREEMPT_SIGNAL=USR1" in lines
 
@@ -59,45 +63,141 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monke
     with pytest.raises(ConfigError, match="--job-options partition: must be KEY=VALUE,KEY=VALUE"):
         read_options("partition")
     with pytest.raises(ConfigError, match=r"--job-options partitoin=gpu: .*partitoin") as error:
-        submit([], 1, tmp_path / "jobs", {"partitoin": "gpu"}, "slurm")
+        Cluster(tmp_path, {"partitoin": "gpu"}, "slurm")
     assert "\n" not in str(error.value)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RunError, match=r"--submit slurm: .*srun"):
-        submit([], 1, tmp_path / "jobs", {}, "slurm")
+        Cluster(tmp_path, {}, "slurm")
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(RunError, match=r"submitit, which is not installed: pip install 'submitit>=1.5'"):
-        submit([], 1, tmp_path / "jobs", {}, "slurm")
+        Cluster(tmp_path, {}, "slurm")
 
 
 @INSTALLED
-def test_a_worker_lets_its_process_save_and_is_the_same_when_it_is_started_again(tmp_path, monkeypatch):
+def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, arguments, tmp_path, monkeypatch):
     program, saved = tmp_path / "program", tmp_path / "saved"
     program.write_text(
-        f"#!/bin/sh\ntrap 'sleep 0.2; touch {saved}; exit 138' USR1\ntouch {tmp_path / 'ready'}\nwhile :; do sleep 0.05; done\n"
+        f"#!/bin/sh\ntrap 'sleep 0.2; touch {saved}; exit 143' TERM\ntouch {tmp_path / 'ready'}\nwhile :; do sleep 0.05; done\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(workers.sys, "executable", str(program))
-    worker, again = Worker(["trial.yaml"], str(tmp_path)), []
+    procedure = start(file, arguments[1:])
+    monkeypatch.setattr(slots.sys, "executable", str(program))
+    monkeypatch.setattr(Training, "_is_waited_for", lambda _: True)
+    job, again = Training(procedure.known()[0], procedure.experiment.folder, os.getcwd()), []
 
     def requeue(number: int, frame: object) -> None:
-        again.append(worker.checkpoint())
+        again.append(job.checkpoint())
         assert saved.exists(), "it has ended"
 
     def announce() -> None:
-        while worker._process is None or not (tmp_path / "ready").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "ready").exists, tmp_path)
         os.kill(os.getpid(), signal.SIGUSR2)
 
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
         threading.Thread(target=announce).start()
-        with pytest.raises(RunError, match="lm compare ended with status 138"):
-            worker()
+        assert job()[0] == 143
     finally:
         signal.signal(signal.SIGUSR2, before)
     (delayed,) = again
-    assert delayed.function.arguments == ["trial.yaml"]
-    assert delayed.function.folder == str(tmp_path)
+    assert (delayed.function.run, delayed.function.experiment, delayed.function.cwd) == (job.run, job.experiment, job.cwd)
+
+
+@INSTALLED
+def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch):
+    procedure = start(file, arguments[1:])
+    folder, run = procedure.experiment.folder, procedure.known()[0]
+    monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
+    monkeypatch.setattr(engine, "RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
+    for record, status in ({}, 143), ({"engine": "slurm", "id": "8", "born": ""}, 143), ({"engine": "slurm", "id": "7", "born": ""}, 0):
+        write_json(log_path(folder, run, "job.json"), record)
+        assert Training(run, folder, os.getcwd())()[0] == status
+
+
+def test_runs_that_jobs_train_are_left_to_them(file, arguments):
+    procedure = start(file, arguments[1:])
+    path = log_path(procedure.experiment.folder, procedure.known()[1], "job.json")
+    write_json(path, {"engine": "slurm", "id": "42", "born": ""})
+    remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
+    for options in ([], ["--commands"]):
+        refused = lm("compare", str(file), *arguments[1:], *options)
+        assert (refused.returncode, refused.stderr.splitlines()[-1]) == (1, f"error: {path}: job 42 of slurm trains this run; {remedy}")
+    finish(procedure.known()[1], 5.0)
+    assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 3
+    assert not path.exists(), "its run has ended"
+
+
+def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
+    folder = start(file, arguments[1:]).experiment.folder
+    with working_on(folder):
+        refused, since = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
+        said = f"process {os.getpid()} on {os.uname().nodename} works on it since {since}; --report-only and --plan show how far it is"
+        assert (refused.returncode, refused.stderr) == (1, f"error: {folder}: {said}\n")
+        assert "no run has ended yet" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
+        assert lm("compare", str(file), *arguments[1:], "--plan").returncode == 0
+        printed = lm("compare", str(file), *arguments[1:], "--commands")
+        assert (len(printed.stdout.splitlines()), said in printed.stderr) == (4, True)
+    assert not (folder / LOCK).exists()
+    with working_on(folder):
+        pass
+
+
+def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file, arguments, tmp_path):
+    refused = lm("compare", str(file), *arguments[1:], "data.source.paths=[/nowhere]")
+    assert refused.returncode
+    assert not (tmp_path / "runs" / "trial").exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from lm.experiments.engine import working_on
+with working_on(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_compare_does_not_block_the_next_one(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "trial")], cwd=ROOT, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    with pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"), working_on(tmp_path / "trial"):
+        pass
+    process.kill()
+    process.wait()
+    assert (tmp_path / "trial" / LOCK).exists()
+    with working_on(tmp_path / "trial"):
+        assert read_json(tmp_path / "trial" / LOCK)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["with the system's locks", "without"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "process {pid} on {host} works on it since"),
+        ({"born": "long ago"}, ""),
+        ({"host": "node7", "machine": "node7 boot"}, "on node7 works on it since .*; once that process is surely gone, delete {path}; "),
+        (None, "another process works on it; once that process is surely gone, delete {path}; "),
+    ],
+    ids=["alive", "dead", "of another host", "damaged"],
+)
+def test_what_the_lock_s_file_says(tmp_path, monkeypatch, locks, changes, said):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", flock)
+    path, pid, host = tmp_path / LOCK, os.getpid(), os.uname().nodename
+    mine = {"host": host, "machine": this_machine(), "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
+    path.write_text("" if changes is None else json.dumps(mine | changes))
+    if not said or (locks and changes == {}):  # whoever has the folder's lock knows that no process of this host works on it
+        with working_on(tmp_path):
+            assert read_json(path)["born"] == born(pid)
+        return
+    with pytest.raises(RunError, match=said.format(pid=pid, host=host, path=path)), working_on(tmp_path):
+        pass
+    assert path.exists()
 
 
 def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
@@ -116,16 +216,41 @@ def test_ways_to_work_exclude_each_other(file):
 
 
 @INSTALLED
-@pytest.mark.slow  # a minute
-def test_jobs_of_this_machine_train_an_experiment(file, arguments, tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")  # set by --submit: unset again
-    monkeypatch.chdir(ROOT)
+@pytest.mark.slow  # 2 min
+def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, arguments, tmp_path):
     folder = tmp_path / "runs" / "trial"
-    folder.mkdir(parents=True)
-    write_json(folder / "pilot.json", {"jobs": 1, "seconds": {"softmax": 5.0, "ssmax": 5.0}})
-    result = lm("compare", str(file), *arguments[1:], "--submit", "local", "--workers", "2")
-    assert result.stdout.splitlines()[-1].startswith("submitted: "), result.stderr
-    wait_until((folder / "verdicts.json").exists, tmp_path)
+    command = [sys.executable, "-m", "lm", "compare", str(file), *arguments[1:], "--submit", "local", "--workers", "2"]
+    first = subprocess.Popen(command, cwd=ROOT)
+    wait_until(lambda: len(list((folder / "logs").glob("*.job.json"))) == 2, tmp_path)
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: read_json(folder / LOCK)["pid"] == second.pid, tmp_path)
+    second.terminate()
+    assert second.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert third.returncode == 0, third.stderr
+    assert (folder / "verdicts.json").exists()
     runs = open_experiment(file, arguments[1:]).known()
     assert [run.outcome.ended for run in runs] == [True] * 4
     assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, "none is trained twice"
+
+
+@INSTALLED
+@pytest.mark.slow  # 2 min
+def test_a_job_that_meets_its_time_limit_goes_on(file, arguments, tmp_path):
+    """One job of a minute, told of its end after half of it, for a run that takes longer."""
+    folder, options = tmp_path / "runs" / "trial", "timeout_min=1,signal_delay_s=30"
+    steps = ["trainer.max_steps=100000", "trainer.checkpoint_every=100000", "eval.every=100000"]
+    command = [sys.executable, "-m", "lm", "compare", str(file), *arguments[1:], *steps, "--submit", "local", "--job-options", options]
+    process = subprocess.Popen(command, cwd=ROOT)
+    run = next(iter(open_experiment(file, [*arguments[1:], *steps]).known())).config.run_folder
+    try:
+        wait_until(lambda: (path := run / "environment.json").exists() and len(read_json(path)["starts"]) == 2, tmp_path)
+        assert read_json(run / "environment.json")["starts"][1]["step"] > 0
+        record = read_json(next((folder / "logs").glob("*.job.json")))
+        assert len(list((folder / "workers").glob("*_submission.pkl"))) in (1, 2), "it is the same job"
+    finally:
+        process.kill()
+        process.wait()
+        os.kill(int(record["id"]), signal.SIGKILL)

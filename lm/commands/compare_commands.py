@@ -45,9 +45,9 @@ def compare(
     ] = None,
     commands: Annotated[bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")] = False,
     submit: Annotated[
-        Literal["slurm", "local"] | None, typer.Option(help="work in jobs of SLURM, or in the background here", show_default=False)
+        Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine", show_default=False)
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="jobs to submit")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
     job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
 ) -> None:
     """Train and compare the arms of an experiment.
@@ -56,18 +56,18 @@ def compare(
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import Work, compare, print_commands, submit_workers
+    from lm.experiments.compare import Work, compare, print_commands
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
-    modes |= {"--minutes": minutes is not None, "--out": out} if submit or commands else {}
+    modes |= {"--minutes": minutes is not None} if submit or commands else {}
+    modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
     if commands:
         print_commands(files, overrides, anew, aa)
-    elif submit:
-        submit_workers(files, overrides, Work(jobs, retry, anew=anew, aa=aa, per_gpu=jobs_per_gpu), workers, job_options, submit)
     else:
-        compare(files, overrides, Work(jobs, retry, minutes, anew, aa, jobs_per_gpu), plan, report_only, out)
+        work = Work(jobs, retry, minutes, anew, aa, jobs_per_gpu, submit, workers, job_options)
+        compare(files, overrides, work, plan, report_only, out)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

@@ -10,7 +10,7 @@ from lm.errors import ConfigError, Problem, abbreviated
 from lm.runs.folder import SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, suggest
 
-TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "claims", "logs", "report", SWAPPED)}  # sizes are folders beside these
+TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers")}  # sizes are folders beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 
 

@@ -1,39 +1,38 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
+import os
 import shlex
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.children import Stopped
-from lm.experiments.commands import commands
 from lm.experiments.definition import read_experiment
+from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_failure, read_options, retry, worker, working_on
 from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
-from lm.experiments.failures import read_failure
-from lm.experiments.jobs import Jobs, RunsFailed, retry
 from lm.experiments.judging import judge, next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
-from lm.experiments.opening import open_experiment, other_runs, start
+from lm.experiments.opening import folder_of, open_experiment, other_runs, start
 from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.page_tables import summary_table
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.size_results import SizeResults
-from lm.experiments.slots import Slots, slots_of
+from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
-from lm.experiments.workers import OUTPUT, Engine, read_options, submit
 from lm.files import write_together
 from lm.report.tables import csv_text, digits, from_lines, print_tables
-from lm.runs.folder import json_bytes
+from lm.runs.folder import RESOLVED, json_bytes
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
+UNTIMED: tuple[Times, str] = {}, "not estimated for the machines of the jobs"
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,9 @@ class Work:
         aa: the A/A experiments are worked on, of the baselines against themselves, in place of the experiments.
         anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
         per_gpu: slots on each GPU.
+        engine: the scheduler whose jobs train the runs; None: the slots of this machine do.
+        workers: jobs at a time.
+        options: of each job, as `--job-options` gives them.
     """
 
     jobs: int | None = None
@@ -55,10 +57,17 @@ class Work:
     anew: bool = False
     aa: bool = False
     per_gpu: int = 1
+    engine: Engine | None = None
+    workers: int = 1
+    options: str = ""
 
     def slots(self, experiment: Experiment) -> Slots:
         """The slots for an experiment. Raises ConfigError: this machine has too few."""
-        return slots_of(experiment, self.jobs, self.per_gpu)
+        return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
+
+    def cluster(self, folder: Path) -> Cluster | None:
+        """The jobs of an experiment's folder, if jobs train its runs. Raises LMError: see `Cluster`."""
+        return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
 
 
 def compare(
@@ -70,8 +79,23 @@ def compare(
     Raises:
         LMError: an experiment's file is wrong, or runs failed.
     """
+    working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
+    jobs = [1 if report_only or work.engine else work.slots(each).jobs for each in experiments]  # enough, before text is prepared
+    with ExitStack() as stack:
+        if working:
+            for folder in dict.fromkeys(folder_of(each, work.aa) for each in experiments):
+                work.cluster(folder)  # its options are right
+                stack.enter_context(working_on(folder))
+            for path in files if work.engine else ():
+                _settle_in_a_job(path, overrides, work)
+        _compare(files, jobs, overrides, work, plan_only, report_only, out)
+
+
+def _compare(
+    files: list[Path], jobs: list[int], overrides: list[str], work: Work, plan_only: bool, report_only: bool, out: Path | None
+) -> None:
+    """Do what `compare` says, each experiment's runs `jobs` at a time; nobody else works on them."""
     working = not plan_only and not report_only
-    jobs = [1 if report_only else work.slots(read_experiment(path, overrides)).jobs for path in files]  # enough, before text is prepared
     opened = start if working else open_experiment
     procedures = [opened(path, overrides, each, work.anew or plan_only, work.aa) for path, each in zip(files, jobs, strict=True)]
     times: list[Times] = [{} for _ in files]
@@ -85,7 +109,7 @@ def compare(
             if work.retry:
                 retry(procedure)
             try:
-                procedure = _work(procedure, work.slots(procedure.experiment), each)
+                procedure = _work(procedure, work, each)
             except RunsFailed as error:
                 failures.append(str(error))
         judged.append(next_look(procedure))
@@ -96,41 +120,42 @@ def compare(
         raise RunsFailed("; ".join(failures))
 
 
-def _work(procedure: Procedure, slots: Slots, times: Times) -> Procedure:
+def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
+    """Prepare the text of an experiment here, and start it in a job if it has not been: precision, compilation and threads are those of the
+    machines that train."""
+    experiment = open_experiment(path, overrides, 1, work.anew, work.aa).experiment
+    prepare(experiment.first_config.data, progress=True)
+    if not (experiment.folder / RESOLVED).exists():
+        print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
+        work.cluster(experiment.folder).call(partial(_start_in, Path.cwd(), path, overrides, work.anew, work.aa))
+
+
+def _start_in(cwd: Path, path: Path, overrides: list[str], anew: bool, aa: bool) -> None:
+    """Start an experiment, in a job that begins in any folder."""
+    os.chdir(cwd)
+    start(path, overrides, 1, anew, aa)
+
+
+def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
     """Train what an experiment needs, its second look included where there is one. Raises RunsFailed."""
-    at_work = Jobs(procedure, slots)
+    experiment = procedure.experiment
+    at_work = Jobs(procedure, work.slots(experiment), cluster=work.cluster(experiment.folder))
     with live_table(at_work, times):
         at_work.work()
     following = next_look(procedure)
-    return procedure if following is procedure else _work(following, slots, times)
-
-
-def submit_workers(files: list[Path], overrides: list[str], work: Work, number: int, options: str, engine: Engine) -> None:
-    """Print the plans of experiments, prepare their text, and submit jobs that work on them, each in the slots of its machine.
-
-    Raises:
-        LMError: an experiment's file or an option is wrong, or the scheduler refuses.
-    """
-    read, procedures = read_options(options), [open_experiment(path, overrides, work.jobs or 1, work.anew, work.aa) for path in files]
-    for procedure in procedures:
-        prepare(procedure.experiment.first_config.data, progress=True)
-        print("\n".join(plan(procedure, costs(procedure), "not estimated for the machines of the jobs")), flush=True)
-        if work.retry:
-            retry(procedure)
-    output = procedures[0].experiment.folder.absolute() / OUTPUT
-    slots = [*([f"--jobs={work.jobs}"] if work.jobs else []), f"--jobs-per-gpu={work.per_gpu}"]
-    arguments = [*map(str, files), *overrides, *slots, *(f"--{name}" for name in ("anew", "aa") if getattr(work, name))]
-    ids = submit(arguments, number, output, read, engine)
-    print(f"submitted: {', '.join(ids)}; their output: {output}")
+    return procedure if following is procedure else _work(following, work, times)
 
 
 def print_commands(files: list[Path], overrides: list[str], anew: bool = False, aa: bool = False) -> None:
     """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
-        with redirect_stdout(sys.stderr):  # what is said of the text is no command
+        with redirect_stdout(sys.stderr):  # what is said of the text, and of others at work, is no command
             procedure = start(path, overrides, anew=anew, aa=aa)
+            folder = procedure.experiment.folder
+            if (folder / LOCK).exists():
+                print(f"note: {folder}: {worker(folder)}")
         for run in Jobs(procedure, Slots(1)).free():
-            lines = [shlex.join([sys.executable, "-m", "lm", *one]) for one in commands(run, procedure.experiment.folder)]
+            lines = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
             print(" && ".join(lines), flush=True)
 
 
@@ -146,14 +171,15 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     taken, slots = [costs(one) for one in procedures], [work.slots(one.experiment) for one in procedures]
     timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
     for procedure, each, places in zip(procedures, taken, slots, strict=True):
-        timed.append(_times(procedure, each, places, end - time.monotonic()))
+        timed.append(UNTIMED if work.engine else _times(procedure, each, places, end - time.monotonic()))
     if work.minutes is not None and not decided:
         procedures = _fitted(procedures, timed, work.minutes, slots)
     for procedure, cost, places, (times, words) in zip(procedures, taken, slots, timed, strict=True):
         if times:
             seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), places)
             words = f"about {duration(seconds)} for what is left, {len(places.lanes())} at a time, by {words}"
-        print("\n".join(plan(procedure, cost, words, str(places))), flush=True)
+        where = f"{work.workers} at a time, each in a job" if work.engine else str(places)
+        print("\n".join(plan(procedure, cost, words, where)), flush=True)
         if others := other_runs(procedure):
             print(f"note: {others}", flush=True)
         if working and work.minutes is None:

@@ -1,14 +1,13 @@
 """`lm compare` on a terminal: one table of all runs of an experiment, kept up to date while they train, with the time that is left."""
 
 import heapq
-import math
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lm.errors import RunError
-from lm.experiments.jobs import Jobs, claim_name
-from lm.experiments.outcomes import SELECTION, Outcome
+from lm.experiments.engine import Jobs
+from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Run
 from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
@@ -27,12 +25,11 @@ from lm.report.tables import from_lines, grid
 from lm.runs.folder import METRICS, MetricTail
 
 REFRESH_SECONDS = 1.0
-LOOK_SECONDS = 10.0  # between looks at what other processes work on
 MOST_LINES = 20  # runs are shown one by one up to so many, else in groups
 ENDED = ("finished", "diverged")
 NUMBERS = ("rate", "seed", "runs", SELECTION, "done in")  # columns
-STATES = (*ENDED, "failed", "running", "elsewhere", "waiting")  # in the order in which groups count them
-_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "elsewhere": "cyan", "waiting": "dim"}
+STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
+_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
 _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest on
 
 
@@ -93,7 +90,7 @@ class _Followed:
 class LiveTable:
     """The runs of an experiment as text: each with its state, step, validation loss and the time left, or groups of them.
 
-    It reads what `jobs` knows already, the ends of the logs of the runs under way, and now and then the claims of other processes.
+    It reads what `jobs` knows already, and the ends of the logs of the runs under way.
 
     Args:
         jobs: the work that it shows.
@@ -104,41 +101,23 @@ class LiveTable:
     def __init__(self, jobs: Jobs, times: Times, clock: Callable[[], float] = time.monotonic):
         self.jobs, self.experiment, self.times, self.clock = jobs, jobs.procedure.experiment, times, clock
         self._followed: dict[Path, _Followed] = {}
-        self._elsewhere: dict[Path, str] = {}
-        self._done_elsewhere: dict[Path, Outcome] = {}
-        self._looked = -math.inf
 
     def lines(self) -> list[Line]:
         """All runs that are known, and those that will be once learning rates are chosen."""
         now, known = self.clock(), self.jobs.known
-        running = {run.config.run_folder: devices for run, _, devices in list(self.jobs.pending.values())}
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            self._look_elsewhere([run for run in known if not run.outcome.ended and run.config.run_folder not in running])
-        under_way = running.keys() | self._elsewhere.keys()
-        self._followed = {folder: self._followed.get(folder) or _Followed(MetricTail(folder / METRICS), now) for folder in under_way}
-        for one in self._followed.values():
-            one.look(now)
+        running = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
+        self._followed = {folder: self._followed.get(folder) or _Followed(MetricTail(folder / METRICS), now) for folder in running}
+        for followed in self._followed.values():
+            followed.look(now)
         ended = {run.config.run_folder for run in known if run.outcome.state == "finished"}
-        found = [self._line(run, running, ended, now) for run in known]
-        found += self._to_come(found)
-        self._estimate(found)
+        lines = [self._line(run, running, ended, now) for run in known]
+        lines += self._to_come(lines)
+        self._estimate(lines)
         sizes = list(self.experiment.sizes)
-        return sorted(found, key=lambda line: sizes.index(line.size))
-
-    def _look_elsewhere(self, waiting: list[Run]) -> None:
-        """Find out which runs other processes have, and which they have done since the last look."""
-        before, held = self._elsewhere, self.jobs.claims.holders(map(claim_name, waiting))
-        self._elsewhere = {run.config.run_folder: held[claim_name(run)] for run in waiting if claim_name(run) in held}
-        for run in waiting:
-            if run.config.run_folder in before.keys() - self._elsewhere.keys():
-                with suppress(RunError):
-                    outcome = replace(run.outcome)  # read anew
-                    self._done_elsewhere |= {run.config.run_folder: outcome} if outcome.ended else {}
+        return sorted(lines, key=lambda line: sizes.index(line.size))
 
     def _line(self, run: Run, running: dict[Path, Devices], ended: set[Path], now: float) -> Line:
-        folder = run.config.run_folder
-        outcome = self._done_elsewhere.get(folder, run.outcome)
+        folder, outcome = run.config.run_folder, run.outcome
         line = Line(run.size, run.arm, run.stage, run.rate, run.seed, last_step=outcome.last_step, folder=folder, before=run.before)
         followed = self._followed.get(folder)
         if outcome.ended:
@@ -147,8 +126,7 @@ class LiveTable:
         elif failure := self.jobs.failed.get(folder):
             line.state, line.note = "failed", f"status {failure.status}"
         elif followed:
-            here = folder in running
-            line.state, line.note = ("running", named(running[folder])) if here else ("elsewhere", self._elsewhere[folder])
+            line.state, line.note = "running", named(running[folder])
             line.step, line.loss = followed.log.step, followed.log.latest.get(SELECTION)
             line.left = followed.left(line.last_step, now, self._expected(run.size, run.arm))
         elif run.before and run.before not in ended:
@@ -157,7 +135,7 @@ class LiveTable:
 
     def _to_come(self, known: list[Line]) -> list[Line]:
         """The runs that the choice of learning rates will add: those of tuning of arms that start from others, and the final ones."""
-        experiment, found = self.experiment, []
+        experiment, lines = self.experiment, []
         for size in experiment.sizes:
             mine = [line for line in known if line.size == size]
             final = {line.arm for line in mine if line.stage == "final"}
@@ -168,12 +146,12 @@ class LiveTable:
             for arm in experiment.arms:
                 if arm.trained and arm.name not in tuned | open_arms:
                     for rate, seed in product(experiment.tune.grid, experiment.tune.seeds):
-                        found.append(Line(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
+                        lines.append(Line(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
             for arm in experiment.arms:
                 without_rate = final and (not experiment.tune.grid or (arm.name if arm.trained else arm.start) in tuned)
                 if arm.name not in final and not without_rate:
-                    found += [Line(size, arm.name, "final", None, seed, note="for its rate") for seed in experiment.seeds]
-        return found
+                    lines += [Line(size, arm.name, "final", None, seed, note="for its rate") for seed in experiment.seeds]
+        return lines
 
     def _expected(self, size: str, arm: str) -> float | None:
         """Seconds of a run, as those that ended here took, else as the plan says."""
@@ -182,10 +160,10 @@ class LiveTable:
 
     def _estimate(self, lines: list[Line]) -> None:
         """Give the waiting lines their `left`, as if they were taken in their order, by as many at a time as work now."""
-        busy = [line for line in lines if line.state in ("running", "elsewhere")]
+        busy = [line for line in lines if line.state == "running"]
         taken = self.jobs.slots.taken
         slots = [line.left or 0.0 for line in busy for _ in range(taken(line.size, line.arm))]
-        slots += [0.0] * (self.jobs.slots.jobs - sum(taken(line.size, line.arm) for line in busy if line.state == "running"))
+        slots += [0.0] * (self.jobs.slots.jobs - sum(taken(line.size, line.arm) for line in busy))
         heapq.heapify(slots)
         ends = {line.folder: line.left or 0.0 for line in busy}
         tuned: dict[str, float] = defaultdict(float)  # by size, when its tuning ends
@@ -212,8 +190,8 @@ class LiveTable:
         if len(lines) <= room:
             table = self._of_runs(lines)
         else:
-            groupings = [self._grouped(lines, names) for names in _GROUPS]
-            names, groups = next((one for one in zip(_GROUPS, groupings, strict=True) if len(one[1]) <= room), (_GROUPS[-1], groupings[-1]))
+            groupings = [(names, self._grouped(lines, names)) for names in _GROUPS]
+            names, groups = next((each for each in groupings if len(each[1]) <= room), groupings[-1])
             table = self._of_groups(names, groups)
         return Group(table, Text(self._whole(lines)))
 
@@ -233,7 +211,7 @@ class LiveTable:
     def _of_groups(self, names: tuple[str, ...], groups: list[list[Line]]) -> Table:
         rows = []
         for group in groups:
-            steps = [f"{line.step} of {line.last_step}" for line in group if line.state in ("running", "elsewhere")]
+            steps = [f"{line.step} of {line.last_step}" for line in group if line.state == "running"]
             counts = {state: sum(line.state == state for line in group) for state in STATES}
             on = {state: "".join(f" {line.note}" for line in group if line.state == state == "running" and line.note) for state in STATES}
             losses = [line.loss for line in group if line.state == "finished" and line.loss is not None]
@@ -258,24 +236,24 @@ class LiveTable:
 
     def _grouped(self, lines: list[Line], names: tuple[str, ...]) -> list[list[Line]]:
         """Lines that are equal in these names, in the order of the first of each."""
-        found: dict[tuple, list[Line]] = {}
+        groups: dict[tuple, list[Line]] = {}
         for line in lines:
-            found.setdefault(tuple(getattr(line, name) for name in names), []).append(line)
-        return list(found.values())
+            groups.setdefault(tuple(getattr(line, name) for name in names), []).append(line)
+        return list(groups.values())
 
     def _whole(self, lines: list[Line]) -> str:
         """The line below: how far the experiment is."""
         experiment = self.experiment
         ended = sum(line.state in ENDED for line in lines)
-        counts = [f"{n} {state}" for state in STATES[2:5] if (n := sum(line.state == state for line in lines))]
-        said = [f"{experiment.name}: {ended} of {len(lines)} runs ended" + "".join(f", {one}" for one in counts)]
+        counts = [f"{n} {state}" for state in STATES[2:4] if (n := sum(line.state == state for line in lines))]
+        said = [f"{experiment.name}: {ended} of {len(lines)} runs ended" + "".join(f", {count}" for count in counts)]
         if experiment.tune.grid:
             left = sum(line.stage == "tune" and line.state not in ENDED for line in lines)
             rates = {(line.size, line.rate) for line in lines if line.stage == "tune" and line.rate not in experiment.tune.grid}
-            more = max(sum(size == one for one, _ in rates) for size in experiment.sizes)
+            more = max(sum(size == other for other, _ in rates) for size in experiment.sizes)
             grown = f", whose grid has grown by {more}" if more else ""
             said.append(f"tuning{grown}: {f'{left} runs left' if left else 'done'}")
-        waiting = [line for line in lines if line.state in ("running", "elsewhere", "waiting")]
+        waiting = [line for line in lines if line.state in ("running", "waiting")]
         if waiting:
             known = all(line.left is not None for line in waiting)
             said.append(f"about {duration(_latest(lines) or 0.0)} left" if known else "how long it takes is not known yet")

@@ -44,7 +44,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     experiment = read_experiment(path, overrides)
     first = experiment.folder / RESOLVED
     if aa:
-        own = first.parent.with_name(f"{experiment.name}{AA}") / RESOLVED
+        own = folder_of(experiment, aa) / RESOLVED
         settled_rates = read_json(own).get(_RATES) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
         if experiment.tuned and settled_rates and (missing := experiment.sizes.keys() - settled_rates.keys()):
             raise RunError(f"{own}: has no rate of size {', '.join(sorted(missing))}; delete it, or rename the experiment")
@@ -69,6 +69,11 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
         raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
     return next_look(procedure)
+
+
+def folder_of(experiment: Experiment, aa: bool) -> Path:
+    """The folder of an experiment that its file describes, or of the A/A experiment of it."""
+    return experiment.folder.with_name(f"{experiment.name}{AA}") if aa else experiment.folder
 
 
 def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False) -> Procedure:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
+from lm.experiments.engine import read_failure
 from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
-from lm.experiments.failures import read_failure
 from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.size_results import SizeResults

@@ -1,13 +1,33 @@
-"""Slots: how many runs work at a time on this machine, and which of its GPUs each of them sees."""
+"""Slots: how many runs work at a time on this machine, on which of its GPUs, and the processes that train them.
 
+A run takes one process after the other, one for each of its `lm` commands; they save a checkpoint and stop when this process ends.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
+from types import FrameType
 
-from lm.errors import ConfigError
+from lm.config.load import to_yaml
+from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Experiment
+from lm.experiments.procedure import Run
+from lm.files import locked_folder, write_text
+from lm.machine import child_environment
+from lm.runs.folder import CONFIG, TRAINING
+from lm.schema import to_plain
 
+LOGS = "logs"  # in the experiment's folder: the output of each run, its configuration, its job, and why it failed
 Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
 
 
@@ -38,7 +58,7 @@ class Slots:
             under_way: the GPUs of each run that is under way.
         """
         others = list(under_way)
-        if sum(max(1, len(one)) for one in others) + self.taken(size, arm) > self.jobs:
+        if sum(max(1, len(gpus)) for gpus in others) + self.taken(size, arm) > self.jobs:
             return None
         runs, wanted = Counter(chain(*others)), self.wanted.get((size, arm), 0)
         free = sorted((gpu for gpu in self.gpus if runs[gpu] < self.per_gpu), key=runs.__getitem__)
@@ -46,10 +66,10 @@ class Slots:
 
     def lanes(self) -> list[Devices]:
         """The GPUs of as many runs as work at a time, each with as many as any run takes."""
-        widest, found = max(self.wanted, key=self.wanted.__getitem__, default=("", "")), list[Devices]()
-        while (devices := self.devices(*widest, found)) is not None:
-            found.append(devices)
-        return found
+        widest, lanes = max(self.wanted, key=self.wanted.__getitem__, default=("", "")), list[Devices]()
+        while (devices := self.devices(*widest, lanes)) is not None:
+            lanes.append(devices)
+        return lanes
 
     def __str__(self) -> str:
         on_gpu = f"on {named(self.gpus[: self.jobs])}" + (f", {self.per_gpu} on each GPU" if self.per_gpu > 1 else "")
@@ -86,3 +106,145 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     if (jobs or there) < most:
         raise ConfigError(f"--jobs {jobs}: a run of {most} GPUs (trainer.devices) takes {most} slots; raise it, or lower trainer.devices")
     return Slots(jobs or there, gpus, per_gpu, wanted)
+
+
+def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:
+    """The file in the experiment's folder that holds a run's output; with another suffix, what belongs to it."""
+    return experiment / LOGS / run.size / f"{run.config.name}.{suffix}"
+
+
+def commands(run: Run, experiment: Path) -> list[list[str]]:
+    """The arguments of `lm` that do what is missing of a run, in their order; [] of one that has ended. Writes the configuration that
+    training reads to the folder `experiment`. Each command can be stopped and started again."""
+    if run.outcome.ended:
+        return []
+    config, folder = run.config, run.config.run_folder
+    steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.normalizer_names) if ":" in name]
+    swapped = Path(config.init_from) if run.trained else folder
+    if run.swap and not (swapped / CONFIG).exists():
+        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *_init(run), *_options(run), *plugins])
+    outcome = run.outcome
+    if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):  # it measures what a kill left unmeasured
+        file = log_path(experiment, run, "yaml")
+        write_text(file, to_yaml(config))
+        steps.append(["train", str(file), "resume=auto", "log.progress=none"])
+    if not run.trained or not outcome.measured:
+        steps.append(["eval", str(folder), *run.evaluate, *plugins])
+    return steps
+
+
+def _init(run: Run) -> list[str]:
+    return [] if run.swap.init is None else [f"--init={run.swap.init}"]
+
+
+def _options(run: Run) -> list[str]:
+    """The new normalizer's options, but for its initial values, which `--init` gives."""
+    options = to_plain(run.config.model.normalizer)
+    return [f"model.normalizer.{name}={json.dumps(value)}" for name, value in options.items() if name not in ("name", "init")]
+
+
+class Stopped(RunError):
+    """A signal has stopped the work on an experiment; its exit status is the signal's."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and received:  # schedulers announce the end of a job more than once
+            return
+        received.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class Children:
+    """The processes of an experiment's runs on this machine.
+
+    Args:
+        experiment: its folder.
+    """
+
+    def __init__(self, experiment: Path):
+        self.experiment = experiment
+        self._running: dict[Path, subprocess.Popen] = {}
+        self._stopping = threading.Event()
+
+    def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
+        """Train a run, or go on with it, on these GPUs and no others (None: on all that this process sees).
+
+        Returns:
+            The exit status of the last of its commands, negative if a signal killed it, and the seconds that it took.
+        """
+        status, begin = self._wait_for_earlier(run.config.run_folder), time.monotonic()
+        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
+            status = self._execute(run, command, devices)
+            if status:
+                break
+        return status, time.monotonic() - begin
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Let all processes save a checkpoint and end, and start no others."""
+        self._stopping.set()
+        for process in list(self._running.values()):
+            process.send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until all processes have ended; in a signal handler, where Popen.wait may wait for itself."""
+        for process in list(self._running.values()):
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    def _execute(self, run: Run, command: list[str], devices: Devices | None) -> int:
+        """Execute one `lm` command of a run to its end; returns its exit status."""
+        folder, output = run.config.run_folder, log_path(self.experiment, run)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as log:
+            # a session of its own: Ctrl-C reaches it through `stop` alone, once
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lm", *command],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=child_environment(devices),
+            )
+        self._running[folder] = process
+        if self._stopping.is_set():
+            process.send_signal(signal.SIGTERM)
+        status = process.wait()
+        del self._running[folder]
+        return status
+
+    def _wait_for_earlier(self, folder: Path) -> int:
+        """Wait until no process trains in a run folder, as one that an earlier start of the experiment left may for a while; returns the
+        status of a run that is stopped first."""
+        while under_way(folder) and not self._stopping.is_set():
+            self._stopping.wait(1)
+        return 128 + signal.SIGTERM if self._stopping.is_set() else 0
+
+
+def under_way(folder: Path) -> bool:
+    """Whether a process of this machine trains in a run folder, by the folder's lock."""
+    if not folder.is_dir():
+        return False
+    try:
+        with locked_folder(folder, TRAINING):
+            return False
+    except RunError:
+        return True

@@ -21,9 +21,8 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.prepare import open_prepared
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.children import Stopped, interruptible
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Devices, Slots
+from lm.experiments.slots import Devices, Slots, Stopped, interruptible
 from lm.files import unfinished, write_text
 from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files

@@ -1,0 +1,535 @@
+"""The engine that trains the runs of an experiment: each in a slot of this machine, or in a job that submitit sends to a scheduler.
+
+One `lm compare` at a time works on an experiment. It starts the runs that can be started, collects them, and writes down why some failed.
+"""
+
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lm.errors import ConfigError, LMError, RunError, one_line
+from lm.experiments.outcomes import SELECTION, Outcome
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
+from lm.experiments.timing import whole
+from lm.files import locked_folder, write_new
+from lm.machine import born, this_machine
+from lm.report.tables import digits
+from lm.runs.evaluations import evaluation_files
+from lm.runs.folder import CHECKPOINTS, json_bytes, read_json, step_of, steps_saved, write_json
+from lm.schema import Plain
+
+if TYPE_CHECKING:
+    from submitit import Job
+    from submitit.helpers import DelayedSubmission
+
+Engine = Literal["slurm", "local"]
+LOCK = "compare.lock"  # in the experiment's folder: the machine and process that work on it
+OUTPUT = "workers"  # in the experiment's folder: scripts and output of submitit's jobs
+POLL_SECONDS = 1.0  # between looks at a job
+RECORD_SECONDS = 120.0  # after which the file system must show a job that it is waited for
+_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # end a run after its step, with a checkpoint
+_CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory, perhaps
+
+
+# ---------------------------------------------------------------- who works on an experiment
+
+
+@contextmanager
+def working_on(experiment: Path) -> Iterator[None]:
+    """Hold the lock of an experiment's folder, which is made if need be.
+
+    The system's lock of the folder ends with its process, however that ends, but may not reach other machines; the file LOCK names the
+    process to all who see the folder. What a killed process of this host has left behind is replaced.
+
+    Raises:
+        RunError: another process works on the experiment, or one of another host may: which it is, and what can be done.
+    """
+    path, me = experiment / LOCK, os.getpid()
+    mine = {"host": _host(), "machine": this_machine(), "pid": me, "born": born(me), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        experiment.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{experiment}: can't make the folder: {error.strerror}") from None
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, experiment)
+        try:
+            no_locks = stack.enter_context(locked_folder(experiment, ""))
+        except RunError:
+            raise RunError(f"{experiment}: {worker(experiment)}") from None
+        if path.exists():
+            theirs = _holder(path)
+            lives = theirs.get("machine") != this_machine() or born(int(theirs["pid"])) == theirs["born"]
+            if theirs.get("host") != _host() or (no_locks and lives):
+                raise RunError(f"{experiment}: {worker(experiment)}")
+            path.unlink(missing_ok=True)
+        if not write_new(path, json_bytes(mine)):  # another was faster, where there are no locks
+            raise RunError(f"{experiment}: {worker(experiment)}")
+        stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def worker(experiment: Path) -> str:
+    """Say which process holds the lock of an experiment, and what can be done."""
+    path = experiment / LOCK
+    holder = _holder(path)
+    who = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
+    gone = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
+    return f"{who}{gone}; --report-only and --plan show how far it is"
+
+
+def _holder(path: Path) -> dict[str, Plain]:
+    """The machine, process and start that a lock names; {} if it names none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and content.keys() >= {"host", "machine", "pid", "born", "since"} else {}
+
+
+def _host() -> str:
+    return this_machine().split()[0]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+# ---------------------------------------------------------------- runs that failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without a result.
+
+    Attributes:
+        status: its exit status; negative: of the signal that killed it.
+        reason: its last line, or the signal.
+        log: the file of all its output.
+        saved: what the run had saved by then, as `saved_of` says it.
+        again: whether a crash of the run before had come as far.
+    """
+
+    status: int
+    reason: str
+    log: str
+    saved: str = ""
+    again: bool = False
+
+    def __str__(self) -> str:
+        return f"status {self.status}: {self.reason}"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended it from outside, or it crashed for the first time since it last saved something: the next start goes on
+        with it. A second crash at the same place is a failure."""
+        return (self.status < 0 and not self.again) or self.status - 128 in _STOPS
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a signal ended it that the run may be the cause of."""
+        return -self.status in _CRASHES
+
+
+def failure_of(experiment: Path, run: Run, status: int) -> Failure:
+    """What the log of a run says of its end."""
+    log, saved = log_path(experiment, run), saved_of(run)
+    said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    last = next((line for line in reversed(said) if line.strip()), "no output")[:300]
+    if status < 0:
+        last = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    before = _read(log_path(experiment, run, "failed.json"))
+    again = -status in _CRASHES and before is not None and before.crashed and before.saved == saved
+    return Failure(status, f"{last}, twice in a row at the same place" if again else last, str(log), saved, again)
+
+
+def saved_of(run: Run) -> str:
+    """How far the checkpoints and evaluations of a run have come."""
+    folder = run.config.run_folder
+    step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
+    return f"step {step}, {len(evaluation_files(folder))} evaluations"
+
+
+def write_failure(experiment: Path, run: Run, failure: Failure) -> None:
+    """Keep it for later calls: of those that went on, crashes alone."""
+    if failure.interrupted and not failure.crashed:
+        return
+    write_json(log_path(experiment, run, "failed.json"), vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+
+def read_failure(experiment: Path, run: Run) -> Failure | None:
+    """Why a run failed; None if it has not, or was interrupted. Raises RunError: the file is damaged."""
+    failure = _read(log_path(experiment, run, "failed.json"))
+    return None if failure is None or failure.interrupted else failure
+
+
+def _read(path: Path) -> Failure | None:
+    """What `write_failure` wrote; None if it did not."""
+    if not path.exists():
+        return None
+    content = read_json(path)
+    try:
+        saved, again = str(content.get("saved", "")), bool(content.get("again"))
+        return Failure(int(content["status"]), str(content["reason"]), str(content["log"]), saved, again)
+    except (KeyError, TypeError, ValueError):
+        raise RunError(f"{path}: does not say why the run failed; delete it, and the run is tried again") from None
+
+
+def forget_failure(experiment: Path, run: Run) -> None:
+    """Let it be tried again."""
+    log_path(experiment, run, "failed.json").unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- jobs of a scheduler
+
+
+_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # where submitit reads which signal announces the end, here and in the job
+_COMMON = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")  # to all engines
+_DEFAULTS = {"name": "lm", "timeout_min": 60}
+_REQUEUES = 1000  # how often a job may meet its time limit
+
+
+class Training:
+    """The job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end.
+
+    Args:
+        experiment: its folder.
+        cwd: where `lm compare` was called.
+    """
+
+    def __init__(self, run: Run, experiment: Path, cwd: str):
+        self.run, self.experiment, self.cwd = run, experiment, cwd
+        self._children: Children | None = None
+
+    def __call__(self) -> tuple[int, float]:
+        """Train the run, or go on with it; returns the exit status and the seconds that it took."""
+        os.chdir(self.cwd)
+        self._children = Children(self.experiment)
+        if not self._is_waited_for():
+            _note(self.experiment, self.run, "a job that no lm compare waits for has ended without training")
+            return 128 + signal.SIGTERM, 0.0
+        try:
+            return self._children.train(self.run, None)
+        except LMError as error:
+            _note(self.experiment, self.run, f"error: {error}")
+            return error.exit_code, 0.0
+
+    def checkpoint(self) -> "DelayedSubmission":
+        """Let the run save and end; returns the same job, to be started again."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._children:
+            self._children.stop()
+            self._children.wait()
+        return DelayedSubmission(Training(self.run, self.experiment, self.cwd))
+
+    def _is_waited_for(self) -> bool:
+        """Whether the run's record names this job: `lm compare` may have been killed before it wrote that, and submitted another later."""
+        from submitit import JobEnvironment
+
+        mine, until = JobEnvironment().job_id, time.monotonic() + RECORD_SECONDS
+        while (waited_for := _job(self.experiment, self.run).get("id")) != mine and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return waited_for == mine
+
+
+class Cluster:
+    """The jobs of a scheduler, through submitit. They go on when this process ends; `lm compare` finds them again by their records.
+
+    Args:
+        experiment: its folder, which all machines see; scripts and output of the jobs lie in OUTPUT in it.
+        options: of a job: submitit's (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and others of sbatch, such as partition.
+        engine: `local`: processes of this machine.
+
+    Raises:
+        ConfigError: an option is none.
+        RunError: submitit or the scheduler is not there.
+    """
+
+    def __init__(self, experiment: Path, options: dict[str, str], engine: Engine):
+        os.environ[_SIGNAL] = "USR1"  # read when submitit is imported
+        try:
+            import submitit
+        except ImportError:
+            raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5'") from None
+        self.experiment, self.engine, self._errors = experiment.absolute(), engine, submitit.core.utils
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+        given = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
+        prefixed: dict[str, object] = {name if name in _COMMON else f"{engine}_{name}": value for name, value in given.items()}
+        if engine == "slurm":
+            prefixed["slurm_setup"] = [f"export {_SIGNAL}=USR1"]  # where jobs don't inherit the environment
+        try:
+            self._executor = submitit.AutoExecutor(self.experiment / OUTPUT, engine, **{f"{engine}_max_num_timeout": _REQUEUES})
+            self._executor.update_parameters(**prefixed)
+        except (AssertionError, NameError, TypeError, ValueError) as error:
+            raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None
+        except RuntimeError as error:
+            raise RunError(f"--submit {engine}: {one_line(error)}") from None
+
+    @property
+    def place(self) -> str:
+        """The scheduler of the jobs, with its machine if that has one of its own."""
+        return f"local on {_host()}" if self.engine == "local" else self.engine
+
+    def submit(self, function: Callable[[], object]) -> "Job":
+        """Submit a job. Raises RunError: the scheduler refuses."""
+        kept = {signal.SIGINT, signal.SIGHUP}  # from the terminal, for this process alone: a job of this machine inherits what is blocked
+        with self._lock:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, kept)
+            try:
+                return self._executor.submit(function)
+            except (RuntimeError, OSError) as error:
+                raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in a job, and wait for it. Raises RunError: it has failed."""
+        job = self.submit(function)
+        try:
+            job.result()
+        except self._errors.UncompletedJobError:
+            raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
+
+    def train(self, run: Run, devices: Devices) -> tuple[int, float]:
+        """Submit a job that trains a run, or find the one that an earlier process has submitted, and wait for it.
+
+        Returns:
+            The exit status, and the seconds that it took after its last start. A job that vanished was killed, perhaps for its memory.
+        """
+        record = _job(self.experiment, run)
+        job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
+        if job is None or not self._lives(job, record["born"]):
+            job = self.submit(Training(run, self.experiment, os.getcwd()))
+            record = {"engine": self.place, "id": job.job_id, "born": born(int(job.job_id)) if self.engine == "local" else ""}
+            write_json(log_path(self.experiment, run, "job.json"), record)
+            print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
+        while self._lives(job, record["born"]):
+            if self._stopping.wait(POLL_SECONDS):
+                return 128 + signal.SIGTERM, 0.0
+        forget_job(self.experiment, run)
+        try:
+            return job.result()
+        except self._errors.FailedJobError as error:
+            _note(self.experiment, run, f"{error}\njob {job.job_id} failed; its output: {job.paths.stderr}")
+            return 1, 0.0
+        except self._errors.UncompletedJobError:
+            return -signal.SIGKILL, 0.0
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Wait for no job any more; they go on."""
+        self._stopping.set()
+
+    def _lives(self, job: "Job", since: Plain) -> bool:
+        """Whether a job waits or works; one of this machine is a process, which was born then."""
+        return bool(since) and born(int(job.job_id)) == since if self.engine == "local" else not job.done()
+
+
+def read_options(text: str) -> dict[str, str]:
+    """`partition=gpu,timeout_min=240` as a map. Raises ConfigError."""
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ConfigError(f"--job-options {text}: must be KEY=VALUE,KEY=VALUE, e.g. partition=gpu,timeout_min=240")
+        options[name] = value
+    return options
+
+
+def _job(experiment: Path, run: Run) -> dict[str, Plain]:
+    """The record of a run's job: its scheduler, number and birth; {} if none has been submitted. Raises RunError: it is damaged."""
+    path = log_path(experiment, run, "job.json")
+    record = read_json(path) if path.exists() else {}
+    if record and not record.keys() >= {"engine", "id", "born"}:
+        raise RunError(f"{path}: does not say which job trains the run; delete it once that job is gone")
+    return record
+
+
+def forget_job(experiment: Path, run: Run) -> None:
+    """Delete the record of a run's job, which has ended."""
+    log_path(experiment, run, "job.json").unlink(missing_ok=True)
+
+
+def _note(experiment: Path, run: Run, text: str) -> None:
+    """Append a line to the output of a run."""
+    path = log_path(experiment, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as log:
+        print(text, file=log)
+
+
+# ---------------------------------------------------------------- the runs of an experiment
+
+
+class RunsFailed(RunError):
+    """Some runs of an experiment have no result; the others were trained."""
+
+
+def retry(procedure: Procedure) -> None:
+    """Let the runs that failed be tried again."""
+    for run in procedure.known():
+        forget_failure(procedure.experiment.folder, run)
+
+
+class Jobs:
+    """Trains what an experiment needs until nothing is left, or nothing more can be done.
+
+    Args:
+        procedure: says what is needed next.
+        slots: how many runs work at a time, and on which GPUs.
+        launch: trains one run, or goes on with it, and gives the exit status; None: `lm` in a process of its own, or in a job of `cluster`.
+        cluster: jobs that train the runs; None: this machine does.
+
+    Attributes:
+        known: the runs that the experiment needs, as they were at the last look.
+        pending: the runs that are being trained, with their GPUs.
+        failed: why runs have failed, by run folder.
+        seconds: that runs which have ended meanwhile would have taken without interruption, by size and arm.
+    """
+
+    def __init__(self, procedure: Procedure, slots: Slots, launch: Callable[[Run], int] | None = None, cluster: Cluster | None = None):
+        self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
+        self.launch, self.cluster = launch, cluster
+        self.trainer = cluster or Children(self.folder)
+        self.known: list[Run] = []
+        self.pending: dict[Future, tuple[Run, Devices]] = {}
+        self.failed: dict[Path, Failure] = {}
+        self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def work(self) -> None:
+        """Train until no run is left.
+
+        Raises:
+            RunsFailed: at the end, if some did.
+            Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
+            RunError: a job of another scheduler trains one of them.
+        """
+        self._check_jobs()
+        self.pending = pending = dict[Future, tuple[Run, Devices]]()
+        with interruptible() as received, ThreadPoolExecutor(self.slots.jobs) as pool:
+            try:
+                while True:
+                    for run in self._startable({run.config.run_folder for run, _ in pending.values()}):
+                        devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
+                        if devices is None:
+                            break  # no later one goes before it: a run of several GPUs would wait for as long as there are others
+                        pending[pool.submit(self._train, run, devices)] = run, devices
+                    if not pending:
+                        break
+                    for future in wait(pending, None, FIRST_COMPLETED).done:
+                        self._ended(*pending.pop(future), *future.result())
+            except KeyboardInterrupt:
+                raise self._stopped(received[-1] if received else signal.SIGINT) from None
+            except BaseException:
+                self.stop()
+                raise
+        self._report_failures()
+
+    def free(self) -> list[Run]:
+        """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of them."""
+        self._check_jobs()
+        return [run for run in self._startable(set()) if not under_way(run.config.run_folder)]
+
+    def _check_jobs(self) -> None:
+        """Raises RunError if a job that this work does not wait for trains a run; records of runs that have ended are deleted."""
+        for run in self.procedure.known():
+            record = _job(self.folder, run)
+            if record and run.outcome.ended:
+                forget_job(self.folder, run)
+            elif record and record["engine"] != (self.cluster and self.cluster.place):
+                path, engine = log_path(self.folder, run, "job.json"), str(record["engine"])
+                remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
+                raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
+
+    def _startable(self, running: set[Path]) -> Iterator[Run]:
+        """Runs that are not done and have not failed, whose starting weights are there."""
+        self.known = known = self.procedure.known()
+        done = {run.config.run_folder for run in known if run.outcome.state == "finished" and run.config.run_folder not in running}
+        for run in known:
+            folder = run.config.run_folder
+            if run.outcome.ended or folder in running | self.failed.keys() or (run.before and run.before not in done):
+                continue
+            if failure := read_failure(self.folder, run):
+                self.failed[folder] = failure
+            else:
+                yield run
+
+    def _train(self, run: Run, devices: Devices) -> tuple[int, float]:
+        """The exit status of training a run, and the seconds it took."""
+        if not self.launch:
+            return self.trainer.train(run, devices)
+        begin = time.monotonic()
+        return self.launch(run), time.monotonic() - begin
+
+    def _ended(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
+        """Say how a run has ended, and what is left."""
+        outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
+        if outcome.ended:
+            forget_failure(self.folder, run)
+            self.procedure.check_direction(outcome)
+            self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
+            by = self.procedure.experiment.chosen_by
+            metric = "selection loss" if by == SELECTION else f"{by} on the selection text"
+            diverged = outcome.state == "diverged"
+            said = f"diverged ({outcome.divergence})" if diverged else f"{metric} {digits(self.procedure.choosing(outcome))}"
+            said += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
+            known = self.procedure.known()
+            waiting = [self.slots.taken(each.size, each.arm) for each in known if not each.outcome.ended]
+            took = [*chain(*self.seconds.values())]
+            rest = f"{len(waiting)} of the {len(known)} runs known so far are left"
+            rest += f", about {statistics.fmean(took) * sum(waiting) / self.slots.jobs / 60:.0f} min" if took else ""
+            where = f" on {named(devices)}" if devices else ""
+            print(f"{run.stage}: {run.label}: {said}, {seconds:.0f} s{where}; {rest}", flush=True)
+        elif not status:
+            raise RunError(f"{folder}: {self._lacks(outcome)}")
+        else:
+            failure = failure_of(self.folder, run, status)
+            self.failed[folder] = failure
+            write_failure(self.folder, run, failure)
+            print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
+
+    def _lacks(self, outcome: Outcome) -> str:
+        """Why a run that was trained and measured has no result."""
+        metric, names = self.procedure.experiment.primary.metric, outcome.names
+        if metric in names:
+            return "an evaluation or checkpoint of its last step is missing after training; its output is in the folder logs"
+        return f"primary.metric {metric} was not measured by sequence at the last step; correct the file, measured were: {', '.join(names)}"
+
+    def _report_failures(self) -> None:
+        """Raises RunError if runs failed: which, why, and what to do."""
+        if not self.failed:
+            return
+        lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+        remedy = {True: "the same command goes on with them", False: "--retry tries them again"}
+        kinds = [remedy[kind] for kind in (False, True) if any(failure.interrupted is kind for failure in self.failed.values())]
+        words = kinds[0] if len(kinds) == 1 else "--retry tries all of them again, without it the killed ones go on"
+        raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
+
+    def _stopped(self, number: int) -> Stopped:
+        """What to say once a signal has stopped the work."""
+        running = len(self.pending)
+        self.stop()
+        ended = f"{running} jobs go on" if self.cluster else f"{running} runs were asked to save and have ended"
+        said = ended if running else "no run was under way"
+        return Stopped(f"stopped by {signal.Signals(number).name}: {said}; the same command goes on", number)
+
+    def stop(self) -> None:
+        """Let the running ones save a checkpoint and end; a second signal kills them."""
+        self.trainer.stop()
+        try:
+            wait(self.pending)
+        except KeyboardInterrupt:
+            self.trainer.stop(signal.SIGKILL)
+            wait(self.pending)
