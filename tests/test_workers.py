@@ -22,7 +22,7 @@ from lm.experiments import engine, slots
 from lm.experiments.engine import LOCK, Cluster, Training, read_options, working_on
 from lm.experiments.opening import open_experiment, start
 from lm.experiments.slots import log_path
-from lm.machine import born, this_machine
+from lm.machine import born
 from lm.runs.folder import read_json, write_json
 
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -83,7 +83,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(slots.sys, "executable", str(program))
     monkeypatch.setattr(Training, "_is_waited_for", lambda _: True)
-    job, again = Training(procedure.known()[0], procedure.experiment.folder, os.getcwd()), []
+    job, again = Training(procedure.known()[0], procedure.experiment.folder), []
 
     def requeue(number: int, frame: object) -> None:
         again.append(job.checkpoint())
@@ -100,7 +100,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     finally:
         signal.signal(signal.SIGUSR2, before)
     (delayed,) = again
-    assert (delayed.function.run, delayed.function.experiment, delayed.function.cwd) == (job.run, job.experiment, job.cwd)
+    assert (delayed.function.run, delayed.function.experiment) == (job.run, job.experiment)
 
 
 @INSTALLED
@@ -112,7 +112,7 @@ def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch
     monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
     for record, status in ({}, 143), ({"engine": "slurm", "id": "8", "born": ""}, 143), ({"engine": "slurm", "id": "7", "born": ""}, 0):
         write_json(log_path(folder, run, "job.json"), record)
-        assert Training(run, folder, os.getcwd())()[0] == status
+        assert Training(run, folder)()[0] == status
 
 
 def test_runs_that_jobs_train_are_left_to_them(file, arguments):
@@ -177,7 +177,7 @@ def test_a_killed_compare_does_not_block_the_next_one(tmp_path):
     [
         ({}, "process {pid} on {host} works on it since"),
         ({"born": "long ago"}, ""),
-        ({"host": "node7", "machine": "node7 boot"}, "on node7 works on it since .*; once that process is surely gone, delete {path}; "),
+        ({"host": "node7"}, "on node7 works on it since .*; once that process is surely gone, delete {path}; "),
         (None, "another process works on it; once that process is surely gone, delete {path}; "),
     ],
     ids=["alive", "dead", "of another host", "damaged"],
@@ -189,9 +189,9 @@ def test_what_the_lock_s_file_says(tmp_path, monkeypatch, locks, changes, said):
     if not locks:
         monkeypatch.setattr("fcntl.flock", flock)
     path, pid, host = tmp_path / LOCK, os.getpid(), os.uname().nodename
-    mine = {"host": host, "machine": this_machine(), "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
+    mine = {"host": host, "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
     path.write_text("" if changes is None else json.dumps(mine | changes))
-    if not said or (locks and changes == {}):  # whoever has the folder's lock knows that no process of this host works on it
+    if not said:
         with working_on(tmp_path):
             assert read_json(path)["born"] == born(pid)
         return

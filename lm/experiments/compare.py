@@ -1,6 +1,5 @@
 """`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
 
-import os
 import shlex
 import sys
 import time
@@ -32,7 +31,6 @@ from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
-UNTIMED: tuple[Times, str] = {}, "not estimated for the machines of the jobs"
 
 
 @dataclass(frozen=True)
@@ -81,59 +79,44 @@ def compare(
     """
     working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
     jobs = [1 if report_only or work.engine else work.slots(each).jobs for each in experiments]  # enough, before text is prepared
-    with ExitStack() as stack:
-        if working:
-            for folder in dict.fromkeys(folder_of(each, work.aa) for each in experiments):
-                work.cluster(folder)  # its options are right
-                stack.enter_context(working_on(folder))
-            for path in files if work.engine else ():
-                _settle_in_a_job(path, overrides, work)
-        _compare(files, jobs, overrides, work, plan_only, report_only, out)
-
-
-def _compare(
-    files: list[Path], jobs: list[int], overrides: list[str], work: Work, plan_only: bool, report_only: bool, out: Path | None
-) -> None:
-    """Do what `compare` says, each experiment's runs `jobs` at a time; nobody else works on them."""
-    working = not plan_only and not report_only
     opened = start if working else open_experiment
-    procedures = [opened(path, overrides, each, work.anew or plan_only, work.aa) for path, each in zip(files, jobs, strict=True)]
-    times: list[Times] = [{} for _ in files]
-    if not report_only:
-        procedures, times = _planned(procedures, work, working)
-    if plan_only:
-        return
-    failures, judged = [], []
-    for procedure, each in zip(procedures, times, strict=True):
-        if working:
-            if work.retry:
-                retry(procedure)
-            try:
-                procedure = _work(procedure, work, each)
-            except RunsFailed as error:
-                failures.append(str(error))
-        judged.append(next_look(procedure))
-        _conclude(judged[-1])
-    if out:
-        print(f"report of all experiments: {write_page(judged, out)}")
-    if failures:
-        raise RunsFailed("; ".join(failures))
+    with ExitStack() as stack:
+        for folder in dict.fromkeys(folder_of(each, work.aa) for each in experiments if working):
+            stack.enter_context(working_on(folder))
+        for path in files if work.engine else ():
+            _settle_in_a_job(path, overrides, work)
+        procedures = [opened(path, overrides, each, work.anew or plan_only, work.aa) for path, each in zip(files, jobs, strict=True)]
+        times: list[Times] = [{} for _ in files]
+        if not report_only:
+            procedures, times = _planned(procedures, work, working)
+        if plan_only:
+            return
+        failures, judged = [], []
+        for procedure, each in zip(procedures, times, strict=True):
+            if working:
+                if work.retry:
+                    retry(procedure)
+                try:
+                    procedure = _work(procedure, work, each)
+                except RunsFailed as error:
+                    failures.append(str(error))
+            judged.append(next_look(procedure))
+            _conclude(judged[-1])
+        if out:
+            print(f"report of all experiments: {write_page(judged, out)}")
+        if failures:
+            raise RunsFailed("; ".join(failures))
 
 
 def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
     """Prepare the text of an experiment here, and start it in a job if it has not been: precision, compilation and threads are those of the
     machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew, work.aa).experiment
+    cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        work.cluster(experiment.folder).call(partial(_start_in, Path.cwd(), path, overrides, work.anew, work.aa))
-
-
-def _start_in(cwd: Path, path: Path, overrides: list[str], anew: bool, aa: bool) -> None:
-    """Start an experiment, in a job that begins in any folder."""
-    os.chdir(cwd)
-    start(path, overrides, 1, anew, aa)
+        cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew, work.aa)))
 
 
 def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
@@ -171,7 +154,8 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     taken, slots = [costs(one) for one in procedures], [work.slots(one.experiment) for one in procedures]
     timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
     for procedure, each, places in zip(procedures, taken, slots, strict=True):
-        timed.append(UNTIMED if work.engine else _times(procedure, each, places, end - time.monotonic()))
+        untimed = {}, "not estimated for the machines of the jobs"
+        timed.append(untimed if work.engine else _times(procedure, each, places, end - time.monotonic()))
     if work.minutes is not None and not decided:
         procedures = _fitted(procedures, timed, work.minutes, slots)
     for procedure, cost, places, (times, words) in zip(procedures, taken, slots, timed, strict=True):

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lm.errors import ConfigError, LMError, RunError, one_line
+from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
@@ -56,25 +56,22 @@ def working_on(experiment: Path) -> Iterator[None]:
     Raises:
         RunError: another process works on the experiment, or one of another host may: which it is, and what can be done.
     """
-    path, me = experiment / LOCK, os.getpid()
-    mine = {"host": _host(), "machine": this_machine(), "pid": me, "born": born(me), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    path = experiment / LOCK
     try:
         experiment.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{experiment}: can't make the folder: {error.strerror}") from None
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, experiment)
         try:
-            no_locks = stack.enter_context(locked_folder(experiment, ""))
+            stack.enter_context(locked_folder(experiment, ""))
         except RunError:
             raise RunError(f"{experiment}: {worker(experiment)}") from None
-        if path.exists():
-            theirs = _holder(path)
-            lives = theirs.get("machine") != this_machine() or born(int(theirs["pid"])) == theirs["born"]
-            if theirs.get("host") != _host() or (no_locks and lives):
-                raise RunError(f"{experiment}: {worker(experiment)}")
-            path.unlink(missing_ok=True)
-        if not write_new(path, json_bytes(mine)):  # another was faster, where there are no locks
+        stack.callback(_remove_if_empty, experiment)
+        theirs = _holder(path)
+        if theirs.get("host") == _host() and born(int(theirs["pid"])) != theirs["born"]:
+            path.unlink()
+        mine = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%F %T")}
+        if not write_new(path, json_bytes(mine)):
             raise RunError(f"{experiment}: {worker(experiment)}")
         stack.callback(path.unlink, missing_ok=True)
         yield
@@ -90,12 +87,11 @@ def worker(experiment: Path) -> str:
 
 
 def _holder(path: Path) -> dict[str, Plain]:
-    """The machine, process and start that a lock names; {} if it names none."""
-    try:
+    """The host, process and start that a lock names; {} if it names none."""
+    with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and content.keys() >= {"host", "machine", "pid", "born", "since"} else {}
+        return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
+    return {}
 
 
 def _host() -> str:
@@ -118,7 +114,7 @@ class Failure:
         status: its exit status; negative: of the signal that killed it.
         reason: its last line, or the signal.
         log: the file of all its output.
-        saved: what the run had saved by then, as `saved_of` says it.
+        saved: how far its checkpoints and evaluations had come.
         again: whether a crash of the run before had come as far.
     """
 
@@ -143,30 +139,21 @@ class Failure:
         return -self.status in _CRASHES
 
 
-def failure_of(experiment: Path, run: Run, status: int) -> Failure:
-    """What the log of a run says of its end."""
-    log, saved = log_path(experiment, run), saved_of(run)
-    said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    last = next((line for line in reversed(said) if line.strip()), "no output")[:300]
-    if status < 0:
-        last = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    before = _read(log_path(experiment, run, "failed.json"))
-    again = -status in _CRASHES and before is not None and before.crashed and before.saved == saved
-    return Failure(status, f"{last}, twice in a row at the same place" if again else last, str(log), saved, again)
-
-
-def saved_of(run: Run) -> str:
-    """How far the checkpoints and evaluations of a run have come."""
-    folder = run.config.run_folder
+def note_failure(experiment: Path, run: Run, status: int) -> Failure:
+    """Why a run has failed, by its log. It is kept for later calls, but of runs that the next one goes on with crashes alone."""
+    log, file, folder = log_path(experiment, run), log_path(experiment, run, "failed.json"), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
-    return f"step {step}, {len(evaluation_files(folder))} evaluations"
-
-
-def write_failure(experiment: Path, run: Run, failure: Failure) -> None:
-    """Keep it for later calls: of those that went on, crashes alone."""
-    if failure.interrupted and not failure.crashed:
-        return
-    write_json(log_path(experiment, run, "failed.json"), vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    saved = f"step {step}, {len(evaluation_files(folder))} evaluations"
+    said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    reason = next((line for line in reversed(said) if line.strip()), "no output")[:300]
+    if status < 0:
+        reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    before = _read(file)
+    again = -status in _CRASHES and before is not None and before.crashed and before.saved == saved
+    failure = Failure(status, f"{reason}, twice in a row at the same place" if again else reason, str(log), saved, again)
+    if failure.crashed or not failure.interrupted:
+        write_json(file, vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    return failure
 
 
 def read_failure(experiment: Path, run: Run) -> Failure | None:
@@ -176,7 +163,7 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 
 
 def _read(path: Path) -> Failure | None:
-    """What `write_failure` wrote; None if it did not."""
+    """What `note_failure` has written; None if it has not."""
     if not path.exists():
         return None
     content = read_json(path)
@@ -206,25 +193,16 @@ class Training:
 
     Args:
         experiment: its folder.
-        cwd: where `lm compare` was called.
     """
 
-    def __init__(self, run: Run, experiment: Path, cwd: str):
-        self.run, self.experiment, self.cwd = run, experiment, cwd
-        self._children: Children | None = None
+    def __init__(self, run: Run, experiment: Path):
+        self.run, self.experiment = run, experiment
+        self._children: Children | None = None  # has locks, which are not sent to a job
 
     def __call__(self) -> tuple[int, float]:
         """Train the run, or go on with it; returns the exit status and the seconds that it took."""
-        os.chdir(self.cwd)
         self._children = Children(self.experiment)
-        if not self._is_waited_for():
-            _note(self.experiment, self.run, "a job that no lm compare waits for has ended without training")
-            return 128 + signal.SIGTERM, 0.0
-        try:
-            return self._children.train(self.run, None)
-        except LMError as error:
-            _note(self.experiment, self.run, f"error: {error}")
-            return error.exit_code, 0.0
+        return self._children.train(self.run, None) if self._is_waited_for() else (128 + signal.SIGTERM, 0.0)
 
     def checkpoint(self) -> "DelayedSubmission":
         """Let the run save and end; returns the same job, to be started again."""
@@ -233,7 +211,7 @@ class Training:
         if self._children:
             self._children.stop()
             self._children.wait()
-        return DelayedSubmission(Training(self.run, self.experiment, self.cwd))
+        return DelayedSubmission(Training(self.run, self.experiment))
 
     def _is_waited_for(self) -> bool:
         """Whether the run's record names this job: `lm compare` may have been killed before it wrote that, and submitted another later."""
@@ -295,11 +273,10 @@ class Cluster:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a function in a job, and wait for it. Raises RunError: it has failed."""
-        job = self.submit(function)
+    def result(self, job: "Job") -> object:
+        """The result of a job, which is waited for. Raises RunError: it has failed, or vanished."""
         try:
-            job.result()
+            return job.result()
         except self._errors.UncompletedJobError:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
@@ -312,7 +289,7 @@ class Cluster:
         record = _job(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._lives(job, record["born"]):
-            job = self.submit(Training(run, self.experiment, os.getcwd()))
+            job = self.submit(Training(run, self.experiment))
             record = {"engine": self.place, "id": job.job_id, "born": born(int(job.job_id)) if self.engine == "local" else ""}
             write_json(log_path(self.experiment, run, "job.json"), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
@@ -320,13 +297,8 @@ class Cluster:
             if self._stopping.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
         forget_job(self.experiment, run)
-        try:
-            return job.result()
-        except self._errors.FailedJobError as error:
-            _note(self.experiment, run, f"{error}\njob {job.job_id} failed; its output: {job.paths.stderr}")
-            return 1, 0.0
-        except self._errors.UncompletedJobError:
-            return -signal.SIGKILL, 0.0
+        error = job.exception()
+        return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._errors.FailedJobError) else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Wait for no job any more; they go on."""
@@ -360,14 +332,6 @@ def _job(experiment: Path, run: Run) -> dict[str, Plain]:
 def forget_job(experiment: Path, run: Run) -> None:
     """Delete the record of a run's job, which has ended."""
     log_path(experiment, run, "job.json").unlink(missing_ok=True)
-
-
-def _note(experiment: Path, run: Run, text: str) -> None:
-    """Append a line to the output of a run."""
-    path = log_path(experiment, run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as log:
-        print(text, file=log)
 
 
 # ---------------------------------------------------------------- the runs of an experiment
@@ -495,9 +459,7 @@ class Jobs:
         elif not status:
             raise RunError(f"{folder}: {self._lacks(outcome)}")
         else:
-            failure = failure_of(self.folder, run, status)
-            self.failed[folder] = failure
-            write_failure(self.folder, run, failure)
+            failure = self.failed[folder] = note_failure(self.folder, run, status)
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _lacks(self, outcome: Outcome) -> str:

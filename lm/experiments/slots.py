@@ -122,7 +122,10 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.normalizer_names) if ":" in name]
     swapped = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped / CONFIG).exists():
-        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *_init(run), *_options(run), *plugins])
+        initial = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of the options' own
+        normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
+        options = [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
+        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *initial, *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):  # it measures what a kill left unmeasured
         file = log_path(experiment, run, "yaml")
@@ -131,16 +134,6 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     if not run.trained or not outcome.measured:
         steps.append(["eval", str(folder), *run.evaluate, *plugins])
     return steps
-
-
-def _init(run: Run) -> list[str]:
-    return [] if run.swap.init is None else [f"--init={run.swap.init}"]
-
-
-def _options(run: Run) -> list[str]:
-    """The new normalizer's options, but for its initial values, which `--init` gives."""
-    options = to_plain(run.config.model.normalizer)
-    return [f"model.normalizer.{name}={json.dumps(value)}" for name, value in options.items() if name not in ("name", "init")]
 
 
 class Stopped(RunError):
