@@ -109,9 +109,9 @@ class Measurement(ABC):
             self.config.eval.asked(self.kind), self.code,
         )  # fmt: skip
 
-    def write(self, run: Path, evaluation: Evaluation) -> Path:
-        """Write a result to its file in a run folder, with its picture if it has one; returns the file's path."""
-        path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series)
+    def write(self, run: Path, evaluation: Evaluation, drawn: bool = True) -> Path:
+        """Write a result to its file in a run folder, and if `drawn` the picture that it may have; returns the file's path."""
+        path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series) if drawn else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
         write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
         return path
