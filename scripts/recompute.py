@@ -119,7 +119,7 @@ class Recall:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         plt.rcParams.update(STYLE | {"font.size": 9})
         rates = sorted({rate for _, rate, _ in self.accuracies})
-        figure, panels = plt.subplots(len(rates), len(self.labels), figsize=(13, 4.6), sharex=True, sharey=True, layout="constrained")
+        figure, panels = plt.subplots(len(rates), len(self.labels), figsize=(13 / 6 * len(self.labels), 4.6), sharex=True, sharey=True, layout="constrained")
         for row, rate in zip(panels, rates, strict=True):
             for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
                 values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
@@ -148,6 +148,7 @@ LABELS = {
     "log_n": "log n",
 }
 SHOWN = (
+    Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True),
 )
