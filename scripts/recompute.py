@@ -119,7 +119,9 @@ class Recall:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         plt.rcParams.update(STYLE | {"font.size": 9})
         rates = sorted({rate for _, rate, _ in self.accuracies})
-        figure, panels = plt.subplots(len(rates), len(self.labels), figsize=(13 / 6 * len(self.labels), 4.6), sharex=True, sharey=True, layout="constrained")
+        figure, panels = plt.subplots(
+            len(rates), len(self.labels), figsize=(13 / 6 * len(self.labels), 4.6), sharex=True, sharey=True, layout="constrained"
+        )
         for row, rate in zip(panels, rates, strict=True):
             for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
                 values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
