@@ -12,8 +12,8 @@ from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
 from lm.experiments.circumstances import PLAN, plan_of
-from lm.experiments.definition import read_experiment
-from lm.experiments.opening import open_experiment
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
@@ -101,7 +101,7 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
-    from lm.experiments.opening import start
+    from lm.experiments.experiment_folder import start
 
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])

@@ -13,7 +13,7 @@ from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.schema import reference, to_plain
 
 ROOT = Path(__file__).parent.parent

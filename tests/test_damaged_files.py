@@ -11,7 +11,7 @@ from test_tokenizer import write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import written
 
-from lm.experiments.opening import start
+from lm.experiments.experiment_folder import start
 from lm.runs.loading import load, save_model
 from lm.training.train import train
 

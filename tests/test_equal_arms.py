@@ -13,7 +13,7 @@ from trials import written
 
 from lm.experiments.engine import Jobs
 from lm.experiments.equal_arms import noise
-from lm.experiments.opening import open_experiment, start
+from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
 from lm.experiments.summary import summary

@@ -10,8 +10,8 @@ from conftest import ROOT, lm
 from fabricated import finish, finish_all
 
 from lm.errors import ConfigError
-from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import commands
 from lm.experiments.summary import summary

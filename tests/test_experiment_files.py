@@ -7,7 +7,7 @@ from conftest import ROOT
 from trials import written
 
 from lm.errors import ConfigError
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "experiments").glob("*.yaml")), ids=lambda file: file.stem)

@@ -15,12 +15,11 @@ from markupsafe import escape
 from reported import build_run
 
 from lm.config.load import to_yaml
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.judging import judge
 from lm.experiments.page import write_page
-from lm.experiments.page_tables import cost_table
+from lm.experiments.page_tables import SizeResults, cost_table, report_part
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.size_results import SizeResults, report_part
 from lm.experiments.summary import summary
 from lm.report.differences import differences_along
 from lm.report.pictures import Panel, Trace, picture

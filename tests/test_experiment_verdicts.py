@@ -12,10 +12,10 @@ from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged, valid
 from scipy.stats import t
 
 from lm.errors import ConfigError, RunError
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import Jobs
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import next_look
-from lm.experiments.opening import open_experiment
 from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run

@@ -19,13 +19,13 @@ from lm.config.training_config import OPTIMIZERS
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import Work, compare
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import Jobs, retry
 from lm.experiments.experiment import config_hash
-from lm.experiments.opening import open_experiment, start
-from lm.experiments.outcomes import SELECTION, Outcome
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary
 from lm.machine import threads_each
@@ -279,7 +279,7 @@ def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overr
 def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
     kept = (first.folder / "resolved.json").read_text()
-    monkeypatch.setattr("lm.experiments.opening._on_this_machine", lambda *_: pytest.fail("was settled by the first"))
+    monkeypatch.setattr("lm.experiments.experiment_folder._on_this_machine", lambda *_: pytest.fail("was settled by the first"))
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == kept
     assert json.loads(kept)["seeds"] == [1, 2]

@@ -13,8 +13,8 @@ from lm.config.load import load
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, DataError
-from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import config_hash
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.model.counts import count_parameters, steps_of, with_steps

@@ -132,7 +132,7 @@ def test_packages_pass_nothing_on(name: str):
         "lm.config.effects",
         "lm.report.html",
         "lm.runs.record",
-        "lm.experiments.opening",
+        "lm.experiments.experiment_folder",
         "lm.report.frame",
     ],
 )

@@ -18,8 +18,8 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import Jobs, read_failure, retry
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary
@@ -145,7 +145,7 @@ WORK = """
 import sys
 from pathlib import Path
 from lm.experiments.engine import Jobs, retry
-from lm.experiments.opening import start
+from lm.experiments.experiment_folder import start
 from lm.experiments.slots import Slots
 jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
 retry(jobs.procedure)  # two kills may meet a run at the same place

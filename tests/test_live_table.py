@@ -14,8 +14,8 @@ from conftest import ROOT
 from fabricated import finish
 from rich.console import Console
 
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import Failure, Jobs
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots

@@ -18,13 +18,12 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import timing
-from lm.experiments.definition import read_experiment
-from lm.experiments.minutes import limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
-from lm.experiments.opening import open_experiment, start
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.experiments.timing import run_times
+from lm.experiments.timing import limited, run_times, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.machine import born
 from lm.runs.folder import write_json
 from lm.training.pilot import pilot

@@ -14,9 +14,9 @@ from trials import TUNED, written
 import lm.experiments.experiment as experiment_module
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.definition import read_experiment
 from lm.experiments.experiment import Experiment
-from lm.experiments.opening import open_experiment, other_runs
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment, other_runs
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED, read_json, write_json
@@ -117,7 +117,7 @@ def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
 
 
 def test_the_first_start_keeps_its_overrides(tmp_path, arguments):
-    from lm.experiments.opening import start
+    from lm.experiments.experiment_folder import start
 
     path = written(tmp_path, tune=None)
     folder = start(path, arguments[1:]).experiment.folder

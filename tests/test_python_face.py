@@ -12,7 +12,7 @@ from test_experiments import here, inline, overrides, written  # noqa: F401
 import lm
 from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
-from lm.experiments.opening import open_experiment
+from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.slots import Slots
 from lm.experiments.summary import summary
 

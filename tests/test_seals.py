@@ -17,7 +17,7 @@ from test_house import MODULES
 from lm.config.load import load as configured
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_table
 from lm.model.device import Device

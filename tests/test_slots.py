@@ -17,14 +17,13 @@ from rich.console import Console
 from trials import written
 
 from lm.errors import ConfigError, RunError
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import Jobs
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable
-from lm.experiments.minutes import total_seconds
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, named, slots_of
-from lm.experiments.timing import run_times
+from lm.experiments.timing import run_times, total_seconds
 from lm.model.device import gpus_of, visible_gpus
 
 MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"

@@ -10,7 +10,7 @@ from conftest import ROOT
 from fabricated import finish_all
 
 from lm.errors import ConfigError
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary, tuning_means, tuning_table
 from lm.report.tables import csv_text

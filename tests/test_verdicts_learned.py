@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from scipy.stats import fisher_exact as scipys
 
 from lm.errors import RunError
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary

@@ -12,14 +12,13 @@ from conftest import ROOT
 from fabricated import finish, validate
 
 from lm.errors import ConfigError
-from lm.experiments.definition import read_experiment
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.judging import judge
 from lm.experiments.page_pictures import differences, rates
-from lm.experiments.page_tables import seeds_table, summary_table
+from lm.experiments.page_tables import SizeResults, seeds_table, summary_table
 from lm.experiments.page_words import answers, question
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.series import validation_series

@@ -20,7 +20,7 @@ from waiting import wait_until
 from lm.errors import ConfigError, RunError
 from lm.experiments import engine, slots
 from lm.experiments.engine import LOCK, Cluster, Training, read_options, working_on
-from lm.experiments.opening import open_experiment, start
+from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.slots import log_path
 from lm.machine import born
 from lm.runs.folder import read_json, write_json

@@ -23,7 +23,7 @@ from lm.config.load import load, to_yaml
 from lm.errors import RunError
 from lm.experiments.compare import REPORT, VERDICTS, Work
 from lm.experiments.compare import compare as compare_experiments
-from lm.experiments.opening import open_experiment
+from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.page import PAGE
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.runs.folder import CONFIG, METRICS, read_metrics

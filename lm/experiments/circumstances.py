@@ -7,7 +7,7 @@ from lm.attention.plugins import PLUGINS
 from lm.errors import RunError, shown
 from lm.experiments.arms import Arm
 from lm.experiments.experiment import Departure, Experiment, config_hash
-from lm.experiments.outcomes import Outcome
+from lm.experiments.run_outcome import Outcome
 from lm.runs.evaluations import measuring_code
 from lm.runs.folder import CONFIG, ENVIRONMENT, EVALUATIONS, RESOLVED, read_json
 from lm.runs.identity import used

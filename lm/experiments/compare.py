@@ -10,22 +10,32 @@ from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.definition import read_experiment
 from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_failure, read_options, retry, worker, working_on
 from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import folder_of, open_experiment, other_runs, start
 from lm.experiments.judging import judge, next_look
 from lm.experiments.live_table import live_table
-from lm.experiments.minutes import forget_limit, limit_of, limited, seeds_that_fit, total_seconds, with_all_seeds, write_limit
-from lm.experiments.opening import folder_of, open_experiment, other_runs, start
 from lm.experiments.page import PAGE, page_files, write_page
-from lm.experiments.page_tables import summary_table
+from lm.experiments.page_tables import SizeResults, summary_table
 from lm.experiments.plan import Costs, costs, plan
 from lm.experiments.procedure import Procedure
-from lm.experiments.size_results import SizeResults
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
-from lm.experiments.timing import PILOT_SECONDS, Times, duration, run_times
+from lm.experiments.timing import (
+    PILOT_SECONDS,
+    Times,
+    duration,
+    forget_limit,
+    limit_of,
+    limited,
+    run_times,
+    seeds_that_fit,
+    total_seconds,
+    with_all_seeds,
+    write_limit,
+)
 from lm.files import write_together
 from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.outcomes import SELECTION, Outcome
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
 from lm.experiments.timing import whole
 from lm.files import locked_folder, write_new

@@ -16,11 +16,12 @@ from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
 from lm.errors import ConfigError, Problem
 from lm.experiments.arms import Arm, nested
-from lm.experiments.outcomes import SELECTION
+from lm.experiments.run_outcome import SELECTION
 from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
+SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
@@ -115,7 +116,7 @@ class Experiment:
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
         more_seeds: seeds of the second look, which are trained if the first leaves a comparison undecided.
         look: which of the looks `seeds` are of; those of the second include the first's.
-        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.minutes`).
+        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.timing`).
         dropped_late: whether that was decided when final runs had ended already.
         departures: what differs from what was planned when no final run had been measured.
         equal_to: of an A/A experiment (`lm.experiments.equal_arms`) the one that it is made of.

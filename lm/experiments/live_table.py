@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lm.experiments.engine import Jobs
-from lm.experiments.outcomes import SELECTION
 from lm.experiments.procedure import Run
+from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import Devices, named
 from lm.experiments.timing import Times, duration
 from lm.report.tables import from_lines, grid

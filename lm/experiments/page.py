@@ -7,8 +7,8 @@ from typing import Literal
 from lm.config.yaml_text import dump_yaml
 from lm.experiments import page_pictures, page_tables, page_words
 from lm.experiments.judging import judge
+from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure
-from lm.experiments.size_results import SizeResults
 from lm.experiments.summary import summary
 from lm.files import write_together
 from lm.report.comparison import show

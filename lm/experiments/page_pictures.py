@@ -8,9 +8,9 @@ import numpy as np
 from lm.evaluation.fraction_pictures import MOST_LINES
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import compared, differences_by_rate
-from lm.experiments.outcomes import SELECTION
+from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.size_results import SizeResults
+from lm.experiments.run_outcome import SELECTION
 from lm.report.differences import AlongAxis, differences_along, values_along
 from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
 from lm.report.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit

@@ -9,9 +9,9 @@ from lm.data.tokenizer import load_tokenizer
 from lm.experiments.engine import read_failure
 from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
-from lm.experiments.outcomes import SELECTION
+from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.size_results import SizeResults
+from lm.experiments.run_outcome import SELECTION
 from lm.report.comparison import show
 from lm.report.descriptions import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.tables import DIFFERENCE, Column

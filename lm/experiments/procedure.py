@@ -12,7 +12,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.arms import Arm, Swap
 from lm.experiments.circumstances import unequal
 from lm.experiments.experiment import Experiment, config_hash
-from lm.experiments.outcomes import SELECTION, Outcome, UnitValues
+from lm.experiments.run_outcome import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, described, differing_keys
 from lm.runs.folder import SWAPPED
 from lm.schema import Plain
@@ -76,7 +76,7 @@ class Procedure:
     """An experiment and the runs it consists of.
 
     Args:
-        experiment: as its file describes it, resolved (`lm.experiments.opening.open_experiment`).
+        experiment: as its file describes it, resolved (`lm.experiments.experiment_folder.open_experiment`).
     """
 
     def __init__(self, experiment: Experiment):

@@ -10,7 +10,7 @@ from pathlib import Path
 from lm.config.effects import effect_of
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.experiments.outcomes import SELECTION
+from lm.experiments.run_outcome import SELECTION
 from lm.schema import Plain, flatten, to_plain
 
 DIVERGED = "diverged"  # in place of a number

@@ -1,4 +1,4 @@
-"""Opening an experiment, and what its first start settles for all of its runs: the text, precision, compilation, threads and seeds."""
+"""Opening the folder of an experiment, and what its first start settles for all runs: text, precision, compilation, threads, seeds."""
 
 import re
 from dataclasses import MISSING, replace
@@ -11,18 +11,17 @@ from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
 from lm.experiments.circumstances import PLAN, departures, is_another, is_measured, plan_of
-from lm.experiments.definition import read_experiment
 from lm.experiments.equal_arms import AA, baseline_rates, equal_arms
-from lm.experiments.experiment import Experiment, deciding
+from lm.experiments.experiment import SHARED, Experiment, deciding
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.judging import next_look
-from lm.experiments.minutes import with_limit
 from lm.experiments.procedure import Procedure
+from lm.experiments.timing import with_limit
 from lm.files import write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
 
-SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 _RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
 
@@ -169,7 +168,7 @@ def _wrong(settled: dict[str, Plain]) -> str:
 def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     """Precision, compilation and threads of runs on this machine, `jobs` at a time; compilation by all runs of the baseline in the first
     size, which share compiled code."""
-    from lm.experiments.costs import cost  # torch takes seconds to import
+    from lm.experiments.plan import cost  # torch takes seconds to import
     from lm.model.device import gpus_of, resolve_compile, resolve_precision
 
     config, tune = experiment.first_config, experiment.tune
