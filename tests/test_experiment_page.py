@@ -22,7 +22,7 @@ from lm.experiments.page_tables import SizeResults, cost_table, report_part
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary
 from lm.report.differences import differences_along
-from lm.report.pictures import Panel, Trace, picture
+from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Column
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
@@ -195,7 +195,7 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
 
 def test_the_legend_names_the_arms_that_are_drawn():
     traces = [Trace(0, "one", np.ones(1), np.ones(1), "dots"), Trace(1, "other", np.empty(0), np.empty(0), "dots")]
-    svg = picture([Panel("title", "x", "y", traces)], ["drawn", "untrained"], "").svg
+    svg = Picture([Panel("title", "x", "y", traces)], ["drawn", "untrained"], "").svg
     assert "drawn" in svg
     assert "untrained" not in svg
 

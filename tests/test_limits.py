@@ -17,7 +17,7 @@ from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
 from lm.diagnostics.limits import DISTANCES, SEPARABLE, family, few, many, means, octaves
-from lm.evaluation.diagnostic_pictures import draw
+from lm.evaluation.diagnostic_pictures import diagnostics
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.runs.series import Axis, Series, Shown
@@ -227,6 +227,6 @@ def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
         for setting in ("as trained", "untrained weights")
         for what in ("largest weights", "random keys, drawn")
     ]
-    assert draw(made).startswith(b"\x89PNG")
-    assert draw([one for one in made if one.shown is None]) is None
-    assert draw([replace(one, means=np.full(2, np.nan)) for one in made]) is None  # none of its lines is defined
+    assert diagnostics(made).png.startswith(b"\x89PNG")
+    assert diagnostics([one for one in made if one.shown is None]) is None
+    assert diagnostics([replace(one, means=np.full(2, np.nan)) for one in made]) is None  # none of its lines is defined

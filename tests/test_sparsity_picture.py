@@ -3,21 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from test_diagnostics import LENGTH, VOCAB, make_decoder
 
 from lm.attention import options as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics.attention_rows import HEAD
-from lm.evaluation import sparsity_picture
+from lm.evaluation.diagnostic_pictures import against_theory, diagnostics
 from lm.evaluation.diagnostics import describe
 from lm.evaluation.held_out import HeldOut
 from lm.model.device import Device
+from lm.report.pictures import Panel
 
 
-def panels(options: Options) -> tuple[list, dict[str, np.ndarray]]:
-    """The panels' axes, and of the trained model each statistic by head of all layers."""
+def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
+    """The panels, row by row, and of the trained model each statistic by head of all layers."""
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
     asked = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
     found = describe(make_decoder(options), held_out, asked, Device(torch.device("cpu"), bf16=False))
@@ -25,15 +25,15 @@ def panels(options: Options) -> tuple[list, dict[str, np.ndarray]]:
     for one in found:
         if one.axis and one.axis.name == HEAD and one.setting == "as trained":
             heads.setdefault(one.metric, []).append(one.means)
-    figure = Figure()
-    sparsity_picture.draw(figure, found)
-    return figure.axes, {name: np.concatenate(parts) for name, parts in heads.items()}
+    drawn = [panel for row in against_theory(found, [*dict.fromkeys(one.setting for one in found)]) for panel in row]
+    assert diagnostics(found).png.startswith(b"\x89PNG")
+    return drawn, {name: np.concatenate(parts) for name, parts in heads.items()}
 
 
-def points(axes, label: str) -> tuple[np.ndarray, np.ndarray]:
+def points(panel: Panel, label: str) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates of the heads of one model."""
-    (line,) = [line for line in axes.lines if line.get_label() == label and line.get_linestyle() == "None"]
-    return line.get_xdata(), line.get_ydata()
+    (trace,) = [trace for trace in panel.traces if trace.label == label and trace.kind == "dots"]
+    return trace.x, trace.y
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_heads_are_drawn_at_their_statistics(options: Options, panel: int, x):
         of = {name.removesuffix(ending): values for name, values in heads.items() if name.endswith(ending)}
         drawn = points(axes[2 * row + panel], "as trained")
         np.testing.assert_allclose(drawn, [x(of), of["S"]], rtol=1e-4)
-        assert {"untrained weights", "shuffled scores"} <= {line.get_label() for line in axes[2 * row + panel].lines}
+        assert {"untrained weights", "shuffled scores"} <= {trace.label for trace in axes[2 * row + panel].traces}
 
 
 def test_a_model_has_the_panels_of_its_own_maps_alone_side_by_side():
@@ -58,13 +58,13 @@ def test_a_model_has_the_panels_of_its_own_maps_alone_side_by_side():
         axes, _ = panels(options)
         assert len(axes) == 2 * len(titles)
         for title, one in zip(titles * 2, axes, strict=True):
-            assert title in one.get_xlabel()
+            assert title in one.x_label
 
 
 def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
     (exp, *_), _ = panels(opt.Softmax())
-    labels = {str(line.get_label()): line for line in exp.lines}
-    drawn = {int(label.split()[-1]): line.get_xdata()[0] for label, line in labels.items() if label.startswith("condensation of")}
+    labels = {trace.label: trace for trace in exp.traces}
+    drawn = {int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")}
     assert min(drawn) == 32
     assert 60 < max(drawn) <= LENGTH
     for n, x in drawn.items():

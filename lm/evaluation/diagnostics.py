@@ -167,9 +167,10 @@ class Diagnostics(Measurement):
         return True  # what is not finite is not defined there
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        from lm.evaluation.diagnostic_pictures import draw  # imports matplotlib
+        from lm.evaluation.diagnostic_pictures import diagnostics  # imports matplotlib
 
-        return draw(series)
+        picture = diagnostics(series)
+        return picture and picture.png
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.store.fingerprint, progress)

@@ -79,9 +79,10 @@ class Measurement(ABC):
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
         """A PNG file of its result; None if there is nothing to draw."""
-        from lm.evaluation.fraction_pictures import draw  # imports matplotlib
+        from lm.report.pictures import fractions  # imports matplotlib
 
-        return draw(series)
+        picture = fractions(series)
+        return picture and picture.png
 
     def lasts(self, series: Sequence[Series]) -> bool:
         """Whether a result is kept, so that it is not measured again: numbers that are not finite may be otherwise another time."""

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 
-from lm.evaluation.fraction_pictures import MOST_LINES
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import compared, differences_by_rate
 from lm.experiments.page_tables import SizeResults
@@ -13,7 +12,18 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.report.differences import AlongAxis, differences_along, values_along
 from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
-from lm.report.pictures import FIRST_POSITION, Map, Panel, Picture, Trace, doublings, picture, plain_ticks, smooth, token_unit
+from lm.report.pictures import (
+    FIRST_POSITION,
+    MOST_LINES,
+    Panel,
+    Picture,
+    Trace,
+    doublings,
+    fraction_map,
+    plain_ticks,
+    smooth,
+    token_unit,
+)  # fmt: skip
 from lm.report.sections import Section
 from lm.runs.folder import METRICS, Curve, curve, read_metrics
 from lm.runs.series import Series
@@ -40,7 +50,7 @@ def curves(found: SizeResults) -> Picture | None:
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
     caption += f" Without a curve, because it was measured once: {', '.join(once)}." if once else ""
-    return picture(panels, found.arm_names, caption)
+    return Picture(panels, found.arm_names, caption)
 
 
 def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]]) -> Panel:
@@ -112,7 +122,7 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
         caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     caption += f" Shaded: differences below {small:g}." if small else ""
-    return picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
+    return Picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
 
 
 def _difference(experiment: Experiment) -> str:
@@ -159,7 +169,7 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
     rates = " and rates" if any(procedure.choice(found.size).crossed for found in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates}; all of them hold together with 95%."
     caption += f" Shaded: differences below {small:g}."
-    return picture([panel], names, caption)
+    return Picture([panel], names, caption)
 
 
 def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
@@ -190,7 +200,7 @@ def learned(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture 
         Panel("Fraction of runs that have learned", "", "fraction", fractions, places, y_range=(-0.03, 1.03)),
     ]
     caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
-    return picture(panels, sizes[0].arm_names, caption)
+    return Picture(panels, sizes[0].arm_names, caption)
 
 
 def along_axis(found: SizeResults, section: Section) -> Picture | None:
@@ -220,7 +230,7 @@ def along_axis(found: SizeResults, section: Section) -> Picture | None:
         caption += f" Bands of the differences: 95% intervals over {' or '.join(dict.fromkeys(overs))}, point by point, not adjusted."
     caption += f" From position {FIRST_POSITION}." if first.bins else ""
     caption += " On the documents that are reported on." if first.data_fingerprint else ""
-    return picture(panels, found.arm_names, caption)
+    return Picture(panels, found.arm_names, caption)
 
 
 _Along = dict[str, tuple[list[int], AlongAxis | None]]  # by arm: the seeds, and their values; None: there are none
@@ -260,17 +270,13 @@ def maps(found: SizeResults) -> list[Picture]:
     for (kind, metric, setting), by_arm in groups.items():
         if max(map(len, by_arm.values())) > MOST_LINES:
             panels = [
-                _map(arm, rows) for arm, rows in by_arm.items() if len({one.axis.values for some in rows.values() for one in some}) == 1
+                fraction_map(arm, rows)
+                for arm, rows in by_arm.items()
+                if len({one.axis.values for some in rows.values() for one in some}) == 1
             ]
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
-            pictures += [picture(panels, found.arm_names, caption, columns=3)] if panels else []
+            pictures += [Picture(panels, found.arm_names, caption, columns=3)] if panels else []
     return pictures
-
-
-def _map(arm: str, rows: dict[str, list[Series]]) -> Map:
-    axis = next(iter(rows.values()))[0].axis
-    values = np.array([np.mean([one.means for one in some], axis=0) for some in rows.values()])
-    return Map(arm, axis.label, list(plain_ticks(axis.values).values()), list(rows), values, 1.0)
 
 
 def normalizer_parameters(found: SizeResults) -> Picture | None:
@@ -297,7 +303,7 @@ def _by_layer(found: SizeResults, caption: str, parameters: bool) -> Picture | N
                     traces = _layer_traces(found.colour(run.arm), f"{_of_seed(run)}, layer{layer}", quantity, curve, unit)
                     by_quantity.setdefault(quantity, []).extend(traces)
     panels = [panel(quantity, label, by_quantity[quantity]) for quantity in sorted(by_quantity, key=order)]
-    return picture(panels, found.arm_names, caption) if panels else None
+    return Picture(panels, found.arm_names, caption) if panels else None
 
 
 def _layer_traces(number: int, label: str, quantity: str, curve: LayerCurve, unit: float) -> list[Trace]:

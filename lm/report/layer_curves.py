@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm.report.pictures import Panel, Picture, Trace, picture, token_unit
+from lm.report.pictures import Panel, Picture, Trace, token_unit
 from lm.runs.folder import METRICS, read_metrics
 from lm.runs.record import RunRecord
 from lm.schema import Plain
@@ -86,7 +86,7 @@ def by_layer(run: RunRecord) -> Picture | None:
     names = [f"layer {layer}" for layer in range(1 + max(layer for layers in found.values() for layer in layers))]
     caption = "Lines: the median over the heads of a layer. Bands: from the least to the largest of them"
     caption += "; where steps are drawn together, the median and the range of all."
-    return picture(panels, names, caption)
+    return Picture(panels, names, caption)
 
 
 def _band(layer: int, curve: LayerCurve, unit: float) -> Trace:

@@ -1,8 +1,10 @@
-"""Pictures from plain data: lines of every seed, dots, intervals and maps, each with its numbers as CSV."""
+"""Pictures as data: panels of lines, dots, intervals and maps; drawn as SVG and PNG, with their numbers as CSV."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Literal
 
@@ -16,9 +18,11 @@ from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Transform
 
 from lm.report.tables import csv_text
-from lm.runs.series import number
+from lm.runs.series import Series, number, series_names
+from lm.statistics.intervals import interval_of
 
 GREY = "#555555"
+MOST_LINES = 3  # fractions of one setting in a panel; more are drawn as a map
 FIRST_POSITION = 16  # where a picture by position begins
 SETTINGS = {
     "svg.hashsalt": "lm.report",
@@ -52,18 +56,24 @@ class Trace:
         arm: number of its colour and marker.
         label: whose it is, such as `ssmax, seed 3`.
         x, y: (points,); NaN where nothing is known.
-        kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, or what
-            `diverged`, which is marked at the top of the panel.
+        kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, what
+            `diverged`, which is marked at the top of the panel, or a grey `theory` to compare with.
         low, high: (points,) ends of the interval; None: there is none.
+        dashes: number of its dashes.
+        hollow: whether its markers are, so that what lies behind them is seen.
+        keyed: whether its panel has a legend that names it; else the arm is named above all panels.
     """
 
     arm: int
     label: str
     x: np.ndarray
     y: np.ndarray
-    kind: Literal["seed", "mean", "dots", "interval", "diverged"]
+    kind: Literal["seed", "mean", "dots", "interval", "diverged", "theory"]
     low: np.ndarray | None = None
     high: np.ndarray | None = None
+    dashes: int = 0
+    hollow: bool = False
+    keyed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +84,7 @@ class Panel:
         ticks: labels of the x axis by value; empty: as matplotlib chooses.
         log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
         log_y: whether the y axis is logarithmic.
-        y_range: ends of the y axis; None: as the traces need.
+        x_range, y_range: ends of the axes; None: as the traces need.
         zero: whether a line is drawn at zero, as of differences.
         small: differences within this of zero do not matter: shaded; 0: nothing is.
         marks, levels: words by x of vertical and by y of horizontal reference lines.
@@ -88,6 +98,7 @@ class Panel:
     ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0
     log_y: bool = False
+    x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
     zero: bool = False
     small: float = 0.0
@@ -98,7 +109,7 @@ class Panel:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Numbers over two axes as colours, with the numbers in the cells: `values` (rows, columns), from 0 to `top`."""
+    """Numbers over two axes as colours from `low` to `top`: `values` (rows, columns), written in the cells, else beside a scale."""
 
     title: str
     x_label: str
@@ -106,36 +117,79 @@ class Map:
     rows: Sequence[str]
     values: np.ndarray
     top: float = 1.0
+    low: float = 0.0
+    written: bool = True
+    y_label: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture and its numbers; `width` in CSS pixels."""
+    """Panels side by side, `columns` in a row (None: an empty place), the names of the arms above; maps name theirs in their titles.
 
-    svg: str
-    csv: str
-    caption: str
-    width: int
+    `panel_size` is that of a panel in inches; None: as its kind needs.
+    """
+
+    panels: Sequence[Panel | Map | None]
+    arms: Sequence[str]
+    caption: str = ""
+    columns: int = 2
+    panel_size: tuple[float, float] | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        columns = min(self.columns, len(self.panels))
+        return -(-len(self.panels) // columns), columns
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches, without the names of the arms."""
+        rows, columns = self.grid
+        maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
+        if not maps:
+            width, height = self.panel_size or (_WIDTH, _HEIGHT)
+            return width * columns, height * rows
+        least = _HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
+        return 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least)
+
+    @property
+    def width(self) -> int:
+        """Width on a page in CSS pixels."""
+        return round(82 * self.size[0])
+
+    @cached_property
+    def svg(self) -> str:
+        """An SVG file."""
+        return _drawn(self, "svg")
+
+    @cached_property
+    def png(self) -> bytes:
+        """A PNG file of 110 pixels an inch."""
+        return _drawn(self, "png")
+
+    @cached_property
+    def csv(self) -> str:
+        """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
+        return _csv(self.panels)
 
 
-def picture(panels: Sequence[Panel | Map | None], arms: Sequence[str], caption: str, columns: int = 2) -> Picture:
-    """Panels side by side, `columns` in a row (None: an empty place), the names of the arms above; maps name theirs in their titles."""
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    size = _WIDTH * columns, _HEIGHT * rows
-    if maps := [panel for panel in panels if isinstance(panel, Map)]:
-        size = 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), 2.2)
-    return Picture(_drawn(panels, arms, rows, columns, *size), _csv(panels), caption, round(82 * size[0]))
+def saved(figure: Figure, kind: Literal["svg", "png"], dpi: int = 110) -> str | bytes:
+    """The figure as a file, which is the same whenever and wherever it is drawn."""
+    file = io.StringIO() if kind == "svg" else io.BytesIO()
+    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
+    figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
+    return file.getvalue()
 
 
-def _drawn(panels: Sequence[Panel | Map | None], arms: Sequence[str], rows: int, columns: int, width: float, height: float) -> str:
-    """SVG of so many inches, and more in height for the legend."""
-    shown = sorted({trace.arm for panel in panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)})
+def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
+    (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
+    traces = [trace for panel in picture.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
+    shown = sorted({trace.arm for trace in traces if not trace.keyed})
     with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(width, height), dpi=100)
+        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which ask for it
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for each, panel in zip_longest(axes, panels):
+        for each, panel in zip_longest(axes, picture.panels):
             if panel is None:
                 each.set_visible(False)
             else:
@@ -149,9 +203,7 @@ def _drawn(panels: Sequence[Panel | Map | None], arms: Sequence[str], rows: int,
         height += 0.28 * legend_rows
         figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return svg.getvalue()
+        return saved(figure, kind)
 
 
 def _panel(axes: Axes, panel: Panel) -> None:
@@ -163,18 +215,17 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
-    draw: dict[str, Callable[[Axes, Trace], None]] = {
-        "seed": _seed, "mean": _mean, "dots": _dots, "interval": _bar, "diverged": _diverged,
-    }  # fmt: skip
     if panel.small:
         axes.axhspan(-panel.small, panel.small, color="#f0f0f0", zorder=0)
     if panel.zero:
         axes.axhline(0, color=GREY, linewidth=1)
     for trace in panel.traces:
-        draw[trace.kind](axes, trace)
+        _trace(axes, trace)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    if panel.x_range:
+        axes.set_xlim(*panel.x_range)
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
@@ -191,51 +242,60 @@ def _panel(axes: Axes, panel: Panel) -> None:
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
+    if any(trace.keyed for trace in panel.traces):
+        axes.legend(loc="best", fontsize=8)
 
 
-def _seed(axes: Axes, trace: Trace) -> None:
-    axes.plot(trace.x, trace.y, color=colour_and_marker(trace.arm)["color"], linewidth=0.8, alpha=0.5)
-
-
-def _mean(axes: Axes, trace: Trace) -> None:
-    style = colour_and_marker(trace.arm)
-    if trace.low is not None:
-        axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.plot(trace.x, trace.y, linewidth=1.9, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style)
-
-
-def _dots(axes: Axes, trace: Trace) -> None:
-    axes.plot(trace.x, trace.y, linestyle="none", markersize=4.5, alpha=0.55, markeredgewidth=0, **colour_and_marker(trace.arm))
-
-
-def _bar(axes: Axes, trace: Trace) -> None:
-    reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
-    style = colour_and_marker(trace.arm)
-    axes.errorbar(trace.x, trace.y, yerr=reach, linestyle="none", markersize=8, capsize=5, linewidth=1.8, zorder=3, **style)
-
-
-def _diverged(axes: Axes, trace: Trace) -> None:
-    colour = colour_and_marker(trace.arm)["color"]
-    above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
-    axes.plot(trace.x, above, "x", color=colour, markersize=9, markeredgewidth=2, transform=axes.get_xaxis_transform(), clip_on=False)
+def _trace(axes: Axes, trace: Trace) -> None:
+    style = colour_and_marker(trace.arm) | {"linestyle": DASHES[trace.dashes % len(DASHES)]}
+    style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.keyed else {})
+    points = style | {"linestyle": "none"}
+    match trace.kind:
+        case "seed":
+            axes.plot(trace.x, trace.y, linewidth=0.8, alpha=0.5, **style | {"marker": ""})
+        case "theory":
+            axes.plot(trace.x, trace.y, linewidth=1.2, **style | {"marker": "", "color": GREY})
+        case "mean":
+            if trace.low is not None:
+                axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.plot(
+                trace.x,
+                trace.y,
+                linewidth=1.1 if trace.hollow else 1.9,
+                markersize=4.5,
+                markevery=max(1, len(trace.x) // 8),
+                zorder=3,
+                **style,
+            )
+        case "dots":
+            look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
+            axes.plot(trace.x, trace.y, alpha=0.55, **look, **points)
+        case "interval":
+            reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
+            axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, linewidth=1.8, zorder=3, **points)
+        case "diverged":
+            above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
+            look = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
+            axes.plot(trace.x, above, "x", color=style["color"], **look)
 
 
 def _map(axes: Axes, panel: Map) -> None:
     rows, columns = panel.values.shape
     edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    axes.pcolormesh(*edges, panel.values, vmin=0, vmax=panel.top, cmap="viridis", edgecolors="white", linewidth=1)
+    mesh = axes.pcolormesh(*edges, panel.values, vmin=panel.low, vmax=panel.top, cmap="viridis", edgecolors="white", linewidth=1)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    for (row, column), value in np.ndenumerate(panel.values):
+    if not panel.written:
+        axes.figure.colorbar(mesh, ax=axes)
+    for (row, column), value in np.ndenumerate(panel.values) if panel.written else ():
         text = f"{value:.2f}" if np.isfinite(value) else "-"
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if value > 0.6 * panel.top else "white")
     axes.set_xticks(range(len(panel.columns)), panel.columns)
     axes.set_yticks(range(len(panel.rows)), panel.rows)
-    axes.set(title=panel.title, xlabel=panel.x_label)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
 
 
 def _csv(panels: Sequence[Panel | Map | None]) -> str:
-    """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
     columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
     for panel in filter(None, panels):
         if isinstance(panel, Map):
@@ -247,6 +307,65 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
             for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
                 lines.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high))
     return csv_text([dict(zip(columns, line, strict=True)) for line in lines], columns)
+
+
+# ---------------------------------------------------------------- fractions
+
+
+def fractions(series: Sequence[Series]) -> Picture | None:
+    """The series that are fractions at points; None if there are none.
+
+    A panel a metric, of lines with their intervals; where a setting has more than `MOST_LINES` of them a map for each setting.
+    """
+    groups: dict[tuple[str, str], list[Series]] = {}
+    for each in series:
+        if each.shape == "points" and each.unit == "fraction":
+            groups.setdefault((each.metric, each.axis.name), []).append(each)
+    names: dict[str, int] = {}  # numbers of the lines of all panels
+    panels: list[Panel | Map] = []
+    for (metric, _), alike in groups.items():
+        settings = [each.setting for each in alike]
+        if max(map(settings.count, settings)) > MOST_LINES:
+            for setting in dict.fromkeys(settings):
+                rows = {name: [each] for each, name in series_names([each for each in alike if each.setting == setting]).items()}
+                panels.append(fraction_map(_wrapped(", ".join((metric, setting))), rows))
+        else:
+            panels.append(_lines(metric, alike, names))
+    return Picture(panels, list(names), columns=3) if panels else None
+
+
+def _lines(metric: str, alike: list[Series], names: dict[str, int]) -> Panel:
+    first, traces = alike[0], []
+    for each, name in series_names(alike).items():
+        label = ", ".join(filter(None, (name, each.setting)))
+        intervals = [interval_of(each, column) for column in range(len(each.means))]
+        ends = np.array([interval.drawn()[1:] for interval in intervals]).T if all(intervals) else (None, None)
+        x, kind = np.array(each.axis.values, dtype=float), "mean" if len(each.means) > 1 else "interval"
+        traces.append(Trace(names.setdefault(label, len(names)), label, x, each.means, kind, *ends))
+    over = dict.fromkeys(interval.over for each in alike if (interval := interval_of(each, 0)))
+    levels: dict[float, str] = {}
+    for name, level in dict.fromkeys(pair for each in alike for pair in each.references.items()):
+        levels[level] = f"{levels[level]}; {name}" if level in levels else f"{level:.1%}: {name}"
+    return Panel(
+        _wrapped(metric), first.axis.label, "fraction" + "".join(f" [95% over {what}]" for what in over), traces,
+        plain_ticks(sorted({value for each in alike for value in each.axis.values})), 2 if first.axis.log else 0, y_range=(-0.02, 1.02),
+        marks={first.seq_len: "training length"} if first.axis.unit == "tokens" else {}, levels=levels,
+    )  # fmt: skip
+
+
+def _wrapped(title: str) -> str:
+    return "\n".join(textwrap.wrap(title, 56))
+
+
+def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
+    """A map of fractions at points: a row for each name, the mean over its series; NaN where a row has no such point."""
+    every = [each for some in rows.values() for each in some]
+    x = sorted({value for each in every for value in each.axis.values})
+    values = np.full((len(rows), len(x)), np.nan)
+    for row, some in enumerate(rows.values()):
+        values[row, np.searchsorted(x, some[0].axis.values)] = np.mean([each.means for each in some], axis=0)
+    top = 1.0 if every[0].interval == "wilson" else float(np.nanmax(values))
+    return Map(title, every[0].axis.label, list(plain_ticks(x).values()), list(rows), values, top)
 
 
 # ---------------------------------------------------------------- styles and axes
@@ -262,12 +381,18 @@ def dashes_and_width(number: int) -> Style:
     return {"linestyle": DASHES[number % 7], "linewidth": (1.8, 1.0)[number // 7 % 2]}
 
 
+def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[float, str]]:
+    """Base and ticks of an axis for ascending `values`: powers of 2, as of tokens and keys, or of 10 where there are values below 1."""
+    base = 2 if values[0] >= 1 else 10
+    ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
+    return base, {tick: number(tick) for tick in ticks}
+
+
 def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis for ascending `values`: ticks at powers of 2, as of tokens and keys, or of 10 where there are values below 1."""
-    base = 2.0 if values[0] >= 1 else 10.0
-    ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := base**power) < values[-1] * base]
+    """A logarithmic x axis for ascending `values`."""
+    base, ticks = logarithmic_ticks(values)
     axes.set_xscale("log", base=base)
-    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xticks([], minor=True)
 
 
