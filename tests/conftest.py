@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -22,6 +23,7 @@ from lm.config.tree import Config
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that tests start
 os.fsync = lambda descriptor: None  # no test cuts the power: waiting for the disk would be a tenth of all time
 
 

@@ -213,10 +213,10 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
 def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
     config, missing = tiny("name=order"), []
 
-    def write(measurement: Measurement, folder: Path, result: Evaluation, written=Measurement.write) -> Path:
+    def write(measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write) -> Path:
         known = {name for line in metrics(folder) if line["step"] == result.step for name in line}
         missing.extend(logged(result).keys() - known)
-        return written(measurement, folder, result)
+        return written(measurement, folder, result, drawn)
 
     monkeypatch.setattr(Measurement, "write", write)
     train(config)
