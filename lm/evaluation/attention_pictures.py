@@ -1,6 +1,5 @@
 """Pictures of attention weights on a text: a map for each head, models side by side."""
 
-import io
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,17 +32,17 @@ class Panels:
 
 def draw(models: list[Panels]) -> tuple[bytes, bytes]:
     """A PNG and an SVG file. One scale of colours for all maps."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from lm.report.pictures import saved
 
     columns = [math.ceil(math.sqrt(len(one.heads))) for one in models]
     rows = max(math.ceil(len(one.heads) / wide) for one, wide in zip(models, columns, strict=True))
     side = 4.2 if min(len(one.tokens) for one in models) <= LABELLED else 2.6
     colours, kind = _colours(models)
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(side * sum(columns) + 0.9, (side + 0.3) * rows + 1.2), layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(side * sum(columns) + 0.9, (side + 0.3) * rows + 1.2), layout="constrained")
         *parts, beside = figure.subfigures(1, len(models) + 1, width_ratios=[*columns, 0.9 / side])
         for part, one, wide in zip(parts, models, columns, strict=True):
             part.suptitle(f"{one.name}\n{one.said}", fontsize=9, parse_math=False)
@@ -55,11 +54,7 @@ def draw(models: list[Panels]) -> tuple[bytes, bytes]:
                 axes.set_title(f"layer {layer}, head {head}", fontsize=8)
                 _label(axes, one, left=place % wide == 0, bottom=place + wide >= len(one.heads))
         figure.colorbar(image, cax=beside.add_axes((0.1, 0.2, 0.2, 0.6)), label="weight")
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=130, metadata={"Software": None})
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        plt.close(figure)
-    return png.getvalue(), svg.getvalue()
+        return saved(figure, "png", dpi=130), saved(figure, "svg").encode()
 
 
 def _colours(models: list[Panels]) -> tuple["Normalize", str]:

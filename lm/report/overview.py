@@ -1,6 +1,5 @@
 """The overview picture: loss while training, and a panel for each section that is over an axis."""
 
-import io
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from lm.report.pictures import (
     doublings,
     note,
     plain_ticks,
+    saved,
     smooth,
     token_unit,
 )
@@ -67,10 +67,8 @@ def overview(comparison: Comparison) -> Overview:
         figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom - top), w_pad=0.12)
         figure.legend(handles=handles, loc="upper center", ncols=columns, fontsize=12)
         figure.text(0.012, 0.012, "\n".join(footer), fontsize=9, color=GREY)
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    return Overview(svg.getvalue(), png.getvalue(), legend, "\n".join(footer), " ".join(captions))
+        svg, png = saved(figure, "svg"), saved(figure, "png", dpi=200)
+    return Overview(svg, png, legend, "\n".join(footer), " ".join(captions))
 
 
 def _seeds(count: int) -> str:

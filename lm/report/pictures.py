@@ -328,7 +328,7 @@ def fractions(series: Sequence[Series]) -> Picture | None:
         if max(map(settings.count, settings)) > MOST_LINES:
             for setting in dict.fromkeys(settings):
                 rows = {name: [each] for each, name in series_names([each for each in alike if each.setting == setting]).items()}
-                panels.append(fraction_map(_wrapped(", ".join((metric, setting))), rows))
+                panels.append(fraction_map(_wrapped(", ".join(filter(None, (metric, setting)))), rows))
         else:
             panels.append(_lines(metric, alike, names))
     return Picture(panels, list(names), columns=3) if panels else None
