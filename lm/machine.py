@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and what it has used; which machine that is, and which of its processes are alive."""
+"""Resources that this process may use of its machine, and has used; which machine that is, and which of its processes are alive."""
 
 import ctypes
 import gc

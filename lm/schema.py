@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key affects. A block's effect holds for all of its keys; a key may declare its own.
+    """The effect of a key. A block's effect holds for all of its keys; a key may declare its own.
 
     Attributes:
         affects: `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random
@@ -110,7 +110,7 @@ def variants(table: Mapping[str, type], help: str, effect: DeclaredEffect | None
 
 
 def effect(schema: type, path: str) -> Effect | None:
-    """What the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
+    """The effect of the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
 
     Everything below a key of plain data has that key's effect; so has an option of a block that is not in its table (one of a plugin).
     """
@@ -377,7 +377,7 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
 
 
 def _yaml_flow(value: Plain) -> str:
-    """As YAML on one line, a block with nothing but a name by that name."""
+    """A value as YAML on one line, a block with nothing but a name by that name."""
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml_flow, value))}]"
     if isinstance(value, dict):

@@ -107,13 +107,21 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
 NAMED = ("attention", "diagnostics", "evaluation", "huggingface", "statistics")  # rooms whose names have been gone through
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in NAMED and "picture" not in name])
-def test_names_and_docstrings_name_what_they_are_of(name: str):
-    nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
+DRAWING = ("lm.experiments.page_pictures", "lm.report.layer_curves", "lm.report.overview")  # still to be gone through
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in DRAWING])
+def test_docstrings_begin_with_what_they_are_of(name: str):
+    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
     documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     assert not [
         text for node in documented if (text := ast.get_docstring(node) or "").split(" ")[0] in ("Of", "As", "That", "Those", "What")
     ]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in NAMED and "picture" not in name])
+def test_local_names_are_nouns(name: str):
+    nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     assert not {"one", "found", "made", "left"} & (assigned | {node.arg for node in nodes if isinstance(node, ast.arg)})
 

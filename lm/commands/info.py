@@ -1,4 +1,4 @@
-"""What this installation is and can use: versions, devices, kernels, wandb, extras."""
+"""Facts about this installation: versions, devices, kernels, wandb, extras."""
 
 import os
 import platform

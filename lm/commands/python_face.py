@@ -1,4 +1,4 @@
-"""What `lm.train`, `lm.evaluate` and `lm.compare` do: the commands of the same names, for programs and notebooks.
+"""The functions `lm.train`, `lm.evaluate` and `lm.compare`: the commands of the same names, for programs and notebooks.
 
 They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
 """
@@ -126,7 +126,7 @@ def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose:
 
 
 def _run(folder: Path) -> dict[str, object]:
-    """What is known of the run in a folder, or of a model without one."""
+    """The columns of the run in a folder, or of a model without one."""
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder), read_metrics(folder / METRICS)[0])
     return {"run": folder.resolve().name, "folder": str(folder)}

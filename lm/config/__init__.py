@@ -1,1 +1,1 @@
-"""What a configuration is: its keys, its rules, and how it is read."""
+"""Configurations: their keys, their rules, and how they are read."""

@@ -31,7 +31,7 @@ class SequenceLengths:
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """What is wrong with them in a configuration with these values.
+        """Problems of these options in a configuration with these values.
 
         Args:
             seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.

@@ -49,7 +49,7 @@ class EvaluationConfig(Timing, ABC):
         """Whether it is asked for, of a model that was trained on `data`."""
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        """What contradicts the rest of the configuration where it is wanted, by paths relative to its block."""
+        """Contradictions to the rest of the configuration where the evaluation is wanted, by paths relative to its block."""
         return []
 
     def metrics(self, data: DataConfig) -> list[str] | None:
@@ -58,7 +58,7 @@ class EvaluationConfig(Timing, ABC):
         return None
 
     def misspelt(self, normalizers: list[Options]) -> list[Problem]:
-        """What is wrong with the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
+        """Problems of the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         return [
             problem
@@ -274,7 +274,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class LimitsConfig:
-    """What the limits of normalization (arXiv 2508.17821) are measured with; the paper leaves the first three open."""
+    """Options with which the limits of normalization (arXiv 2508.17821) are measured; the paper leaves the first three open."""
 
     vectors: Literal["embedding", "input", "value"] = key(
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
@@ -334,7 +334,7 @@ class DiagnosticsConfig(EvaluationConfig):
 
 @dataclass
 class EvalConfig:
-    """What is measured: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
+    """Evaluations that are made: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)

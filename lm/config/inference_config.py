@@ -16,12 +16,12 @@ S_HELP = "s; null: the sequence's length in training lengths"
 
 
 class RopeScaling:
-    """What a scaling of RoPE does for sequences s times as long as in training: nothing, unless a class says more."""
+    """A scaling of RoPE for sequences s times as long as in training: none, unless a class says more."""
 
     name: ClassVar[str]
 
     def s(self, trained: int, length: int) -> float:
-        """As set, or the length of the sequence in training lengths, at least 1."""
+        """The factor that is set, or the length of the sequence in training lengths, at least 1."""
         return getattr(self, "factor", None) or max(1.0, length / trained)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
@@ -138,7 +138,7 @@ class InferenceSetting:
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:
-    """What is wrong with `settings`, by paths from there, of a model with this position encoding."""
+    """Problems of `settings`, by paths from there, of a model with this position encoding."""
     problems = []
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         problems.append(

@@ -103,8 +103,8 @@ def check(config: Config) -> list[Problem]:
 
 
 def check_steps(config: Config) -> list[Problem]:
-    """What the number of steps, which is given or known by now, leaves no room for: lengths, warm-up, decay, phases, a profile, sources
-    and tasks."""
+    """Problems of keys for which the number of steps, given or known by now, leaves no room: lengths, warm-up, decay, phases, a profile,
+    sources and tasks."""
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
@@ -130,7 +130,7 @@ def check_steps(config: Config) -> list[Problem]:
 
 
 def check_phases(config: Config) -> list[Problem]:
-    """What is wrong with `phases`: their order, their normalizers."""
+    """Problems of `phases`: their order, their normalizers."""
     problems, phases = [], config.phases
     for index, phase in enumerate(phases):
         if index and phase.until <= phases[index - 1].until:
@@ -165,7 +165,7 @@ def check_weights(config: Config) -> list[Problem]:
 
 
 def check_tasks(config: Config) -> list[Problem]:
-    """What is wrong with `data.tasks`: contradictory options, weights, symbols among text."""
+    """Problems of `data.tasks`: contradictory options, weights, symbols among text."""
     data, problems = config.data, []
     if not data.tasks:
         return []
@@ -275,7 +275,7 @@ def read_yaml(path: Path) -> dict[str, Plain]:
 
 
 def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """As `read_yaml`; `heirs` inherit from the file, each from the next, and `known` holds the files that were read before."""
+    """The same as `read_yaml`; `heirs` inherit from the file, each from the next, and `known` holds the files that were read before."""
     try:
         where = path.resolve()
         if where in known:
@@ -404,7 +404,7 @@ def reference_markdown() -> str:
 
 
 def _affects(path: str) -> str:
-    """What a key affects, and whether a resumed run may change it although it affects what is learned."""
+    """Words for the effect of a key, and whether a resumed run may change it although it affects what is learned."""
     found = effect(Config, path)
     strict = found.affects in ("model", "training", "seed")
     return f"{found.affects}, *{found.on_resume}*" if strict and found.on_resume != "same" else found.affects

@@ -16,7 +16,7 @@ ORIGINAL_HELP = "context length before the frequencies were rescaled, tokens"
 
 
 class TrainedScaling:
-    """What a model's own rescaling does to the frequencies that theta gives: nothing, unless a class says more."""
+    """A model's own rescaling of the frequencies that theta gives: none, unless a class says more."""
 
     name: ClassVar[str]
 
@@ -112,7 +112,7 @@ def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: f
 
 
 def order_problems(slow: float, fast: float) -> list[Problem]:
-    """What is wrong with the ends of a transition between pairs of few and of many periods."""
+    """Problems of the ends of a transition between pairs of few and of many periods."""
     return [] if fast > slow else [Problem("fast", fast, f"is not above slow = {slow:g}")]
 
 

@@ -98,7 +98,7 @@ class MQAR(Task):
         return Chance.among(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
-        """Of the pairs and the filler: places and queries not counted."""
+        """Entropy of the pairs and the filler, without places and queries."""
         filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
         lists = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
         return lists + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
@@ -137,7 +137,7 @@ class Copy(Task):
         return self.symbols + self.filler + 1
 
     def entropy(self, length: int) -> float:
-        """Of the string, its place and the filler."""
+        """Entropy of the string, its place and the filler."""
         room = max(0, length - 2 * self.span)
         return self.span * log(self.symbols) + log(room + 1) + room * log(self.filler)
 
@@ -164,7 +164,7 @@ class Induction(Task):
         return Chance(1 / self.symbols, 1 / self.symbols)
 
     def entropy(self, length: int) -> float:
-        """Of the random symbols and the place of the first mark."""
+        """Entropy of the random symbols and the place of the first mark."""
         free = max(1, length - 2)
         return free * log(self.symbols) + log(free)
 
@@ -194,7 +194,7 @@ class Maximum(Task):
         return Chance.among(self.items, 1)
 
     def entropy(self, length: int) -> float:
-        """Of the items and the filler: places not counted."""
+        """Entropy of the items and the filler, without places."""
         lists = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
         return lists + max(0, length - 1 - 2 * self.items) * log(self.filler)
 
@@ -223,7 +223,7 @@ class FlipFlop(Task):
         return self.symbols + 4
 
     def entropy(self, length: int) -> float:
-        """Of the instructions, of which the first is a write and the last a read, whose symbol is known."""
+        """Entropy of the instructions, of which the first is a write and the last a read, whose symbol is known."""
         other = (1 - self.ignored) / 2  # probability of a write, and of a read
         verb = -sum(p * log(p) for p in (other, other, self.ignored) if p)
         return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb + (1 - other) * log(self.symbols))
@@ -246,7 +246,7 @@ class Needle(Task):
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Of the numbers: cities, places and filler not counted."""
+        """Entropy of the numbers, without cities, places and filler."""
         return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
@@ -269,7 +269,7 @@ class Passkey(Task):
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Of the key: its place and the filler not counted."""
+        """Entropy of the key, without its place and the filler."""
         return log(9 * 10**4)
 
 

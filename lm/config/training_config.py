@@ -30,7 +30,7 @@ class Cosine:
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """As `Constant.factor`."""
+        """The same as `Constant.factor`."""
         progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
         return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -44,7 +44,7 @@ class WSD:
     final_fraction: float = key(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """As `Constant.factor`."""
+        """The same as `Constant.factor`."""
         decay_steps = max(1, round(self.decay_fraction * max_steps))
         return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
 
@@ -138,7 +138,7 @@ class Muon(AdamW):
 
     @property
     def width_exponent(self) -> float:
-        """As `MUON_RATES` says for `adjust_lr`."""
+        """The factor that `MUON_RATES` gives for `adjust_lr`."""
         return MUON_RATES[self.adjust_lr].width_exponent
 
 
@@ -194,7 +194,7 @@ class OptimConfig:
         return self.lr * factor
 
     def weight_decay(self, group: str) -> float:
-        """That of a group; a step takes the group's learning rate times it of a weight."""
+        """The weight decay of a group: a step subtracts learning rate x weight decay x weight."""
         rule, own = self.optimizer.weight_decay if group in DECAYED else 0.0, getattr(self.groups, group).weight_decay
         return rule if own is None else own
 

@@ -58,7 +58,7 @@ class StratifiedSampler:
         return streams, own
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """What `assign` gives for the slots from block x BLOCK to (block + 1) x BLOCK."""
+        """The assignment of the slots from block x BLOCK to (block + 1) x BLOCK."""
         if block not in self._blocks:
             # A step may straddle two blocks, so the one before is kept.
             self._blocks = {before: assigned for before, assigned in self._blocks.items() if before == block - 1}
@@ -152,7 +152,7 @@ class StepwiseLengths(Lengths):
         return self.lengths[bisect_right(self.steps, step) - 1]
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """As `Lengths.fractions`."""
+        """The same as `Lengths.fractions`."""
         counts: Counter[int] = Counter()
         for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
             counts[length] += max(0, min(end, steps) - begin)
@@ -172,7 +172,7 @@ class DrawnLengths(Lengths):
         return self.lengths[self.sampler.block(block)[0][place]]
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """As `Lengths.fractions`."""
+        """The same as `Lengths.fractions`."""
         return _fractions(Counter(map(self, range(steps))))
 
 
@@ -237,16 +237,16 @@ class DocumentPieces(Lengths):
         return int(self._order[place])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """As `Lengths.fractions`, of whole epochs, whatever `steps`: an epoch's draws are large."""
+        """The same as `Lengths.fractions`, of whole epochs, whatever `steps`: an epoch's draws are large."""
         return _fractions(self.steps)
 
     def note(self) -> str:
-        """As `Lengths.note`."""
+        """The same as `Lengths.note`."""
         never = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{never}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """As `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
+        """The same as `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
@@ -312,7 +312,8 @@ class Stream(Protocol):
     """Endless slots of `seq_len` tokens, each filled by one sequence or by several shorter ones."""
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """What slots (k,) hold, in sequences of `length`: tokens int64 (k x seq_len / length, length + 1), and which predictions count.
+        """The contents of slots (k,), in sequences of `length`: tokens int64 (k x seq_len / length, length + 1), and which predictions
+        count.
 
         The latter is bool (k x seq_len / length, length), or None for all.
         """
@@ -358,7 +359,7 @@ class TextStream:
         return found
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """As `Stream.read`: the tokens of a slot are the same whatever the length."""
+        """The same as `Stream.read`: the tokens of a slot are the same whatever the length."""
         cut = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.around(cut.ravel(), length, self.first, self.n_tokens), None
 
@@ -375,7 +376,7 @@ class TaskStream:
         example(task, seed, 0, shortest, "train", text)  # raises in time
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `Stream.read`."""
+        """The same as `Stream.read`."""
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         made = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])
@@ -399,7 +400,7 @@ class TrainSequences:
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
-        """What the sequences are drawn from, with weights that sum to 1."""
+        """The sources that sequences are drawn from, with weights that sum to 1."""
         if self.length.reads_text:
             return [1.0], [self.length]
         tasks = self.data.tasks

@@ -48,7 +48,7 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """What an interrupted preparation completed in `folder`; empty if it completed nothing, or if the journal is damaged."""
+    """The parts that an interrupted preparation completed in `folder`; empty if it completed nothing, or if the journal is damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -109,7 +109,7 @@ _LENGTH = struct.Struct("<q")  # bytes of the document that follows
 
 
 class Restart(DataError):
-    """What an interrupted preparation kept can't be continued; it is deleted, and the next call starts again."""
+    """The parts that an interrupted preparation kept can't be continued; it is deleted, and the next call starts again."""
 
 
 def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
@@ -299,7 +299,7 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
 
 
 def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
-    """What each source contributes to a split, without the tokens."""
+    """The share of each source in a split, without the tokens."""
     chosen = scan.assignment == assignment
     documents = np.bincount(scan.source[chosen], minlength=len(names))
     n_bytes = np.bincount(scan.source[chosen], scan.n_bytes[chosen], len(names))

@@ -78,7 +78,7 @@ def _recorded(options: dict[str, Plain], root: Path) -> dict[str, Plain] | None:
 
 
 def licence(source: Hub) -> str:
-    """As the dataset card or the dataset states it."""
+    """The licence that the dataset card or the dataset states."""
     try:
         stated = _call(source, lambda datasets: _card_licence(source) or _info(datasets, source).license)
     except DataError:

@@ -60,7 +60,7 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
 
 
 def _occurring(split: Split, wanted: np.ndarray) -> np.ndarray:
-    """Those of the sorted hashes `wanted` that n-grams of the split have."""
+    """The subset of the sorted hashes `wanted` that n-grams of the split have."""
     if not len(wanted):
         return wanted
     table = np.zeros(2**_FILTER_BITS, bool)

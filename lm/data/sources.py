@@ -88,7 +88,7 @@ def licence(source: Source) -> str:
 
 
 def description(source: Source) -> str:
-    """What is read and what is ignored, where that is not plain from the options; else empty."""
+    """Notes on what is read and ignored, where that is not plain from the options; else empty."""
     return SOURCE_READERS[type(source)].description(source)
 
 

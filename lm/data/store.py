@@ -41,7 +41,7 @@ FULL_CHECK_BYTES = 2**28  # a slow core hashes this in less than a second
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What one source contributes to a split. Its documents follow those of the sources before it."""
+    """The share of one source in a split. Its documents follow those of the sources before it."""
 
     label: str
     licence: str
@@ -366,7 +366,7 @@ class SplitWriter:
             os.fsync(self.file.fileno())
 
     def progress(self) -> dict[str, Plain]:
-        """What is written so far: tokens, tokens of a full shard, and the sha256 of each shard."""
+        """The state of writing so far: tokens, tokens of a full shard, and the sha256 of each shard."""
         hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 

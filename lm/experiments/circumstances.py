@@ -1,4 +1,4 @@
-"""What a reader must know of how runs came about: what was settled before final runs were measured, and what differs between runs."""
+"""Circumstances of runs that a reader must know: what was settled before final runs were measured, and what differs between runs."""
 
 import time
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "devi
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """What is settled of an experiment now: primary metric, tuning, and a hash of each arm's configuration, by size."""
+    """The plan of an experiment as it is settled now: primary metric, tuning, and a hash of each arm's configuration, by size."""
     arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
@@ -42,7 +42,7 @@ def is_another(plan: dict[str, Plain] | None, now: dict[str, Plain]) -> bool:
 
 
 def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tuple[Departure, ...]:
-    """What has changed since the plan in `settled`, the content of RESOLVED (None: there is no such file); nothing before final runs were
+    """Changes since the plan in `settled`, the content of RESOLVED (None: there is no such file); nothing before final runs were
     measured. Raises RunError: it holds something else."""
     now = plan_of(experiment)
     plan = (settled or {}).get(PLAN)

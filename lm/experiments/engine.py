@@ -163,7 +163,7 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 
 
 def _read(path: Path) -> Failure | None:
-    """What `note_failure` has written; None if it has not."""
+    """The failure that `note_failure` has written; None if it has not."""
     if not path.exists():
         return None
     content = read_json(path)
@@ -480,7 +480,7 @@ class Jobs:
         raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
     def _stopped(self, number: int) -> Stopped:
-        """What to say once a signal has stopped the work."""
+        """The line to print once a signal has stopped the work."""
         running = len(self.pending)
         self.stop()
         ended = f"{running} jobs go on" if self.cluster else f"{running} runs were asked to save and have ended"

@@ -51,8 +51,8 @@ def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
 
 
 def noise(procedure: Procedure) -> list[str]:
-    """What an A/A experiment says, one sentence a size: the spread of single differences, which difference the experiment's seeds find, and
-    whether the verdict on equal arms held. Nothing of other experiments."""
+    """Findings of an A/A experiment, one sentence a size: the spread of single differences, which difference the experiment's seeds find,
+    and whether the verdict on equal arms held. Nothing of other experiments."""
     experiment, original = procedure.experiment, procedure.experiment.equal_to
     if original is None:
         return []

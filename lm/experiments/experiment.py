@@ -37,7 +37,7 @@ class Tune:
     key: str = key("optim.lr", "the configuration key that is tuned")
 
     def problems(self) -> list[Problem]:
-        """What contradicts itself."""
+        """Contradictions between keys."""
         found = []
         if self.table is not None and not self.table.strip():
             found.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
@@ -62,13 +62,13 @@ class Primary:
     reach: float | None = key(None, "compare the tokens at which the metric first reaches this; null: its values at the end")
 
     def problems(self) -> list[Problem]:
-        """What contradicts itself."""
+        """Contradictions between keys."""
         twice = self.learned is not None and self.reach is not None
         return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if twice else []
 
     @property
     def quantity(self) -> str:
-        """What is compared, by its name in tables: the metric, or the tokens that it takes to reach a value."""
+        """The name of the compared quantity in tables: the metric, or the tokens that it takes to reach a value."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
@@ -145,7 +145,7 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """What trains and judges it, or goes on with it, in a shell."""
+        """The shell command that trains and judges it, or goes on with it."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides, *(["--aa"] if self.equal_to else [])])
 
     @property
@@ -188,7 +188,7 @@ class Experiment:
         return tried.selection if self.tune.metric == SELECTION else tried.primary
 
     def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[float, list[float]]]:
-        """What is minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
+        """The costs to be minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
         values = by_arm_and_rate(tried, size, "selection" if self.tune.metric == SELECTION else "primary")
         return {arm: {rate: [self.cost(value) for value in some] for rate, some in rates.items()} for arm, rates in values.items()}
 

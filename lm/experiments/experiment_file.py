@@ -53,7 +53,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
-    """What the file says, its arms' configurations not yet made."""
+    """The experiment that the file describes, its arms' configurations not yet made."""
     plain = _read(file)
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
@@ -220,7 +220,7 @@ def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
 
 
 def _check_sizes(experiment: Experiment, made: dict[tuple[str, str], Config]) -> list[Problem]:
-    """That no two sizes are the same."""
+    """Check that no two sizes are the same."""
     problems, seen = [], {}
     for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
         runs = tuple(config_hash(made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made)
@@ -231,7 +231,7 @@ def _check_sizes(experiment: Experiment, made: dict[tuple[str, str], Config]) ->
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[Problem]:
-    """That no two arms of a size are the same, all read the same data, and what is compared is measured alike."""
+    """Check that no two arms of a size are the same, all read the same data, and what is compared is measured alike."""
     problems, seen, plans = [], {}, {}
     for arm, config in arms:
         first = arms[0][1]
@@ -253,7 +253,7 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[
 
 
 def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Config) -> list[Problem]:
-    """That an arm of another training length or other evaluations than the baseline is compared on the same sequences."""
+    """Check that an arm of another training length or other evaluations than the baseline is compared on the same sequences."""
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
@@ -306,7 +306,7 @@ def _names(config: Config, kind: str) -> list[str] | None:
 
 
 def _check_evaluate(experiment: Experiment) -> list[Problem]:
-    """That `evaluate` names keys of evaluations."""
+    """Check that `evaluate` names keys of evaluations."""
     given = flatten(experiment.evaluate) if experiment.evaluate else {}
     others = [path for path in given if not path.startswith("eval.")]
     if others:
@@ -320,8 +320,8 @@ def _check_evaluate(experiment: Experiment) -> list[Problem]:
 
 
 def _check_table(experiment: Experiment) -> list[Problem]:
-    """That a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all arms and
-    none of them final."""
+    """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
+    arms and none of them final."""
     where, problems = experiment.tune.table, []
     if wrong := {one.key for one in experiment.table} - {experiment.tune.key}:
         problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))

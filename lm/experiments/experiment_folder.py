@@ -153,7 +153,7 @@ def _overrides_of(experiment: Experiment, differing: dict[str, tuple[Plain, Plai
 
 
 def _wrong(settled: dict[str, Plain]) -> str:
-    """What is wrong with what a first start has settled, in words; empty if nothing is."""
+    """Problems of the settings of a first start, in words; empty if there are none."""
     if missing := {*SHARED} - settled.keys():
         return f"has no {', '.join(sorted(missing))}"
     problems = [Problem(name, settled[name], "is not settled") for name in SHARED if settled[name] in ("auto", None)]

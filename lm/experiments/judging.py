@@ -63,7 +63,7 @@ def next_look(procedure: Procedure) -> Procedure:
 
 
 def compared(procedure: Procedure, size: str, arm: Arm) -> Comparison:
-    """What the runs so far show of an arm against the baseline."""
+    """The comparison that runs so far give of an arm against the baseline."""
     experiment, rates = procedure.experiment, procedure.rates(size)
     planned = len(experiment.seeds)
     if rates is None:
@@ -147,7 +147,7 @@ def _final(procedure: Procedure, size: str, arm: Arm) -> tuple[ByRate, ByRate]:
 
 
 def _decisive(at: Pair, ours: ByRate, theirs: ByRate) -> list[Run]:
-    """Those without which nothing can be said: at the rates that are judged, and at those that tuning chose."""
+    """The runs without which nothing can be said: at the rates that are judged, and at those that tuning chose."""
     runs = (*ours[at[0]], *theirs[at[1]], *next(iter(ours.values())), *next(iter(theirs.values())))
     return list({one.config.run_folder: one for one in runs}.values())
 
@@ -203,8 +203,8 @@ def _has_learned(procedure: Procedure, run: Run) -> bool:
 
 
 def _compared_value(primary: Primary, value: float) -> float:
-    """What differences are of: 1 or 0 for a run that has learned or not, the logarithm of tokens, else the metric; `value` is infinite if
-    the run diverged."""
+    """The number that differences are taken of: 1 or 0 for a run that has learned or not, the logarithm of tokens, else the metric;
+    `value` is infinite if the run diverged."""
     if primary.learned is not None:
         return float(has_learned(value, primary.learned, primary.better))
     if primary.reach is not None:

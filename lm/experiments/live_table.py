@@ -228,7 +228,7 @@ class LiveTable:
         return grid(from_lines("", rows, NUMBERS))
 
     def _place(self, line: Line, names: tuple[str, ...]) -> dict[str, str]:
-        """What tells a run from the others, without what the experiment does not have."""
+        """The place that tells a run from the others, without what the experiment does not have."""
         has = {"size": line.size, "rate": "" if line.rate is None else f"{line.rate:g}"}
         absent = {"size"} if "" in self.experiment.sizes else set()
         absent |= set() if self.experiment.tuned else {"rate"}

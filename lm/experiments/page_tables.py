@@ -27,7 +27,7 @@ from lm.statistics.verdicts import Verdict
 
 
 class SizeResults:
-    """What there is of a size; `verdicts`: all of the procedure's.
+    """The final runs of a size; `verdicts`: all of the procedure's.
 
     Attributes:
         rates: of the arms; None while they are being tuned.
@@ -44,7 +44,7 @@ class SizeResults:
 
     @property
     def arm_names(self) -> list[str]:
-        """Of all arms, the baseline first."""
+        """The final runs of all arms, the baseline first."""
         return [arm.name for arm in self.experiment.arms]
 
     def colour(self, arm: str) -> int:
@@ -65,11 +65,11 @@ class SizeResults:
 
     @cached_property
     def finished(self) -> list[tuple[Run, RunRecord]]:
-        """Those that have finished."""
+        """The runs that have finished."""
         return [(run, record) for run, record in self.begun if run.outcome.state == "finished"]
 
     def value(self, run: Run) -> float | None:
-        """What is compared of a final run (`Procedure.quantity`); None of a run that has not finished."""
+        """The number by which a final run is compared (`Procedure.quantity`); None of a run that has not finished."""
         return self._quantity(run.outcome) if run.outcome.state == "finished" else None
 
     @cached_property
@@ -223,14 +223,14 @@ def reached(tokens: tuple[float | None, ...]) -> bool:
 
 
 def _amount(experiment: Experiment, value: float | None) -> str | None:
-    """What is compared of a run, in digits; tokens in whole numbers."""
+    """The number by which a run is compared, in digits; tokens in whole numbers."""
     if experiment.primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if reached((value,)) else "at the first evaluation" if value == 0 else "not reached"
 
 
 def cost_table(found: SizeResults) -> Table | None:
-    """What a run of each arm took, mean over its finished final runs; None if none has finished."""
+    """The costs of a run of each arm, mean over its finished final runs; None if none has finished."""
     by_arm = {arm: [record for run, record in found.finished if run.arm == arm] for arm in found.arm_names}
     by_arm = {arm: records for arm, records in by_arm.items() if records}
     times = {record.folder: _under_way(record) for _, record in found.begun}
@@ -301,7 +301,7 @@ def configuration_table(comparison: Comparison) -> Table:
 
 
 def environment_table(comparison: Comparison) -> Table:
-    """What is the same in all runs and what differs, and how they were measured."""
+    """The settings that all runs share and those that differ, and how they were measured."""
     words = {True: "all runs", False: "differs", None: "not known of all"}
     lines = [(check.what, words[check.ok], check.detail) for check in comparison.checks]
     lines += [(what, "", value) for what, value in how_measured(comparison)]

@@ -1,4 +1,4 @@
-"""What an experiment's page says in words: the question, the verdicts, what was lost, and how it was done."""
+"""Words of an experiment's page: the question, the verdicts, what was lost, and how it was done."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def joined(names: list[str]) -> str:
 
 
 def question(experiment: Experiment) -> str:
-    """What the experiment asks, as its file settled it before any run."""
+    """The question of the experiment, as its file settled it before any run."""
     base, *others = (arm.name for arm in experiment.arms)
     primary, does = experiment.primary, f"{'Does' if len(others) == 1 else 'Do'} {joined(others)}"
     if primary.learned is not None:
@@ -105,7 +105,7 @@ def _looks(experiment: Experiment) -> str:
 
 
 def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
-    """What is not in the numbers, or must be known beside them: unfinished and diverged runs, arms without a rate, notes."""
+    """Facts to be known beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
     experiment, found = procedure.experiment, []
     for one in sizes:
         of = f"{one.size}: " if one.size else ""

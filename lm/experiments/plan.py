@@ -23,7 +23,7 @@ _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of an entry of tokenizer.json, and of
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run takes.
+    """The resources that one run takes.
 
     Attributes:
         parameters: of the model.
@@ -39,7 +39,7 @@ class Cost:
 
 
 def cost(config: Config, vocab_size: int) -> Cost:
-    """What a run of this configuration takes, of this vocabulary."""
+    """The resources that a run of this configuration and vocabulary takes."""
     decoder, trainer = _on_meta(config, vocab_size), config.trainer
     parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * trainer.max_steps
     trained = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer(name)}
@@ -60,7 +60,8 @@ Costs = dict[tuple[str, str], Cost]  # of a run, by size and arm
 
 
 def costs(procedure: Procedure) -> Costs | None:
-    """What a run of each size and arm takes; None where the size of the vocabulary can't be known before the text is prepared."""
+    """The resources that a run of each size and arm takes; None where the size of the vocabulary can't be known before the text is
+    prepared."""
     experiment = procedure.experiment
     known = vocabulary(experiment.first_config.data)
     if known is None:

@@ -131,7 +131,7 @@ class Procedure:
         return replace(config, init_from=str(Path(Config().runs, self.experiment.name, Path(config.init_from).relative_to(self._folder))))
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
-        """What the evaluations of an arm's runs must have been asked for with; {} where those in training will do."""
+        """The options with which the evaluations of an arm's runs must have been asked for; {} where those in training will do."""
         if not self.experiment.evaluate:
             return {}
         if (size, arm.name) not in self._evaluated:
@@ -152,7 +152,7 @@ class Procedure:
         return choice
 
     def _choice(self, size: str) -> Choice:
-        """What `choice` returns, by the run folders as they are now."""
+        """The result of `choice`, by the run folders as they are now."""
         runs: dict[str, dict[float, list[Run]]] = {}
         rates: dict[str, float | None] = {}
         final: dict[str, tuple[float | None, ...]] = {}
@@ -175,7 +175,8 @@ class Procedure:
         return Choice(runs, final, self._with_untrained(rates))
 
     def _tuned(self, size: str, arms: list[Arm], rates: dict[str, float], runs: dict[str, dict[float, list[Run]]]) -> Tuned:
-        """What the tuning runs of arms say, or the table in place of them; they start from others at `rates`, and are added to `runs`."""
+        """The rates by the tuning runs of arms, or by the table in place of them; they start from others at `rates`, and are added to
+        `runs`."""
         experiment = self.experiment
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
@@ -247,7 +248,7 @@ class Procedure:
         ]  # fmt: skip
 
     def notes(self) -> list[str]:
-        """What a reader must know beside the numbers, one sentence each."""
+        """Notes that a reader must know beside the numbers, one sentence each."""
         experiment = self.experiment
         found = [experiment.dropped_note] if experiment.dropped else []
         for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.trained)):
@@ -358,8 +359,9 @@ class Procedure:
         return tuple(seed for seed in experiment.planned or () if seed not in kept)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """What is compared of a run, on the documents that report or on those that select: the primary metric, or the tokens at which it
-        first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite of a run that has not finished."""
+        """The number by which a run is compared, on the documents that report or on those that select: the primary metric, or the tokens
+        at which it first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite of a run that has not
+        finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)
@@ -370,7 +372,7 @@ class Procedure:
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
-        """What is minimized by the choice of a rate, by rate and seed."""
+        """The costs that the choice of a rate minimizes, by rate and seed."""
         return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in by_rate.items()}
 
     def check_direction(self, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""What became of a run of an experiment, read from its run folder alone."""
+"""The outcome of a run of an experiment, read from its run folder alone."""
 
 import math
 from dataclasses import dataclass, field
@@ -42,8 +42,8 @@ class UnitValues:
     held_out: bool = True
 
     def part(self, selection: bool) -> "UnitValues":
-        """Those of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is for a
-        sequence the one that it begins in. All, where they are not of the held-out text.
+        """The values of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is
+        for a sequence the one that it begins in. All, where they are not of the held-out text.
 
         Raises:
             RunError: there are none.
@@ -111,7 +111,7 @@ class Outcome:
 
     @cached_property
     def not_learned(self) -> str:
-        """That the run's final loss is above that of single tokens by their frequencies, in words; empty if it isn't."""
+        """Words for a final loss above the unigram cross-entropy; empty if it is below."""
         series = self.series(SELECTION) if self.trained else None
         loss, level = (series.means[0], series.references.get(UNIGRAM, math.inf)) if series else (0.0, math.inf)
         return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -166,7 +166,7 @@ class Outcome:
 
     @property
     def _evaluations(self) -> list[Evaluation]:
-        """Those at the last step."""
+        """The evaluations of the last step."""
         return self._measured_last[0]
 
     @cached_property
@@ -212,7 +212,7 @@ class Outcome:
         return [(one, values) for one, series in found if (values := _by_unit(series, self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """Of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
+        """The mean of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 

@@ -1,4 +1,4 @@
-"""What an experiment has shown so far: the arms with their verdicts as a table and in sentences, and the tuning runs."""
+"""Results of an experiment so far: the arms with their verdicts as a table and in sentences, and the tuning runs."""
 
 import math
 
@@ -64,8 +64,8 @@ def summary(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
-    """What each verdict says of the means of an arm and of the baseline, one plain sentence each; `lines`: the summary. Arms without a mean
-    have none, nor have runs that learn or don't: the verdict's reason counts them."""
+    """Statements of each verdict on the means of an arm and of the baseline, one plain sentence each; `lines`: the summary. Arms without a
+    mean have none, nor have runs that learn or don't: the verdict's reason counts them."""
     experiment, found = procedure.experiment, []
     for size in experiment.sizes:
         base, *others = (line for line in lines if line["size"] == size)

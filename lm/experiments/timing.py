@@ -92,8 +92,8 @@ def _seconds(run: Run) -> float:
 
 
 def whole(run: Run, seconds: float) -> float:
-    """What a run would take without interruption, if that after its last start took so many seconds: the training before it, which the
-    log says, is added. 0 if the log does not say."""
+    """The seconds that a run would take without interruption, if that after its last start took so many seconds: the training before it,
+    which the log says, is added. 0 if the log does not say."""
     begun, log = _last_start(run), run.config.run_folder / METRICS
     if not begun or not begun[0]:
         return seconds
@@ -152,7 +152,7 @@ def _what_time_depends_on(config: Config, slots: Slots) -> str:
 
 
 def _kept(path: Path) -> dict[str, float]:
-    """What earlier pilots have timed, by `_what_time_depends_on`; nothing of older versions."""
+    """The times of earlier pilots, by `_what_time_depends_on`; nothing of older versions."""
     content = read_json(path).get("seconds") if path.exists() else None
     return {key: float(value) for key, value in content.items() if len(key) == 16} if isinstance(content, dict) else {}
 
@@ -219,7 +219,7 @@ def _kill(process: subprocess.Popen) -> bool:
 
 
 def _lines(place: Path) -> list[dict[str, float]]:
-    """What a pilot has printed, whole lines alone."""
+    """The whole lines that a pilot has printed."""
     return [json.loads(line) for line in (place / _OUTPUT).read_text().split("\n")[:-1] if line.startswith("{")]
 
 

@@ -39,7 +39,7 @@ class Tried:
 
 
 def described(config: Config, tuned_key: str, start: str) -> str:
-    """What a run learns but for seed, precision and tuned key: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
+    """The settings of a run but for seed, precision and tuned key: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
 
     `start`: the arm whose weights it starts from, in place of their path.
     """
@@ -63,7 +63,7 @@ def differing_keys(ours: str, theirs: str) -> list[str]:
 
 
 def table_lines(tried: Iterable[Tried], metric: str) -> list[dict[str, Plain]]:
-    """As a table holds them: one column for SELECTION, and one for the primary metric where it is another."""
+    """Tuning runs in the form of a table: one column for SELECTION, and one for the primary metric where it is another."""
     return [
         {"size": one.size, "arm": one.arm, "key": one.key, "rate": one.rate, "seed": one.seed, SELECTION: _cell(one.selection)}
         | ({} if metric == SELECTION else {metric: _cell(one.primary)})

@@ -37,7 +37,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class DecodingCache:
-    """What each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
+    """State that each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
 
     Args:
         length: tokens the document will have in all: the n of the policy `sample`.
@@ -75,7 +75,7 @@ class AttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one forward pass share: where the tokens stand, RoPE, and the cache."""
+    """Inputs that all layers of one forward pass share: where the tokens stand, RoPE, and the cache."""
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
@@ -86,7 +86,7 @@ class ForwardContext:
 
 
 class AttentionBase(nn.Module):
-    """What kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer."""
+    """Parts that all kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

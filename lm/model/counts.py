@@ -1,4 +1,4 @@
-"""What a decoder costs: parameters, FLOPs, and the steps of a run whose length is given by its size."""
+"""Costs of a decoder: parameters, FLOPs, and the steps of a run whose length is given by its size."""
 
 import math
 from dataclasses import replace

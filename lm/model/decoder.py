@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         return self.training_loss(batch)[0]
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """What training minimises of a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
+        """The quantity that training minimises on a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
         return training_loss(self.hidden(batch).flatten(0, 1), self.head, batch.targets.flatten(), z_loss)
 
     def hidden(self, batch: Batch) -> Tensor:

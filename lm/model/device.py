@@ -84,7 +84,7 @@ def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]
 
 @cache
 def has_native_bf16(accelerator: str) -> str:
-    """What computes in bf16 here; empty if nothing does (emulation is slower than fp32)."""
+    """The unit that computes in bf16 here; empty if nothing does (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
     try:
@@ -162,7 +162,7 @@ class Device:
 
     @property
     def precision(self) -> str:
-        """As recorded in results."""
+        """The name under which results record it."""
         return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:

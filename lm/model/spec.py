@@ -1,4 +1,4 @@
-"""What a model is apart from its weights, with or without a training run behind it."""
+"""The description of a model apart from its weights, with or without a training run behind it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -21,7 +21,7 @@ INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the project
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
-    """What the norm of the gradients of a decoder, or of a block of one, is computed of: each gradient, or its norm, as it is with the
+    """The tensors that the gradient norm of a decoder, or of one block, is computed of: each gradient, or its norm, as it is with the
     papers' factors in the forward pass. Without `model.transfer`, the gradients; none of a parameter without one."""
     width, depth = config.size_multipliers
 

@@ -1,1 +1,1 @@
-"""What run folders show: differences, tables, pictures and pages. Imports neither torch nor lightning."""
+"""Presentation of run folders: differences, tables, pictures and pages. Imports neither torch nor lightning."""

@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def runs(self) -> list[RunRecord]:
-        """Of all arms."""
+        """The runs of all arms."""
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
@@ -117,7 +117,7 @@ def comparison_of(arms: tuple[Arm, ...]) -> Comparison:
 
 
 def _warnings(arms: tuple[Arm, ...], found: tuple[Section, ...], diff: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
-    """What differs besides the normalizer."""
+    """Words for what differs besides the normalizer."""
     keys = [key for key, _ in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     same, tokens = across(arms, lambda run: run.tokens_before)

@@ -38,7 +38,7 @@ def _table(comparison: Comparison, section: Section) -> Table:
 
 
 def _summary(section: Section, rows: list[tuple[Arm, Line]]) -> str:
-    """Of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
+    """Rows of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
     if section.shape != "points" or len(section.places) < 2:
         return ""
     (_, first), place, one = rows[0], list(section.places)[-1], section.first
@@ -106,7 +106,7 @@ def covered(intervals: Iterable[Interval | None]) -> list[str]:
 
 
 def _of_cover(over: str, intervals: list[Interval | None]) -> list[Cell]:
-    """Those that cover it: the cells of its column."""
+    """The intervals that cover it: the cells of its column."""
     return [one if one and one.over == over else None for one in intervals]
 
 
@@ -153,7 +153,7 @@ def in_unit(unit: str) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
+    """Notes on what differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
     lines = [comparison.warning] if comparison.warning else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         same = [difference for difference in comparison.differences if difference.note == note]

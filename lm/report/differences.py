@@ -26,7 +26,8 @@ class Difference:
 
 
 def differences(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> list[Difference]:
-    """Of every arm to the first, in every line but the controls that has values by unit, at the farthest place that both have."""
+    """Differences of every arm to the first, in every line but the controls that has values by unit, at the farthest place that both
+    have."""
     return [
         _of_line(arm, arms[0], section, line)
         for arm in arms[1:]

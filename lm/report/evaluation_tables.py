@@ -87,7 +87,7 @@ def _place(one: Series, start: float, stop: float) -> str:
 
 
 def logged(evaluation: Evaluation) -> dict[str, float]:
-    """Those numbers that belong among a run's metrics, by their names there."""
+    """The numbers that belong among a run's metrics, by their names there."""
     return {name: value for one in evaluation.series for name, value in one.scores.items()}
 
 

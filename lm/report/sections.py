@@ -26,7 +26,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Line:
-    """What the series of several runs share that are one line of a picture, one row of a table."""
+    """The parts of a name that the series of several runs share that are one line of a picture, one row of a table."""
 
     metric: str
     what: str  # with its options where they tell it apart from others of its name
@@ -34,7 +34,7 @@ class Line:
 
     @property
     def of(self) -> tuple[str, ...]:
-        """What is measured how, without the metric."""
+        """Words for what is measured and how, without the metric."""
         return tuple(filter(None, (self.what, self.setting)))
 
 
@@ -62,12 +62,12 @@ class Section:
 
     @property
     def of(self) -> list[str]:
-        """What is measured how, in words, likewise."""
+        """Words for what is measured and how, likewise."""
         return list(dict.fromkeys(", ".join(line.of) for line in self.lines))
 
     @property
     def shape(self) -> Shape:
-        """What its series are over."""
+        """The shape of its series' axis."""
         return self.first.shape
 
     def example(self, metric: str) -> Series:
@@ -100,7 +100,7 @@ class Section:
         return [self.series[run, line] for run in arm.runs if (run, line) in self.series]
 
     def sha256(self, run: RunRecord) -> str | None:
-        """Of the sequences that a run was measured on; of several sets one of all their sums. None if it wasn't."""
+        """The sha256 of the sequences that a run was measured on; of several sets one of all their sums. None if it wasn't."""
         found = sorted({sha256 for _, sha256 in identities(self.of_run(run))})
         return found[0] if len(found) == 1 else hashlib.sha256(", ".join(found).encode()).hexdigest() if found else None
 
@@ -114,7 +114,7 @@ class Section:
         return any(len(identities(self.of_arm(arm, line), place)) > 1 for line in self.lines for place in self.places)
 
     def alike(self, arm: Arm, line: Line, place: str) -> list[Series]:
-        """Those of a line of an arm that have a place; none if they were measured on different sequences there."""
+        """The series of a line of an arm that have a place; none if they were measured on different sequences there."""
         found = [one for one in self.of_arm(arm, line) if place in one.places]
         return found if len(identities(found, place)) < 2 else []
 

@@ -165,7 +165,8 @@ def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
 
 
 def _tensor_name(path: Path, member: str) -> str:
-    """What a member of the archive holds: `data/N` is the N-th tensor saved, counted from 0; a tensor with two names is saved once."""
+    """Words for the content of a member of the archive: `data/N` is the N-th tensor saved, counted from 0; a tensor with two names is
+    saved once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]

@@ -45,12 +45,12 @@ class Evaluation:
         return f"{self.kind.replace('_', '-')} evaluation"
 
     def plain(self) -> dict[str, Plain]:
-        """As its file holds it."""
+        """The content of its file."""
         return vars(self) | {"series": [one.plain() for one in self.series]}
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Evaluation":
-        """What `plain` gave. Raises KeyError where it lacks something, ValueError where it isn't that."""
+        """The evaluation that `plain` was called on. Raises KeyError where it lacks something, ValueError where it isn't that."""
         try:
             series = tuple(Series.of(one) for one in content["series"])
             return cls(**typed(cls, {"asked": {}, "code": {}} | content) | {"series": series})
@@ -88,7 +88,7 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
 
 
 def remedy(path: Path) -> str:
-    """What to do about an evaluation's file that can't be believed."""
+    """Words on what to do about an evaluation's file that can't be believed."""
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     if not step_path(run / CHECKPOINTS, step).exists():
         return "bring it back: the checkpoint of its step is no longer there to be measured again"

@@ -79,7 +79,7 @@ def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """What `sealed` was given, of what was read from `path`. Raises RunError if it has no sha256, or was altered."""
+    """The content that `sealed` was given, of what was read from `path`. Raises RunError if it has no sha256, or was altered."""
     bare = {name: value for name, value in content.items() if name != "sha256"}
     if "sha256" not in content:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
@@ -94,7 +94,7 @@ def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
-    """What `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
+    """The content that `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
     return unsealed(read_json(path), path)
 
 

@@ -1,4 +1,4 @@
-"""What makes two runs comparable: the settings that decide what a run learns, what each of its starts used, and its seeds."""
+"""Identity of runs that are compared: the settings that decide what a run learns, what each of its starts used, and its seeds."""
 
 import hashlib
 import json
@@ -10,7 +10,8 @@ _DIFFERS_ALWAYS = ("step", "time", "command")
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """What each start of a run used, as dotted keys: those whose steps the weights have in them. [] of a model without a training run.
+    """The settings of each start of a run, as dotted keys: those whose steps the weights have in them. [] of a model without a training
+    run.
 
     A start at step s leaves none of the steps after s that earlier ones made.
 
@@ -29,7 +30,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def used(environment: dict[str, Plain], name: str) -> Plain:
-    """What the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if no start
+    """The setting that the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if no start
     recorded it."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
@@ -41,12 +42,12 @@ def used(environment: dict[str, Plain], name: str) -> Plain:
 
 
 def _last_part(key: str) -> str:
-    """As environment.json names what a key was used as."""
+    """The name in environment.json of the value that a key had."""
     return key.rpartition(".")[2]
 
 
 def differing(environment: dict[str, Plain]) -> list[str]:
-    """What the starts of a run used differently, in words; empty if they used the same."""
+    """Settings in which the starts of a run differ, in words; empty if they used the same."""
     found = starts(environment)
     names = dict.fromkeys(name for start in found for name in start if name not in _DIFFERS_ALWAYS)
     differ = [name for name in names if len({json.dumps(start[name]) for start in found if start.get(name) is not None}) > 1]

@@ -104,7 +104,8 @@ def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
 
 
 def _taken(folder: Path, model: Keys, seq_len: int, end_of_text: str) -> tuple[Keys, Keys]:
-    """What a run takes from a model of this description: a normalizer of ours; and the shape, tokenizer and length of learned positions."""
+    """The keys that a run takes from a model of this description: a normalizer of ours; and the shape, tokenizer and length of learned
+    positions."""
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names; a model folder may not, so that none from outside is taken from it.
     ours = all(one["name"] in ENTRIES for one in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))

@@ -20,7 +20,7 @@ _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """What a run folder holds. `missing` says in words what it lacks."""
+    """The content of a run folder. `missing` says in words what it lacks."""
 
     folder: Path
     name: str
@@ -78,7 +78,7 @@ class RunRecord:
         return self.measured("started_from.tokens") or 0
 
     def used(self, name: str) -> Plain:
-        """What its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
+        """The setting that its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
         return identity.used(self.environment, name)
 
     @property
@@ -157,7 +157,7 @@ def _read_config(path: Path) -> dict[str, Plain]:
 
 
 def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """What environment.json does not record, and what its starts used differently. Raises RunError if it is malformed."""
+    """Facts that environment.json does not record, and those that its starts used differently. Raises RunError if it is malformed."""
     try:
         found, differing = identity.starts(environment), identity.differing(environment)
         identity.arm_definition(config, environment), identity.seeds(config, environment)

@@ -24,7 +24,7 @@ Shape = Literal["number", "bins", "points"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What a series is measured over.
+    """The axis that a series is measured over.
 
     `values` ascend: the points, or the edges of `bins`, which are whole numbers from 0 (one more than there are columns).
     """
@@ -135,7 +135,7 @@ class Series:
 
     @property
     def shape(self) -> Shape:
-        """What it is over: nothing, ranges or points of its axis."""
+        """The shape of its axis: nothing, ranges or points of its axis."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, number: int) -> tuple[Sample, np.ndarray]:
@@ -188,7 +188,7 @@ class Series:
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """As JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
+        """The series as JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         found["axis"], found["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         found["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
@@ -197,7 +197,7 @@ class Series:
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Series":
-        """What `plain` gave. Raises ValueError, TypeError or KeyError where it isn't that."""
+        """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where it isn't that."""
         known = {spec.name for spec in fields(cls)}
         _require(not set(content) - known, f"a series has no {', '.join(sorted(set(content) - known))}")
         made = typed(cls, content)
@@ -225,7 +225,7 @@ def number(value: float) -> str:
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """What each is measured on, with those options that tell it apart from others of its name."""
+    """The name of what each is measured on, with those options that tell it apart from others of its name."""
     every = {one: {"name": one.what} | one.options for one in series}
     different = {str(what): what for what in every.values()}
     names = dict(zip(different, task_names(list(different.values())), strict=True))

@@ -1,4 +1,4 @@
-"""What a run is, in derived quantities: the start-up banner and environment.json."""
+"""The description of a run in derived quantities: the start-up banner and environment.json."""
 
 import importlib.metadata
 import json
@@ -47,7 +47,7 @@ _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_em
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
-    """What a run prints first."""
+    """The lines that a run prints first."""
     model, data, optim, decoder = config.model, config.data, config.optim, start.decoder
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
@@ -98,7 +98,7 @@ def _ratio(config: Config, parameters: dict[str, int]) -> float:
 
 
 def _peak(machine: Machine) -> str:
-    """What the device can make a second."""
+    """The FLOPs that the device can make a second."""
     if not machine.peak_flops:
         return "the device's peak is not known"
     return f"peak {machine.peak_flops:.2e} FLOP/s ({'its maker' if machine.accelerator == 'gpu' else 'of a matrix product'})"
@@ -163,7 +163,7 @@ def _groups(config: Config, decoder: Decoder) -> str:
 
 
 def _layers(params: list[tuple[str, Tensor]]) -> str:
-    """What parameters are of, each once, whatever the block."""
+    """The layers that parameters belong to, each once, whatever the block."""
     return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in params))
 
 
@@ -212,7 +212,7 @@ def _phases(config: Config, phase: int) -> str:
 
 
 def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, before: dict[str, Plain]) -> dict[str, Plain]:
-    """What the results depend on beside the configuration; a resumed run keeps the `starts` recorded `before`.
+    """The facts on which results depend beside the configuration; a resumed run keeps the `starts` recorded `before`.
 
     What this start uses is in the last entry of `starts`, and at the top level.
     """

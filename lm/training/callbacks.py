@@ -1,4 +1,4 @@
-"""What happens around the optimizer steps: metrics, evaluation, progress, checkpoints, a profile, stopping on a signal."""
+"""Callbacks around the optimizer steps: metrics, evaluation, progress, checkpoints, a profile, stopping on a signal."""
 
 import math
 import os
@@ -226,7 +226,7 @@ class Metrics(StepCallback):
         self.progress.advance(step, loss, speed)
 
     def _of_the_model(self, module: TrainModule, step: int) -> Iterator[Named]:
-        """What is logged of the weights after the step, the largest scores on the first of its sequences."""
+        """Numbers that are logged of the weights after the step, the largest scores on the first of its sequences."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -296,7 +296,7 @@ class Evaluate(Evaluations):
     """All other measurements, at their own intervals, and what a swap did."""
 
     def due(self, step: int) -> list[Measurement]:
-        """What is to be measured at a step."""
+        """The measurements that are due at a step."""
         return [one for one in self.others if one.asked.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:

@@ -1,4 +1,4 @@
-"""What is checked before data are prepared: all that a configuration, its model and the weights it goes on from say without them."""
+"""Checks before data are prepared: all that a configuration, its model and the weights it goes on from say without them."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What all phases of a run have in common."""
+"""The context that all phases of a run have in common."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all phases of a run have in common; `measurements`: what it measures, the validation first."""
+    """The context that all phases of a run have in common; `measurements`: what it measures, the validation first."""
 
     config: Config
     store: Store

@@ -1,4 +1,4 @@
-"""What a phase of a run starts from: random weights, those of another run, or a checkpoint with its run's state; and what is refused."""
+"""Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and what is refused."""
 
 import contextlib
 import math
@@ -85,7 +85,7 @@ class RunState:
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 
     def plain(self) -> dict[str, Plain]:
-        """As a checkpoint's metadata hold it."""
+        """The form in which a checkpoint's metadata hold it."""
         return asdict(self)
 
     def note_weights(self, step: int, sha256: str) -> None:
@@ -116,7 +116,7 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """What a phase of a run begins with. `optimizer` and `before` are cleared after use, to free their memory.
+    """The start of a phase of a run. `optimizer` and `before` are cleared after use, to free their memory.
 
     Attributes:
         step: optimizer steps done.

@@ -106,7 +106,8 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """What `build` makes of the tokens of random numbers with `digits` digits; the i-th stands `times[i]` times in the sequence's text."""
+    """The sequence that `build` makes of the tokens of random numbers with `digits` digits; the i-th stands `times[i]` times in the
+    sequence's text."""
     for _ in draw.tries():
         numbers: list[int] = []
         while len(numbers) < len(times):
