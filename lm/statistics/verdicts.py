@@ -203,14 +203,14 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
     if interval.low > 0 or interval.high < 0:
         if within:
             return verdict(
-                "different but below what matters", f"the interval leaves out 0, and every difference of {amount} (p = {p:.2g} {over})"
+                "different but below what matters", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})"
             )
-        more = f", and every smaller one than {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
+        more = f" and every difference below {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
         return verdict(
             "better" if (interval.mean < 0) == (better == "lower") else "worse", f"the interval leaves out 0{more} (p = {p:.2g} {over})"
         )
     if within:
-        return verdict("equivalent", f"the interval leaves out every difference of {amount} ({over})")
+        return verdict("equivalent", f"the interval lies within {amount} ({over})")
     if tied:
         few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         return verdict("undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}")
