@@ -202,9 +202,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
     over = f"by the sign-flip test, as all {seeds} seeds differ by the same" if tied else f"over {seeds} seeds"
     if interval.low > 0 or interval.high < 0:
         if within:
-            return verdict(
-                "different but below what matters", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})"
-            )
+            return verdict("different but below what matters", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})")
         more = f" and every difference below {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
         return verdict(
             "better" if (interval.mean < 0) == (better == "lower") else "worse", f"the interval leaves out 0{more} (p = {p:.2g} {over})"
