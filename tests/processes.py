@@ -14,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lm.cli import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["lm.cli", "lm.training.preflight", "lm.training.fit", "lm.data.prepare", "tokenizers"])
+forkserver.set_forkserver_preload(["lm.cli", "lm.training.before_training", "lm.training.fit", "lm.data.prepare", "tokenizers"])
 
 
 def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:

@@ -15,9 +15,9 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import commands
 from lm.experiments.summary import summary
-from lm.runs.consistency import config_problems
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_config, read_json
+from lm.runs.same_run import config_problems
 
 ARMS = {
     "softmax": {"model.normalizer": "softmax"},

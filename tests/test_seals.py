@@ -155,7 +155,7 @@ def test_files_of_an_earlier_version_are_read_and_said(tmp_path):
 
 # What names the files of evaluations: those that write them write a digest, the others read them or ask whether they are there.
 WRITERS = {"lm.evaluation.evaluation_kind", "lm.evaluation.harness"}
-READERS = {"lm.runs.evaluations", "lm.runs.consistency", "lm.training.callbacks", "lm.training.fit"}
+READERS = {"lm.runs.evaluations", "lm.runs.same_run", "lm.training.callbacks", "lm.training.fit"}
 
 
 def test_all_that_writes_an_evaluation_seals_it():

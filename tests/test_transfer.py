@@ -31,9 +31,9 @@ from lm.report.comparison import compare
 from lm.report.descriptions import training_methods
 from lm.runs.loading import load, save_model
 from lm.runs.record import read_run
+from lm.training.before_training import check_before_data
 from lm.training.module import TrainModule
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, parameter_groups
-from lm.training.preflight import check_before_data
 from lm.training.train import train
 
 V, T, HEAD = 64, 32, 16

@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 
 from lm.errors import RunError, one_line
-from lm.runs.consistency import check_measured
 from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
 from lm.runs.folder import CHECKPOINTS, DIVERGED, METRICS, curve, read_metrics, step_path
+from lm.runs.same_run import check_measured
 from lm.runs.series import UNIGRAM, Series, selects
 from lm.schema import Plain
 from lm.statistics.reach import tokens_to_reach

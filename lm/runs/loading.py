@@ -23,7 +23,6 @@ from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import load_checkpoint, tensor_sha256
-from lm.runs.consistency import check_environment, trained_config
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
@@ -39,6 +38,7 @@ from lm.runs.folder import (
 )
 from lm.runs.metadata import METADATA, SEALS
 from lm.runs.model_folder import DESCRIPTION, MODEL_FORMAT, TENSOR_SHA256, TOKENIZER_SHA256, WEIGHTS, write_model
+from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain
 
 FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # fields of the description

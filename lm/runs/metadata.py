@@ -21,7 +21,7 @@ METADATA = {
     "plugins": dict[str, str],
 }
 SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each part that holds tensors; 0.9 and earlier wrote none
-# What `lm.runs.consistency.check_measured` goes by: that entry, and in the metadata the sha256 of weights by step, and of the log.
+# What `lm.runs.same_run.check_measured` goes by: that entry, and in the metadata the sha256 of weights by step, and of the log.
 SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
 

@@ -20,7 +20,6 @@ from lm.model.device import resolve_compile, resolve_device, resolve_precision
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
-from lm.runs.consistency import check_environment
 from lm.runs.evaluations import evaluation_path, last_evaluations
 from lm.runs.folder import (
     BEST,
@@ -39,6 +38,7 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import Loaded
 from lm.runs.model_folder import TOKENIZER_SHA256
+from lm.runs.same_run import check_environment
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
@@ -60,7 +60,7 @@ LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
     """Train from the start, or from a checkpoint of the run; the process's exit status.
 
-    source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.preflight`).
+    source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.before_training`).
 
     Raises:
         LMError: whatever keeps the run from going on, most of it before anything is written.

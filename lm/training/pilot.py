@@ -18,7 +18,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
 from lm.machine import stop_with_parent
 from lm.runs.folder import METRICS, read_metrics, step_seconds
-from lm.training.preflight import check_before_data
+from lm.training.before_training import check_before_data
 from lm.training.train import train
 
 STEPS = 10  # optimizer steps that are made

@@ -15,7 +15,6 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import is_saved
-from lm.runs.consistency import trained_config
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     BEST,
@@ -32,6 +31,7 @@ from lm.runs.folder import (
 from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
+from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 
@@ -210,7 +210,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that a checkpoint, of the same configuration (`lm.training.preflight`), can be resumed; returns notes on what has changed.
+    """Check that a checkpoint, of the same configuration (`lm.training.before_training`), can be resumed; return notes on what has changed.
 
     Raises:
         ConfigError: other data, or other code of a normalizer from outside.

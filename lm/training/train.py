@@ -34,7 +34,7 @@ def train(config: Config) -> int:
                 print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
             with without_collection():
                 from lm.model.counts import with_steps  # torch takes seconds to import; errors above don't need it
-                from lm.training.preflight import check_before_data
+                from lm.training.before_training import check_before_data
 
             config, source = check_before_data(config, checkpoint)
             store = prepare(config.data, progress=main)

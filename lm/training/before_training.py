@@ -14,9 +14,9 @@ from lm.errors import ConfigError, Problem, shown
 from lm.model.counts import with_steps
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
-from lm.runs.consistency import config_problems, trained_config
 from lm.runs.loading import Loaded, load
 from lm.runs.metadata import load_metadata
+from lm.runs.same_run import config_problems, trained_config
 from lm.schema import to_plain
 from lm.training.optimizers import GROUPS, freeze, implied_state
 
