@@ -1,7 +1,7 @@
 """lm: what an attention normalizer does to a language model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,21 @@ def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose:
     from lm.commands.python_face import compare
 
     return compare(*given, jobs=jobs, train=train, verbose=verbose)
+
+
+def judge(
+    table: "str | os.PathLike | pd.DataFrame",
+    metric: str = "",
+    better: str = "lower",
+    matters: float = 0.01,
+    baseline: str | None = None,
+    where: str = "",
+    by: Sequence[str] = (),
+) -> "pd.DataFrame":
+    """Judge anybody's runs from a table: see `lm.commands.python_face.judge`."""
+    from lm.commands.python_face import judge
+
+    return judge(table, metric, better, matters, baseline, where, by)
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> "pd.DataFrame":

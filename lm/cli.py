@@ -48,6 +48,7 @@ COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
     "generate": model_commands.generate,
     "harness": model_commands.harness,
     "compare": compare_commands.compare,
+    "judge": compare_commands.judge,
     "report": compare_commands.report,
 }
 for _name, _command in COMMANDS.items():

@@ -2,11 +2,15 @@
 
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 from jinja2 import Environment, StrictUndefined
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from lm.report.pictures import logarithmic_ticks
 
 matplotlib.use("Agg")
 
@@ -26,3 +30,11 @@ def rendered(template: Path, **given: object) -> str:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
     return environment.from_string(template.read_text(encoding="utf-8")).render(**given)
+
+
+def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis for ascending `values`."""
+    base, ticks = logarithmic_ticks(values)
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_xticks([], minor=True)

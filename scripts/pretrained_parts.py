@@ -24,8 +24,7 @@ from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_json, write_json
-from lm.runs.loading import load
-from lm.runs.model_folder import with_shape_of
+from lm.runs.loading import load, with_shape_of
 from lm.schema import Plain, to_plain
 from lm.training.train import train
 

@@ -3,13 +3,13 @@
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from pages import STYLE, svg
+from pages import STYLE, logarithmic_x, svg
 from pretrained_parts import OWN, SCALES, slug
 from pretrained_results import WORDS, Results, octaves
 from theory_statements import TRAINED, UNTRAINED
 
 from lm.diagnostics.attention_rows import NO_FIRST
-from lm.report.pictures import colour_and_marker, logarithmic_x
+from lm.report.pictures import colour_and_marker
 from lm.runs.series import Series
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from pages import STYLE, rendered, svg
+from pages import STYLE, logarithmic_x, rendered, svg
 from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
 from theory_statements import OF_5, TRAINED, Described, compared, not_measured
@@ -27,7 +27,7 @@ from lm.errors import LMError, RunError
 from lm.evaluation.diagnostics import diagnose
 from lm.experiments.compare import VERDICTS
 from lm.files import write_together
-from lm.report.pictures import colour_and_marker, logarithmic_x
+from lm.report.pictures import colour_and_marker
 from lm.runs.folder import CONFIG, read_config, read_json
 
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"

@@ -13,7 +13,7 @@ from lm.data.batches import Batch
 from lm.data.tasks.generators import example
 from lm.diagnostics.retrieval_length import OCTAVES, Retrieval, half_length, median_weights, retrieving_head
 from lm.errors import RunError
-from lm.evaluation.recall import QUESTION_SEED
+from lm.evaluation.answers import QUESTION_SEED
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import last_evaluations
 from lm.runs.folder import read_config

@@ -1,9 +1,12 @@
-"""Training runs of several ranks, one after the other in one group of processes."""
+"""Work of processes that tests fork: training runs of several ranks, and an experiment whose pilots are made up."""
+
+import sys
 
 import torch
 from processes import command
 
 from lm.config.load import load
+from lm.experiments import timing
 from lm.training.module import TrainModule
 from lm.training.train import train
 
@@ -12,6 +15,12 @@ def train_each(jobs: list[list[str]]) -> None:
     """Train as each list of arguments says."""
     for arguments in jobs:
         assert train(load(arguments)) == 0
+
+
+def compare_with(pilot: str, *arguments: str) -> None:
+    """`lm compare` whose pilots are the Python program `pilot`, on text that counts as prepared."""
+    timing.COMMAND, timing.open_prepared = [sys.executable, pilot], lambda _: None
+    command("compare", *arguments)
 
 
 def train_poisoned(*arguments: str) -> None:

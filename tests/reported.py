@@ -9,9 +9,8 @@ import numpy as np
 from fabricated import save
 
 from lm.config import load as configuration
-from lm.report.comparison import Comparison, compare
-from lm.report.differences import Difference
-from lm.report.sections import Line
+from lm.report.comparison import RunComparison, compare
+from lm.report.sections import Difference, Line
 from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
 from lm.runs.folder import sealed
 from lm.runs.record import read_run
@@ -180,7 +179,7 @@ def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
     path.write_text(json.dumps(sealed(bare) if "code" in bare else bare))
 
 
-def compared(*folders: Path) -> tuple[Comparison, dict[tuple[str, ...], Difference]]:
+def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
     comparison = compare([read_run(folder) for folder in folders])
     return comparison, {difference.line.of: difference for difference in comparison.differences}
@@ -199,11 +198,11 @@ def first_sample(content: dict, number: int = 0) -> dict:
     return content["series"][0]["samples"][number]
 
 
-def asked(comparison: Comparison) -> list[tuple[str, ...]]:
+def asked(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Task and inference setting of all answers, in the order of their files."""
     return [line.of for line in comparison.sections[-1].lines if line.metric == ANSWERS]
 
 
-def fraction_right(comparison: Comparison, arm: int, of: tuple[str, str], length: int) -> Interval:
+def fraction_right(comparison: RunComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
     """Of an arm's answers, with its interval."""
     return comparison.sections[-1].interval(comparison.arms[arm], Line(ANSWERS, *of), str(length))

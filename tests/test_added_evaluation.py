@@ -78,14 +78,23 @@ ROW = """    spread: SpreadConfig | None = optional(SpreadConfig, "how far logit
 IN_ONE_PROCESS = """
 import json, sys
 from conftest import lm
-results = [lm(*arguments) for arguments in json.loads(sys.argv[1])]
-print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in results]))
+from pathlib import Path
+results = []
+for command, *arguments in json.loads(sys.argv[1]):
+    if command == "delete":
+        for path in arguments:
+            Path(path).unlink()
+    else:
+        ended = lm(command, *arguments)
+        results.append([ended.returncode, ended.stdout, ended.stderr])
+print(json.dumps(results))
 """
 
 
 @pytest.fixture
 def lm(tmp_path: Path):
-    """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was added."""
+    """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was added; `delete`
+    deletes files."""
     shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm")  # what is compiled with it
     (tmp_path / "code" / "lm" / "evaluation" / "spread.py").write_text(MODULE)
     table = tmp_path / "code" / "lm" / "config" / "eval_config.py"
@@ -105,15 +114,18 @@ def lm(tmp_path: Path):
 def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(lm, arguments: list[str], tmp_path: Path):
     runs = tmp_path / "runs"
     options = [*arguments, "eval.long_context.length_factor=0"]
+    files = [f"spread.step-{step:06d}.json" for step in (4, 8)]
     asked = "eval.spread={positions: [4, 16], at: [0.5, 1]}"
-    *done, refused = lm(
+    *done, refused, lacking = lm(
         *(["train", *options, f"name={name}", f"model.normalizer={name}", asked] for name in ("softmax", "ssmax")),
         ["eval", str(runs / "ssmax"), "-o", str(tmp_path / "all.csv")],
         ["report", str(runs / "softmax"), str(runs / "ssmax"), "-o", str(tmp_path / "report")],
         ["eval", str(runs / "ssmax"), "eval.spread.positions=[32]"],
+        ["delete", *(str(runs / "ssmax" / "evaluations" / name) for name in files)],
+        ["report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking")],
     )
     assert [status for status, *_ in done] == [0] * 4, done
-    assert {path.name for path in (runs / "ssmax" / "evaluations").glob("spread.*")} == {f"spread.step-{step:06d}.json" for step in (4, 8)}
+    assert {path.name for path in (runs / "softmax" / "evaluations").glob("spread.*")} == set(files)
     logged = [line for line in map(json.loads, (runs / "ssmax" / "metrics.jsonl").open()) if "spread/16" in line]
     assert [line["step"] for line in logged] == [4, 8]
 
@@ -128,8 +140,4 @@ def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(
     assert "spread of logits by position" in page
     found = list(csv.DictReader((tmp_path / "report" / "table.csv").open()))
     assert any(row["table"] == "Spread of logits" and row["quantity"] == "difference to softmax, 16" for row in found)
-
-    (runs / "ssmax" / "evaluations" / "spread.step-000008.json").unlink()
-    (runs / "ssmax" / "evaluations" / "spread.step-000004.json").unlink()
-    lacking = lm(["report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking")])
-    assert "ssmax: no spread evaluation" in lacking[0][1]
+    assert "ssmax: no spread evaluation" in lacking[1]

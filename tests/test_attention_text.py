@@ -16,8 +16,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.diagnostics.attention_maps import attention_maps
-from lm.evaluation.attention_pictures import printable
+from lm.evaluation.attention_text import attention_maps, printable
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder

@@ -1,6 +1,6 @@
 """Attention under bf16 autocast, as training runs it, against the same in fp64: forward and backward, every entry."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lm.model.rope import rope_rotation
 
 HEADS, SIZE, TRAIN_LENGTH = 2, 64, 256
 INPUTS = ("dq", "dk", "dv")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 # Relative errors may be so many times softmax's; 2 where nothing is said.
 LARGER = {
@@ -95,7 +96,7 @@ def check_errors(name: str, length: int, rope: bool, device: str = "cpu", size: 
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["no positions", "rope"])
-@pytest.mark.parametrize(("length", "size"), [(64, 64), (64, 48), (1024, 64), (1024, 48), pytest.param(4096, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("length", "size"), [(64, 64), (64, 48), (1024, 64), *(slow(*shape) for shape in ((1024, 48), (4096, 64)))])
 @pytest.mark.parametrize("name", CASES)
 def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int, size: int, rope: bool):
     """Whether 1 / sqrt(D) is a power of two, so that a scaled q is not rounded, or isn't."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
+from lm.config.effects import effect_of
 from lm.config.load import load
 from lm.data.batches import (
     BLOCK,
@@ -24,12 +25,14 @@ from lm.data.batches import (
     TrainSequences,
     long_starts,
     train_loader,
+    train_sequences,
     validation_starts,
     windows,
 )
 from lm.data.prepare import prepare
 from lm.data.store import SourceCounts, Split, Store
 from lm.errors import ConfigError
+from lm.schema import to_plain
 
 SEQ_LEN, BATCH_SLOTS, STEPS = 16, 8, 50
 
@@ -80,6 +83,9 @@ def digests(batches: np.ndarray) -> list[str]:
     return [hashlib.sha256(np.ascontiguousarray(batch).tobytes()).hexdigest() for batch in batches]
 
 
+SPLITS = ((1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2))  # ranks, and sequences of a micro-batch
+
+
 def global_batches(store: Store, world: int, micro_batch: int, workers: int, first_step: int = 0) -> list[str]:
     """What all ranks read, put together step by step."""
     ranks = []
@@ -102,12 +108,32 @@ def expected(store: Store) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 @pytest.mark.parametrize("first_step", [0, 17])
-@pytest.mark.parametrize("workers", [0, 4])
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "micro_batch", "workers"),
+    [
+        *((world, micro_batch, 0) for world, micro_batch in SPLITS),
+        *(pytest.param(*split, 4, marks=[] if split in ((1, 8), (2, 4)) else pytest.mark.slow) for split in SPLITS),
+    ],
+)
 def test_global_batches_do_not_depend_on_how_they_are_read(
     store: Store, expected: list[str], world: int, micro_batch: int, workers: int, first_step: int
 ):
     assert global_batches(store, world, micro_batch, workers, first_step) == expected[first_step:]
+
+
+@pytest.mark.parametrize(
+    "more", ["", "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.tasks=[{weight: 0.5, task: passkey}]"]
+)
+def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
+    tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.seq_len=128", *([more] if more else [])]
+
+    def read(*overrides: str) -> list[str]:
+        sequences = train_sequences(store, load([*tiny, *overrides]))
+        return digests(np.stack([sequences.batch(step).tokens.ravel()[:256] for step in range(4)]))
+
+    assert read("seed=5") == read("seed=3", "data.seed=5") == read("seed=5", "data.seed=5") != read("seed=3")
+    assert "seed" not in to_plain(load(tiny))["data"], "the configurations of existing runs stay as they are"
+    assert effect_of("data.seed") == effect_of("seed")
 
 
 def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):

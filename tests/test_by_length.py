@@ -11,7 +11,7 @@ from lm.attention.layout import AttentionLayout
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.text_loss import ByLength
+from lm.evaluation.held_out import ByLength
 from lm.experiments.experiment import config_hash
 from lm.model.decoder import Decoder
 from lm.model.device import Device

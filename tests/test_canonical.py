@@ -5,7 +5,7 @@ import pytest
 from lm.config.effects import canonical, differences, function_of
 from lm.errors import ConfigError
 from lm.files import plain_sha256
-from lm.runs.identity import arm
+from lm.runs.record import arm
 from lm.schema import flatten, to_plain
 from lm.training.train import train
 

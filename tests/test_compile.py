@@ -102,6 +102,18 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
     assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs).value == "false"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "runs", "pays"), [(1000, 1, "true"), (999, 1, "false"), (200, 5, "true"), (200, 4, "false"), (199, 100, "false")]
+)
+def test_measured_seconds_decide_in_place_of_flops(tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int, pays: str):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    for flops in (1.0, 1e20):
+        found = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs, seconds)
+        assert found.value == pays
+        assert "FLOP" not in found.reason
+        assert f"{seconds} s" in found.reason
+
+
 def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")

@@ -362,22 +362,33 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
         "import sys; from lm.cli import app; from typer.testing import CliRunner; r = CliRunner();"
         "assert r.invoke(app, ['--help']).exit_code == 0;"
         "assert r.invoke(app, ['config', 'name=x']).exit_code == 0;"
-        "r.invoke(app, ['train', 'optim.lr=-1']);"
+        "assert 'lrr' in str(r.invoke(app, ['train', 'softmax', 'optim.lrr=1']).exception);"
         "print([m for m in ('torch', 'lightning', 'wandb', 'datasets') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"
 
 
-def test_training_imports_lightning_alone_and_leaves_torchmetrics_to_others():
-    code = (
-        "import sys, lm.training.fit;"
-        "print([m for m in ('torchmetrics', 'scipy.special', 'transformers', 'matplotlib', 'pandas', 'datasets') if m in sys.modules]);"
+AFTER_TRAINING = {
+    "imports Lightning alone": (
+        "print([m for m in ('torchmetrics', 'scipy.special', 'transformers', 'matplotlib', 'pandas', 'datasets') if m in sys.modules])",
+        "[]",
+    ),
+    "leaves torchmetrics to others": (
         "import torchmetrics; from lm.training.lightning import L;"
-        "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), L.Trainer.__name__)"
+        "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), L.Trainer.__name__)",
+        "torchmetrics.metric True Trainer",
+    ),
+}
+
+
+@pytest.mark.parametrize("promise", [pytest.param(name, marks=[pytest.mark.slow] if "others" in name else []) for name in AFTER_TRAINING])
+def test_training(promise: str):
+    code, said = AFTER_TRAINING[promise]
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys, lm.training.fit; {code}"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.splitlines() == ["[]", "torchmetrics.metric True Trainer"]
+    assert result.stdout == f"{said}\n"
 
 
 def test_lightning_is_imported_in_one_place():

@@ -23,6 +23,12 @@ from lm.statistics.verdicts import ALPHA, FEWEST_SEEDS, POWER, detectable, power
 GRID = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
 
 
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pilot takes its ten seconds."""
+    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
+
+
 def loss(run: Run) -> float:
     """Noise by seed, best at 2e-2."""
     return 5.0 + abs((run.rate or run.config.optim.lr) - 2e-2) + 1e-3 * math.sin(run.config.seed)
@@ -54,13 +60,13 @@ def test_the_second_arm_is_the_baseline_with_seeds_used_nowhere(tmp_path, argume
     assert {run.stage for run in made.known()} == {"final"}, "what the experiment's tuning has chosen is not tuned again"
     differences = [math.sin(seed + 1000) - math.sin(seed) for seed in (1, 2, 3)]
     spread = 1e-3 * np.std(differences, ddof=1)
-    (said,) = noise(made)
+    (said,) = noise(made, made.judged())
     assert f"a standard deviation of {spread:.2g} over 3 seeds" in said
     assert f"the 3 seeds of trial find a difference of {detectable(3, spread, ALPHA):.2g} with probability 0.8" in said
     verdict = summary(made)[1]["verdict"]
     assert said.endswith(f"the verdict, {verdict}, held")
     assert verdict in ("undecided", "equivalent")
-    assert not noise(original)
+    assert not noise(original, original.judged())
 
 
 def test_without_rates_both_are_tuned_and_it_stays_so(tmp_path, arguments):
@@ -89,12 +95,12 @@ def test_rates_are_those_of_the_first_start(tmp_path, arguments):
 def test_arms_that_are_not_equal_are_found(tmp_path, arguments):
     path = written(tmp_path, tune=None, seeds=[1, 2, 3])
     made = finish_all(open_experiment(path, arguments[1:], aa=True), lambda run: loss(run) + (run.config.seed > 1000))
-    assert noise(made)[0].endswith("the verdict, worse, is false")
+    assert noise(made, made.judged())[0].endswith("the verdict, worse, is false")
 
 
 def test_single_runs_say_nothing_yet(tmp_path, arguments):
     made = finish_all(open_experiment(written(tmp_path, tune=None, seeds=[1]), arguments[1:], aa=True), loss)
-    assert noise(made) == ["noise: the verdict, incomplete, says nothing of equal arms yet"]
+    assert noise(made, made.judged()) == ["noise: the verdict, incomplete, says nothing of equal arms yet"]
 
 
 def test_from_the_command_line_with_its_report(tmp_path, overrides):  # noqa: F811

@@ -23,9 +23,8 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.held_out import HeldOut, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
+from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.swap import swap_sequences
-from lm.evaluation.text_loss import LongContext
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
 from lm.model.inference import for_inference

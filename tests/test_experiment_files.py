@@ -27,6 +27,7 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
         ({"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}}, "arms.b.from = 'a': has another normalizer than a"),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
+        ({"arms": {"a": {}, "b": {"data.seed": 3}}}, "arms.b.data.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
         ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),

@@ -9,7 +9,7 @@ from reported import build_run, compared
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
 from lm.report.comparison import compare
-from lm.runs import identity
+from lm.runs import record
 from lm.runs.folder import read_config, read_json
 from lm.runs.record import read_run
 from lm.schema import to_plain
@@ -57,7 +57,7 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     }
     assert first.keys() == second.keys() == keys | {"step", "time"}
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
-    assert identity.used(environment, "precision") == "32, from step 4 bf16-mixed"
+    assert record.used(environment, "precision") == "32, from step 4 bf16-mixed"
     assert (
         "its starts differ: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8" in read_run(tmp_path / "runs" / "a").missing
     )
@@ -65,9 +65,9 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
 
 def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
-    assert [one["step"] for one in identity.starts(environment)] == [0, 4]
-    assert identity.used(environment, "precision") == "32"
-    assert identity.differing(environment) == ["compile false, from step 4 true"]
+    assert [one["step"] for one in record.starts(environment)] == [0, 4]
+    assert record.used(environment, "precision") == "32"
+    assert record.differing(environment) == ["compile false, from step 4 true"]
 
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
@@ -125,7 +125,7 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
     started = [read_json(folder / "environment.json")["started_from"] for folder in folders]
     assert [one["seeds"] for one in started] == [[1], [2], [1], [2]]
     assert len({one["arm"] for one in started}) == 2
-    assert started[0]["arm"] == identity.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    assert started[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
     swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", once)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
 
@@ -135,8 +135,15 @@ def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
     histories = [
         {"swap": {"normalizer": "softmax", "init": init, "arm": of}} for init, of in (("match", "a"), ("fit", "a"), ("match", "b"))
     ]
-    assert len({identity.arm(config, environment) for environment in histories}) == 3
-    assert identity.arm(config, histories[0]) == identity.arm(config | {"seed": 2, "name": "other"}, histories[0])
+    assert len({record.arm(config, environment) for environment in histories}) == 3
+    assert record.arm(config, histories[0]) == record.arm(config | {"seed": 2, "name": "other"}, histories[0])
+
+
+def test_runs_of_one_seed_and_several_of_their_data_are_told_apart_as_seeds():
+    config = {"seed": 1, "data": {"seq_len": 8}}
+    assert record.seeds(config, {}) == record.seeds({"seed": 1, "data": {"seq_len": 8, "seed": 1}}, {}) == (1,)
+    assert record.seeds({"seed": 1, "data": {"seed": 2}}, {}) == (1, 2)
+    assert record.arm(config, {}) == record.arm({"seed": 1, "data": {"seq_len": 8, "seed": 2}}, {})
 
 
 def started_from(root: Path, name: str, seed: int, source: int, arm: str = "abc") -> Path:

@@ -20,10 +20,9 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.effects import function_of
-from lm.data.tokenizer import train_tokenizer
-from lm.errors import RunError
+from lm.data.tokenizer import read_tokenizer, train_tokenizer
+from lm.errors import DataError, RunError
 from lm.evaluation.generation import generate
-from lm.huggingface import tokenizer_files
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
 from lm.runs.loading import Loaded, load
@@ -238,9 +237,9 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
 
 def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'"):
-        tokenizer_files.read_tokenizer(tmp_path)
+    monkeypatch.setattr("lm.data.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'"):
+        read_tokenizer(tmp_path)
 
 
 def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):

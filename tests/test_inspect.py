@@ -1,5 +1,6 @@
 """`lm data inspect`: what it says is what is in the store."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 from conftest import ROOT, lm
 from texts import TEXTS, files_config, write_texts
 
+from lm.commands.train_commands import document_lengths
 from lm.config.data_config import DataConfig
-from lm.data.inspect import N_GRAM, describe, draw_lengths, length_histogram, n_gram_hashes, overlap, sample_documents
+from lm.data.inspect import N_GRAM, describe, length_histogram, n_gram_hashes, overlap, sample_documents
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 from lm.errors import DataError
@@ -46,7 +48,7 @@ def test_an_altered_byte_is_found_whatever_the_size(data: DataConfig, monkeypatc
     content[-1] ^= 1
     (path / "train-00000.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"train-00000\.bin: was altered"):
-        inspect([str(path)], None, 1)
+        inspect([str(path)], 1)
 
 
 def n_grams(store: Store, split: Split) -> list[tuple[int, ...]]:
@@ -96,7 +98,18 @@ def test_samples_are_spread_over_each_part(data: DataConfig):
     assert not any("training document" in line for line in describe(prepare(data), 0))
 
 
+def test_the_picture_has_every_token_of_every_source(data: DataConfig):
+    store = prepare(data)
+    picture = document_lengths(store)
+    for panel, split in zip(picture.panels, (store.train, store.val), strict=True):
+        (trace,) = panel.traces
+        assert sum(trace.high - trace.low) == pytest.approx(split.n_tokens / 1e6)
+
+
 def test_a_picture_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path):
-    for path in (tmp_path / "nowhere" / "a.png", tmp_path / "a.xyz"):
-        with pytest.raises(DataError, match="can't write the picture"):
-            draw_lengths(prepare(data), path)
+    store = prepare(data).path
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a.png", tmp_path / "a.xyz"):
+        result = lm("data", "inspect", str(store), "-o", str(path))
+        assert result.returncode == 1
+        assert re.fullmatch(r".*can't (save the|draw a) picture.*\n", result.stderr)

@@ -85,13 +85,12 @@ def test_no_child_runs_python_between_fork_and_exec():
 def test_memory_that_a_step_frees_is_not_fetched_anew_by_the_next_unless_the_user_says_so(setting: dict[str, str], kept: bool):
     code = """
 import resource
-import torch
 from lm.machine import keep_freed_memory
 keep_freed_memory()
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**20) for _ in range(8)]
-    del tensors
+    blocks = [bytearray(b"1") * 2**22 for _ in range(8)]
+    del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | setting

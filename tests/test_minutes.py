@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +13,8 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from fabricated import finish, finish_all
+from jobs import compare_with
+from processes import forked
 from trials import written
 from waiting import wait_until
 
@@ -170,6 +172,8 @@ def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
         ([], []),
         (["optim.lr=5e-3"], []),
         (["name=other", "log.every=7"], []),
+        (["trainer.compile=auto"], []),
+        (["trainer.compile=true"], []),
         (["trainer.max_steps=16"], ["softmax", "ssmax"]),
         (["eval.sequences=4"], ["softmax", "ssmax"]),
         (["trainer.threads=2"], ["softmax", "ssmax"]),
@@ -186,6 +190,26 @@ def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
         pilots.clear()
     run_times(procedure, costs(procedure), Slots(2))
     assert pilots == ["softmax", "ssmax"], "two at a time"
+
+
+@pytest.mark.parametrize(("seconds", "compiled"), [(60.0, False), (3600.0, True)])
+def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones_alike(
+    tmp_path, pilots, monkeypatch, capsys, arguments, seconds: float, compiled: bool
+):
+    (tmp_path / "program.py").write_text(PILOT.replace("60.0", str(seconds)))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(FILE))
+    given = tmp_path / "trial.yaml", [*arguments[1:], "trainer.compile=auto"]
+    for _ in range(2):
+        found = start(*given, timed=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]).experiment
+        assert [found.config("", arm, 1, None, {"name": "any"}).trainer.compile for arm in found.arms] == [compiled] * 2
+        (tmp_path / "program.py").unlink(missing_ok=True)
+    said = capsys.readouterr().out
+    assert said.count("trainer.compile of all runs: ") == 1
+    assert re.search(
+        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and", said
+    )
+    assert start(given[0], [*given[1], "trainer.compile=false"]).experiment.base["trainer"]["compile"] is False
 
 
 def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots, monkeypatch):
@@ -222,27 +246,21 @@ def test_pilots_end_with_their_plan(tmp_path, number):
     (tmp_path / "program.py").write_text(WAITING)
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(FILE))
-    code = f"""
-import sys
-import lm.experiments.timing as timing
-from lm.cli import main
-timing.COMMAND, timing.open_prepared = [sys.executable, {str(tmp_path / "program.py")!r}], lambda _: None
-sys.argv = ["lm", "compare", {str(path)!r}, "data.source.paths=[.]", {f"runs={tmp_path / 'runs'}"!r}, "--plan", "--minutes", "1000"]
-main()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan", "--minutes", "1000"]
+    process = forked(tmp_path / "said", compare_with, str(tmp_path / "program.py"), str(path), *given)
     place = tmp_path / "runs" / "trial"
-    wait_until(lambda: any(one.read_text().strip() for one in place.glob(".*/*/output")) or process.poll() is not None, tmp_path)
-    assert process.poll() is None, process.communicate()
+    wait_until(lambda: any(one.read_text().strip() for one in place.glob(".*/*/output")) or not process.is_alive(), tmp_path)
+    assert process.is_alive(), (tmp_path / "said").read_text()
     (output,) = place.glob(".*/*/output")
     child = int(output.read_text())
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), stderr
+    os.kill(process.pid, number)
+    process.join(60)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number), said
     wait_until(lambda: not born(child), tmp_path)
     if number != signal.SIGKILL:
         assert not list(place.iterdir())
-        assert stderr == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"
+        assert said == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"
 
 
 @pytest.mark.slow  # 10 s

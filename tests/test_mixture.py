@@ -19,7 +19,7 @@ from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
-from lm.evaluation.text_loss import Validation
+from lm.evaluation.held_out import Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 

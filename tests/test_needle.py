@@ -15,9 +15,9 @@ from lm.config.task_config import Needle
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks.in_text import Text
+from lm.evaluation.answers import SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import generate
-from lm.evaluation.needle import SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.evaluation_tables import rows_of

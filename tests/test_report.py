@@ -11,9 +11,9 @@ from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import compare
 from lm.report.descriptions import methods
-from lm.report.differences import Difference
 from lm.report.html import write_report
-from lm.report.overview import Overview
+from lm.report.pictures import Panel, Picture
+from lm.report.sections import Difference
 from lm.report.tables import digits, signed
 from lm.runs.record import read_run
 
@@ -26,7 +26,7 @@ def pair(tmp_path: Path) -> list[Path]:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without their picture: nothing is asked of it here."""
-    monkeypatch.setattr("lm.report.html.overview", lambda comparison: Overview("<svg ></svg>", b"", (), "", ""))
+    monkeypatch.setattr("lm.report.html.overview", lambda comparison: Picture([Panel("", "", "", [])], []))
 
 
 def test_paired_differences_find_what_was_built_in(pair):

@@ -1,7 +1,9 @@
 """The files of a report: the same numbers in every format, what intervals cover, the page, and the lines of pictures."""
 
+import base64
 import csv
 import errno
+import hashlib
 import io
 import json
 import re
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import lm
+from conftest import PAINTING, lm, unpainted
 from fabricated import save
 from matplotlib.figure import Figure
 from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_series
@@ -24,9 +26,21 @@ from lm.report.comparison import compare
 from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison, write_report
 from lm.report.overview import overview
-from lm.report.pictures import Map, Panel, colour_and_marker, dashes_and_width, fractions
+from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width, fractions
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Series, Shown
+
+
+@pytest.fixture(autouse=True)
+def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are painted where a test looks at one: it uses `painted`."""
+    if "painted" not in request.fixturenames:
+        monkeypatch.setattr(PAINTING, unpainted)
+
+
+@pytest.fixture
+def painted() -> None:
+    """Named by tests that look at a picture."""
 
 
 @pytest.fixture
@@ -38,10 +52,12 @@ def numbers(text: str) -> set[str]:
     return set(re.findall(r"[-+]?\d+\.\d{4}", text))
 
 
+@pytest.mark.usefixtures("painted")
 def test_all_formats_have_the_same_numbers(pair, tmp_path):
     files = write_report(pair, tmp_path / "out")
     markdown = files.markdown.read_text().split("- validation")[0]
-    html = re.search(r"<h2>Results.*?<p>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
+    results = re.search(r"<h2>Results.*?<h2>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
+    html = "".join(re.findall(r"<table.*?</table>", results, re.DOTALL)[:-1])  # the last has the differences again
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -60,7 +76,7 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     return found | {
         "terminal": console.export_text(),
         "footer": picture.footer,
-        "legend": " ".join(picture.legend),
+        "legend": " ".join(picture.arms),
         "caption": picture.caption,
     }
 
@@ -103,7 +119,7 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
 
 def test_nothing_is_set_in_bold(pair, tmp_path):
     texts = shown(pair, tmp_path / "out")
-    assert not re.search(r"<b>|<strong|textbf|bfseries|\*\*", "".join(texts.values()))
+    assert not re.search(r"<strong|textbf|bfseries|\*\*", "".join(texts.values()))
 
 
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
@@ -116,19 +132,24 @@ def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
 
 
+@pytest.mark.usefixtures("painted")
 def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     name = "<script>alert(1)&$\\frac{"
     folders = [build_run(tmp_path, name), build_run(tmp_path, "twin"), build_run(tmp_path, "scalable", "ssmax")]
     files = write_report(folders, tmp_path / "out")
     html = files.html.read_text()
-    assert "<script" not in html
+    assert html.count("<script") == 1, "that which sorts tables, by its digest"
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in html
     assert "&lt;script&gt;alert(1)" in html
-    assert not re.search(r"""(?:src|href|action)\s*=\s*["'](?!#)""", html)
+    linked = set(re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)([^"']*)""", html))
+    assert linked < {path.name for path in files.html.parent.iterdir()}
     assert not re.search(r"@import|url\((?!#)|<link|<iframe|<object|javascript:", html)
     assert set(re.findall(r"https?://[^\"'\s<]*", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "\\textless{}script\\textgreater{}alert(1)\\&\\$\\textbackslash{}frac\\{" in files.latex.read_text()
 
 
+@pytest.mark.usefixtures("painted")
 def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
     first, second = (write_report(pair, tmp_path / name) for name in ("one", "two"))
     for name, path in vars(first).items():
@@ -136,6 +157,7 @@ def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(path.name for path in vars(first).values())
 
 
+@pytest.mark.usefixtures("painted")
 @pytest.mark.parametrize("value", [1e3, np.inf, np.nan])
 def test_an_exploding_loss_breaks_nothing(tmp_path, value):
     folder = build_run(tmp_path, "exploding", "ssmax")
@@ -262,6 +284,7 @@ def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, b
         assert said in text
 
 
+@pytest.mark.usefixtures("painted")
 def test_fractions_are_lines_with_their_reference_levels_and_maps_where_lines_are_many():
     axis, base = Axis("sequence length", "tokens", "at", (128.0, 256.0)), np.array([0.9, 0.6])
     few = [
@@ -277,3 +300,71 @@ def test_fractions_are_lines_with_their_reference_levels_and_maps_where_lines_ar
     np.testing.assert_allclose(depths.values, [base / (1 + i) for i in range(4)])
     assert "by depth,depth 3,map,256,0.15" in picture.csv
     assert fractions([one for one in few if one.unit != "fraction"]) is None
+
+
+DEFICIENT = {  # matrices on linear RGB of full deuteranopia, protanopia and tritanopia (Machado and others, 2009)
+    "none": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    """Red, green and blue of a colour, linear in light."""
+    parts = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(light: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear RGB: a distance of 2 is just seen."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(to_xyz @ np.clip(light, 0, 1) / [0.9505, 1, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("eyes", DEFICIENT)
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eyes: str):
+    shown = [DARK[colour] if dark else colour for colour in (PAPER, *COLOURS)]
+    luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in shown]
+    contrasts = [(max(one, luminances[0]) + 0.05) / (min(one, luminances[0]) + 0.05) for one in luminances[1:]]
+    assert min(contrasts) >= 3, dict(zip(shown[1:], contrasts, strict=True))
+    seen = {colour: lab(np.array(DEFICIENT[eyes]) @ linear(colour)) for colour in shown[1:]}
+    apart = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
+    assert min(apart.values()) > 16, min(apart.items(), key=lambda pair: pair[1])
+
+
+@pytest.mark.usefixtures("painted")
+def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
+    x, kinds = np.array([1.0, 2.0]), ("seed", "mean", "dots", "interval", "diverged", "bars")
+    traces = [Trace(arm, kind, x, x + arm, kind, x + arm - 0.5, x + arm + 0.5) for arm, kind in enumerate(kinds)]
+    traces += [Trace(arm, "keyed", x, x, "mean", keyed=True) for arm in (6, -1)]
+    panel = Panel("title", "x", "y", traces, zero=True, small=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
+    svg = Picture([panel], ["name"] * 7, footer="footer").svg
+    head, drawn = svg.split("</style>", 1)
+    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn)} <= DARK.keys()
+    assert "#000000" not in DARK, "the default of SVG has no style to find"
+    for colour in DARK:
+        assert f'[style*="stroke: {colour}"]{{stroke:{DARK[colour]}!important}}' in head
+
+
+@pytest.mark.usefixtures("painted")
+@pytest.mark.parametrize("scale", ["linear", "log", "signed"])
+def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
+    weights = np.array([[-1.0 if scale == "signed" else 1.0, np.nan], [1e-9, 0.5]])
+    cells = [Map(name, "key", ["a", ""], ["a", "b"], weights, 1.0, 1e-4, False, scale=scale, unit="weight") for name in "ab"]
+    norm, _ = cells[0].colours
+    assert (norm.vmin, norm.vmax) == ((-1.0 if scale == "signed" else 1e-4), 1.0)
+    drawn = Picture(cells, [], columns=2, panel_size=(3, 3), shared="xy").svg
+    assert len(re.findall(r'<g id="axes_\d+">', drawn)) == 3, "two maps and one colour bar"
+
+
+@pytest.mark.usefixtures("painted")
+def test_a_picture_is_saved_by_its_suffix():
+    picture = Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"])
+    assert picture.file(".png").startswith(b"\x89PNG")
+    assert b"<svg" in picture.file(".svg")
+    assert b"title,a,dots,1,1" in picture.file(".csv")
+    with pytest.raises(RunError, match=r"can't draw a picture as \.pdf: choose \.svg, \.png or \.csv"):
+        picture.file(".pdf")

@@ -26,7 +26,10 @@ def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
         if one.axis and one.axis.name == HEAD and one.setting == "as trained":
             heads.setdefault(one.metric, []).append(one.means)
     drawn = [panel for row in against_theory(found, [*dict.fromkeys(one.setting for one in found)]) for panel in row]
-    assert diagnostics(found).png.startswith(b"\x89PNG")
+    picture = diagnostics(found)
+    assert picture.png.startswith(b"\x89PNG")
+    theory = [panel for panel in picture.panels if isinstance(panel, Panel) and panel.title.endswith(", by head")]
+    assert sum(panel.span for panel in theory) % picture.columns == 0, "no empty place beside them"
     return drawn, {name: np.concatenate(parts) for name, parts in heads.items()}
 
 

@@ -17,8 +17,7 @@ from lm.model.inference import for_inference
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.folder import read_json, read_sealed, write_sealed
-from lm.runs.loading import export, save_model
-from lm.runs.model_folder import DESCRIPTION, MODEL_FORMAT
+from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train
 

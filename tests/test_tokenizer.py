@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, stored_texts, write_texts
 
-from lm.config.data_config import DataConfig, GPT2Tokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
 from lm.data.encoding import Document, cuts_between_words, encode_all, pieces
+from lm.data.inspect import describe
 from lm.data.packages import read_archive
 from lm.data.prepare import prepare
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
@@ -373,3 +374,83 @@ def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_
     with pytest.raises(DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"):
         tokenizer_of(words_tokenizer(tmp_path / "letters.json", 2**31))
     assert "valid Unicode" in TrainedTokenizer(300, ["<\ud800>"]).problems()[0].reason
+
+
+# ---------------------------------------------------------------- of pretrained models
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the hub gives for the commit of someone/model; other models it doesn't know."""
+    folder = tmp_path / "cache" / COMMIT
+    folder.mkdir(parents=True)
+    write_tokenizer(folder / "tokenizer.json")
+
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert "tokenizer.json" in allow_patterns
+        if (name, revision) != ("someone/model", "v1"):
+            raise ConnectionError("404:\nno such model")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    return folder
+
+
+def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(data: DataConfig, hub: Path, tmp_path: Path):
+    by_file = prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(hub / "tokenizer.json"), "</s>")))
+    remote, local = PretrainedTokenizer("someone/model", "v1", "</s>"), PretrainedTokenizer(str(hub), None, "</s>")
+    store = prepare(dataclasses.replace(data, tokenizer=remote))
+    assert store.fingerprint == by_file.fingerprint
+    assert store.manifest["tokenizer_origin"] == {"model": "someone/model", "commit": COMMIT}
+    assert f"tokenizer    someone/model at {COMMIT}" in list(describe(store, 0))
+    assert prepare(dataclasses.replace(data, tokenizer=local)).path == store.path
+    assert "tokenizer_origin" not in prepare(dataclasses.replace(data, tokenizer=local, root=str(tmp_path / "other"))).manifest
+    other = json.loads((hub / "tokenizer.json").read_text())
+    (hub / "tokenizer.json").write_text(json.dumps(other | {"truncation": None}))
+    assert prepare(dataclasses.replace(data, tokenizer=remote)).path != store.path
+
+
+def test_older_files_of_a_pretrained_model_are_converted(data: DataConfig, trained, tmp_path: Path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "encoder.json").rename(folder / "vocab.json")
+    (tmp_path / "vocab.bpe").rename(folder / "merges.txt")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    store = prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(str(folder))))
+    assert sorted(stored_texts(store)) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "end", "expected"),
+    [
+        ("nowhere", None, "</s>", "nowhere: no such folder or file, and not a name on the hub"),
+        ("./some/model", None, "</s>", "no such folder or file, and not a name on the hub"),
+        ("\0", None, "</s>", "no such folder or file, and not a name on the hub"),
+        ("x" * 5000, None, "</s>", "no such folder or file, and not a name on the hub"),
+        ("someone/other", None, "</s>", "someone/other: no such folder, and the hub does not give it: 404: no such model"),
+        ("someone/model", "v1", "<s>", "someone/model: no token '<s>'; set data.tokenizer.end_of_text to one"),
+        ("{hub}", "v1", "</s>", "is on this machine, not on the hub; set data.tokenizer.revision to null"),
+        ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),
+        ("{hub}/../damaged", None, "</s>", "not a tokenizer.json of the `tokenizers` library"),
+        ("{hub}/../vocabulary", None, "</s>", "its tokenizer can't be converted"),
+        ("{hub}/../latin", None, "</s>", "not readable"),
+    ],
+)
+def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
+    data: DataConfig, hub: Path, model: str, revision: str | None, end: str, expected: str
+):
+    for name, file, content in (
+        ("damaged", "tokenizer.json", b"{"),
+        ("vocabulary", "vocab.json", b"[1]"),
+        ("latin", "tokenizer.json", b"\xff"),
+    ):
+        (hub.parent / name).mkdir()
+        (hub.parent / name / file).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(Path(data.root).glob("*-*"))

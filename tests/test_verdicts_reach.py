@@ -13,7 +13,6 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.judging import judge
 from lm.experiments.page_pictures import differences, rates
 from lm.experiments.page_tables import SizeResults, seeds_table, summary_table
 from lm.experiments.page_words import answers, question
@@ -23,7 +22,7 @@ from lm.experiments.summary import summary, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.series import validation_series
 from lm.statistics.intervals import over_seeds
-from lm.statistics.reach import tokens_to_reach
+from lm.statistics.learned import tokens_to_reach
 from lm.statistics.verdicts import Comparison, verdicts
 
 LEVEL = 4.6
@@ -88,14 +87,18 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
     assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)
     assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
-    sizes = [SizeResults(procedure, "", judge(procedure))]
-    assert answers(sizes)[0].because.startswith(
-        "0.70 [0.70, 0.71] times the tokens of softmax, interval over 3 seeds. The interval leaves out 0"
-    )
+    sizes = [SizeResults(procedure, "", procedure.judged())]
+    (answer,) = answers(sizes)
+    effect = answer.effect
+    assert (effect.what, effect.value, effect.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
+    assert effect.over == "3 seeds"
+    mean, low, high, zero, least, most = effect.place
+    assert low < mean < high < least < zero < most
+    assert answer.because.startswith("The interval leaves out 0")
     assert question(procedure.experiment) == (
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
     )
-    headings = [column.name for column in summary_table(sizes, [soft, scalable]).columns]
+    headings = [column.name for column in summary_table(sizes[0].judged, [soft, scalable]).columns]
     assert headings[2:5] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
     cells = [[cell for _, cell in row] for row in seeds_table(sizes[0]).rows]
     assert cells[0] == ["1", "1,010", "709", "0.702"]
@@ -109,7 +112,7 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
-    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", judge(procedure))).rows]
+    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.judged())).rows]
     assert cells[0][1:] == ["at the first evaluation", "709", None]
     assert cells[4][2:] == ["not reached", None]
 
@@ -129,9 +132,9 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
     monkeypatch.setattr("fabricated.validation_series", lambda *given: [replace(one, better="none") for one in validation_series(*given)])
     for run in procedure.known():
         trained(run, reached(run))
-    assert judge(procedure)["", "ssmax"].kind == "better"
+    assert procedure.judged().verdicts["", "ssmax"].kind == "better"
     upwards = experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "better": "higher"})
-    assert "had reached 4.6 at the first evaluation" in judge(upwards)["", "ssmax"].reason
+    assert "had reached 4.6 at the first evaluation" in upwards.judged().verdicts["", "ssmax"].reason
 
 
 def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
@@ -146,7 +149,7 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     at_end, at_rates = (
         [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
-        for made in (differences(procedure, [SizeResults(procedure, "", judge(procedure))]), rates(procedure, ""))
+        for made in (differences(procedure, [SizeResults(procedure, "", procedure.judged())]), rates(procedure, ""))
     )
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)

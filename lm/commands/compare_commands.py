@@ -70,6 +70,39 @@ def compare(
         compare(files, overrides, work, plan, report_only, out)
 
 
+def judge(
+    table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value", show_default=False)],
+    baseline: Annotated[str | None, typer.Option(help="the arm that the others are compared with [default: the first]")] = None,
+    better: Annotated[Literal["lower", "higher"], typer.Option(help="which direction is better")] = "lower",
+    matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
+    spread: Annotated[
+        float | None, typer.Option(help="standard deviation of differences between single runs, if expected", show_default=False)
+    ] = None,
+    metric: Annotated[str, typer.Option(help="of several in the column metric")] = "",
+    where: Annotated[str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")] = "",
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Judge anybody's runs from a table.
+
+    Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
+    """
+    from lm.commands.python_face import judged_table
+    from lm.experiments.page_tables import print_verdicts
+    from lm.runs.folder import json_bytes
+
+    judged = judged_table(table, metric, better, matters, spread, baseline, where, by or ())
+    question, lines = judged.question, judged.lines()
+    if as_json:
+        print(json_bytes({"primary": vars(question.primary), "arms": lines}).decode(), end="")
+        return
+    print_verdicts(judged, lines, f"{question.primary.metric} of {table}")
+    print(*judged.power(len(question.seeds)), sep="\n")
+
+
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 

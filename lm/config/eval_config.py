@@ -96,7 +96,7 @@ def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
 
 @dataclass
 class LongContextConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.text_loss:LongContext"
+    measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
     length_factor: float = key(8.0, "sequence length, in training lengths; 0: off", ge=0, le=MOST_LENGTHS)
     sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(
@@ -135,7 +135,7 @@ class LongContextConfig(EvaluationConfig):
 
 @dataclass
 class ByLengthConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.text_loss:ByLength"
+    measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
@@ -172,7 +172,7 @@ class ByLengthConfig(EvaluationConfig):
 
 @dataclass
 class RecallConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.recall:Recall"
+    measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
     length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MOST_LENGTHS)
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MOST_SEQUENCES)
@@ -225,7 +225,7 @@ class FinetuneConfig:
 
 @dataclass
 class NeedleConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.needle:NeedleMeasurement"
+    measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
     length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
     trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MOST_SEQUENCES)
@@ -365,7 +365,7 @@ class EvalConfig:
     def wanted(self, data: DataConfig) -> dict[str, str]:
         """Who measures each kind that is asked for of a model trained on `data`, the validation first."""
         further = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
-        return {"validation": "lm.evaluation.text_loss:Validation"} | further
+        return {"validation": "lm.evaluation.held_out:Validation"} | further
 
     def asked(self, kind: str) -> dict[str, Plain]:
         """The keys that say what a kind of evaluation measures, without those that are null; not when, and for how long."""

@@ -32,7 +32,9 @@ class Config:
     )
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
-    seed: int = key(1, "seed of initial weights, dropout and the order of the batches", {"affects": "seed"}, ge=0, lt=2**31)
+    seed: int = key(
+        1, "seed of initial weights, dropout and, unless data.seed is given, the order of the batches", {"affects": "seed"}, ge=0, lt=2**31
+    )
     data: DataConfig = section(DataConfig, "corpus, tokenizer and sequences")
     model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
     phases: list[Phase] = sections(

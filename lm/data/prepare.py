@@ -108,7 +108,8 @@ def summary(store: Store) -> str:
         lost = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
         counts.append(f"{lost} unreadable, the first: {unreadable['first'][0]}")
     left_out = f" ({', '.join(counts)})" if counts else ""
-    asked, own = manifest["val_fraction"], any(source.get("validation_split") for source in manifest["source"])
+    asked = manifest["val_fraction"]
+    own = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
     near = own or asked / 2 <= val.n_bytes / n_bytes <= 2 * asked
     far = "" if near else f" (data.val_fraction = {asked:g}: documents are held out whole, and theirs are too large for that)"
     return (

@@ -1,4 +1,5 @@
-"""Where the text comes from: a package, local files, or a dataset of the Hugging Face hub. Each kind has an entry in `SOURCE_READERS`.
+"""Where the text comes from: a package, local files, a dataset of the Hugging Face hub, or token ids. Each kind has an entry in
+`SOURCE_READERS`.
 
 `documents` reads a source's documents one at a time, again at every call; `identity` is plain data that changes exactly when the
 documents do. Memory is bounded by the longest document (for parquet and the hub: by `reading.ROWS` documents).
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from lm.config.data_config import Files, Hub, Package, Source
-from lm.data import hub, text_files
+import numpy as np
+
+from lm.config.data_config import Files, Hub, Package, Source, Tokens
+from lm.data import hub, text_files, token_files
 from lm.data.packages import PACKAGES, package_texts
 from lm.data.text_files import OnError, Unreadable
+from lm.data.token_files import Vocabulary
 from lm.files import FileHashes, plain_sha256
 from lm.schema import Plain
 
@@ -29,7 +33,8 @@ def fail(error: Unreadable) -> NoReturn:
 class SourceReader:
     """How sources of one kind are read; each function takes the source's options first."""
 
-    documents: Callable[[Source, Path, OnError], Iterator[str]]  # arguments after the source: data.root; what to do with unreadable text
+    # Arguments after the source: data.root; what to do with what can't be read; the ids that the tokenizer knows, for sources of ids.
+    documents: Callable[[Source, Path, OnError, Vocabulary | None], Iterator[str | np.ndarray]]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     licence: Callable[[Source], str]
     description: Callable[[Source], str] = lambda source: ""
@@ -37,7 +42,7 @@ class SourceReader:
     streamed: Callable[[Source], bool] = lambda source: False
 
 
-def _package_documents(source: Package, root: Path, on_error: OnError) -> Iterator[str]:
+def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: Vocabulary | None) -> Iterator[str]:
     return text_files.read_files(package_texts(source.package, root), Files(), on_error)
 
 
@@ -51,19 +56,22 @@ SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.documents, text_files.identity, text_files.licence, text_files.description),
     Hub: SourceReader(hub.documents, hub.identity, hub.licence, held_out=hub.held_out, streamed=lambda source: source.streaming),
+    Tokens: SourceReader(token_files.documents, token_files.identity, text_files.licence, held_out=token_files.held_out),
 }
 
 
-def documents(source: Source, root: Path = ROOT, on_error: OnError = fail) -> Iterator[str]:
-    """The source's documents in a fixed order, blank ones included.
+def documents(
+    source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None
+) -> Iterator[str | np.ndarray]:
+    """The source's documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32.
 
     `root`: `data.root`, where fetched packages are. `on_error` is called with each file, document or row that can't be read, which
-    is left out if the call returns; a file that is damaged part-way gives the documents before the damage.
+    is left out if the call returns; a file that is damaged part-way gives the documents before the damage. `vocabulary`: for `Tokens`.
 
     Raises:
         DataError: naming the file, dataset or row that can't be read, and why.
     """
-    return SOURCE_READERS[type(source)].documents(source, root, on_error)
+    return SOURCE_READERS[type(source)].documents(source, root, on_error, vocabulary)
 
 
 def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:

@@ -1,6 +1,6 @@
 """Local files as documents: plain text, .jsonl (.ndjson) and .parquet, the first two also compressed.
 
-`column_texts` and `Unreadable` serve all readers of text.
+`column_texts` and `Unreadable` serve all readers of documents.
 """
 
 import codecs
@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lm.config.data_config import Files
 from lm.errors import DataError, one_line
@@ -41,12 +43,30 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
+Parse = Callable[[Plain | np.ndarray, str, int], str | np.ndarray]  # a document of a value; where it stands, and its size, for `Unreadable`
+
+
+def text_of(value: Plain | np.ndarray, where: str, n_bytes: int) -> str:
+    """The text that a value is, empty for null. Raises Unreadable, with `n_bytes`, if it is something else."""
+    if value is None:
+        return ""  # a document without text, which is counted as blank
+    if not isinstance(value, str):
+        kind = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
+        raise Unreadable(f"{where} holds {kind}, not text; remove the row or set data.source.column", n_bytes)
+    if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
+        raise Unreadable(f"{where} holds a lone surrogate, not valid Unicode; remove it", n_bytes)
+    return value
 
 
 def column_texts(
-    tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]", column: str, where: str, on_error: OnError, first: int = 0
-) -> Iterator[str]:
-    """The texts in a column of tables; `first`: rows before them, so that errors give the row's number in the file."""
+    tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]",
+    column: str,
+    where: str,
+    on_error: OnError,
+    first: int = 0,
+    parse: Parse = text_of,
+) -> Iterator[str | np.ndarray]:
+    """The documents in a column of tables; `first`: rows before them, so that errors give the row's number in the file."""
     number = first
     for table in tables:
         check_column(where, column, table.schema.names)
@@ -54,7 +74,7 @@ def column_texts(
             number += 1
             text, row = None, f"{where}: row {number}"
             try:
-                text = row_text({column: scalar.as_py()}, column, row)
+                text = parse(_value(scalar), f"{row}: column '{column}'", 0)
             except UnicodeDecodeError:
                 n_bytes = scalar.as_buffer().size
                 on_error(Unreadable(f"{row}: column '{column}' is not UTF-8; {TO_UTF8}", n_bytes))
@@ -64,20 +84,19 @@ def column_texts(
                 yield text
 
 
-def row_text(row: Plain, column: str, where: str, n_bytes: int = 0) -> str:
-    """The text in a row's `column`, empty for null. Raises Unreadable, with `n_bytes`, if it holds something else."""
+def _value(scalar: "pyarrow.Scalar") -> Plain | np.ndarray:
+    """The value of a table's cell; of a list of whole numbers an array, (numbers,)."""
+    items = getattr(scalar, "values", None)
+    return items.to_numpy(zero_copy_only=False) if items is not None and str(items.type).startswith(("int", "uint")) else scalar.as_py()
+
+
+def _json_document(line: str, column: str, where: str, n_bytes: int, parse: Parse) -> str | np.ndarray:
+    """The document in a `column` of a line of JSON. Raises Unreadable, with `n_bytes`, or what the library raises."""
+    row = json.loads(line)
     if not isinstance(row, dict):
         raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
     check_column(where, column, list(row), n_bytes)
-    value = row[column]
-    if value is None:
-        return ""  # a document without text, which is counted as blank
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        raise Unreadable(f"{where}: column '{column}' holds {kind}, not text; remove the row or set data.source.column", n_bytes)
-    if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
-        raise Unreadable(f"{where}: column '{column}' holds a lone surrogate, not valid Unicode; remove it", n_bytes)
-    return value
+    return parse(row[column], f"{where}: column '{column}'", n_bytes)
 
 
 def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
@@ -101,7 +120,7 @@ FORMATS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is held at a time, or a row
 
 
-def documents(source: Files, root: Path, on_error: OnError) -> Iterator[str]:
+def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
     """The documents of the files that `source.paths` names."""
     return read_files(expand(source), source, on_error)
 
@@ -191,16 +210,20 @@ def _format(path: Path, source: Files) -> str:
 
 def _supported(source: Files) -> str:
     compressible = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
-    return f"{compressible} (also .gz, .zst) and .parquet; data.source.suffixes names what is read as text"
+    remedy = "; data.source.suffixes names what is read as text" if source.suffixes else ""
+    return f"{compressible} (also .gz, .zst) and .parquet{remedy}"
 
 
-def read_files(paths: list[Path], source: Files, on_error: OnError) -> Iterator[str]:
-    """The documents of files, in the format that each file's suffix gives. `on_error` is called with what can't be read."""
+def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Iterator[str | np.ndarray]:
+    """The documents of files, in the format that each file's suffix gives, each row's value by `parse`.
+
+    `on_error` is called with what can't be read.
+    """
     import pyarrow
 
     for path in paths:
         try:
-            yield from READERS[_format(path, source)](path, source, on_error)
+            yield from READERS[_format(path, source)](path, source, on_error, parse)
         except Unreadable as error:
             on_error(error)
         except (OSError, pyarrow.ArrowException) as error:
@@ -235,7 +258,7 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-def _txt(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
+def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
             try:
@@ -280,7 +303,7 @@ def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
         raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}", len(content)) from None
 
 
-def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
+def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     begin = number = 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         while line := file.readline():
@@ -288,7 +311,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
             where, row, text = f"{path}: line {number}", None, ""
             try:
                 text = _decoded(line, begin, where)
-                row = row_text(json.loads(text), source.column, where, len(line)) if text.strip() else None
+                row = _json_document(text, source.column, where, len(line), parse) if text.strip() else None
             except Unreadable as error:
                 on_error(error)
             except (ValueError, RecursionError) as error:
@@ -299,7 +322,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
                 yield row
 
 
-def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
+def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -312,17 +335,18 @@ def _parquet(path: Path, source: Files, on_error: OnError) -> Iterator[str]:
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
-            mine = [one for one in columns if one.path_in_schema == source.column]
+            mine = [one for one in columns if f"{one.path_in_schema}.".startswith(f"{source.column}.")]
             row_bytes = sum(one.total_uncompressed_size for one in mine) // max(1, group.num_rows)
             batches = file.iter_batches(
                 max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes))), [number], [source.column], use_threads=False
             )
             try:
-                yield from column_texts(batches, source.column, str(path), on_error, first)
+                yield from column_texts(batches, source.column, str(path), on_error, first, parse)
             except (OSError, pyarrow.ArrowException) as error:
                 n_bytes = sum(one.total_compressed_size for one in mine)
                 on_error(damaged(f"{path}: row group {number + 1} of {file.num_row_groups}", error, n_bytes))
             first += group.num_rows
 
 
-READERS: dict[str, Callable[[Path, Files, OnError], Iterator[str]]] = {TEXT: _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+Reader = Callable[[Path, Files, OnError, Parse], Iterator[str | np.ndarray]]
+READERS: dict[str, Reader] = {TEXT: _txt, ".jsonl": _jsonl, ".parquet": _parquet}

@@ -1,5 +1,5 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in a file: a tokenizer.json, or GPT-2's
-or tiktoken's files.
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in files: a tokenizer.json, GPT-2's or
+tiktoken's files, or a pretrained model's.
 
 The `tokenizers` library is called here and in `lm.huggingface` alone: all that it raises becomes a DataError.
 """
@@ -8,9 +8,11 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,12 @@ from lm.config.data_config import (
     AnyTokenizer,
     GPT2Tokenizer,
     InFiles,
+    PretrainedTokenizer,
     TiktokenTokenizer,
     TokenizerFile,
     TrainedTokenizer,
 )
+from lm.data.hub import downloaded
 from lm.errors import DataError, LMError, one_line, panicked
 from lm.schema import Plain, to_plain
 
@@ -51,8 +55,17 @@ def library_errors(what: str, remedy: str = "") -> Iterator[None]:
 
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
     """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
+    if isinstance(spec, PretrainedTokenizer):  # wherever it comes from
+        content, _ = pretrained(spec)
+        return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
     plain = to_plain(spec)
     return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
+
+
+def origin(spec: AnyTokenizer) -> dict[str, Plain]:
+    """The name and the commit of a tokenizer that comes from the hub; {} for others."""
+    commit = pretrained(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
+    return {"model": spec.model, "commit": commit} if commit else {}
 
 
 def tokenizer_of(spec: InFiles) -> "Tokenizer":
@@ -98,11 +111,16 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
         DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
-    with library_errors(f"{path}: {NO_TOKENIZER}", " (data.tokenizer.path)"):
+    return _parsed(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
+
+
+def _parsed(content: Callable[[], str], end_of_text: str, where: str, key: str) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json; errors name `where` it is from, and the `key`."""
+    with library_errors(f"{where}: {NO_TOKENIZER}", f" ({key})"):
         try:
-            return parse_tokenizer(content.decode(), end_of_text)
+            return parse_tokenizer(content(), end_of_text)
         except DataError as error:
-            raise DataError(f"{path}: {error}") from None
+            raise DataError(f"{where}: {error}") from None
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
@@ -185,7 +203,73 @@ IN_FILES: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
     TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
+    PretrainedTokenizer: lambda spec: _parsed(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
 }
+
+
+# ---------------------------------------------------------------- tokenizers of pretrained models
+
+
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files of tokenizers that transformers converts.
+VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
+OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
+
+
+def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
+    """The content of a pretrained model's tokenizer.json, and the commit on the hub that it is of; empty of a folder.
+
+    Raises:
+        DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
+    """
+    if os.path.exists(folder := Path(spec.model)):
+        if spec.revision:
+            raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
+        return named_tokenizer(folder), ""
+    wanted = [TOKENIZER_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "config.json", *OLDER]
+    folder = downloaded(spec.model, spec.revision, wanted, " (data.tokenizer.model)")
+    return named_tokenizer(folder), folder.name
+
+
+def read_tokenizer(path: Path) -> str | None:
+    """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
+
+    Raises:
+        DataError: files that can't be read, or transformers or what it needs for them is not installed.
+    """
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file}: not readable: {one_line(error, 160)}") from None
+    if not path.is_dir():
+        raise DataError(f"{path}: no such tokenizer")
+    if not any((path / name).is_file() for name in OLDER):
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
+    if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
+        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
+    try:
+        listed = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
+    except Exception as error:  # all that transformers raises for files that it can't read
+        raise DataError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
+    if missing := listed.keys() - tokenizer.get_vocab().keys():
+        reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
+        raise DataError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
+    return tokenizer.to_str(pretty=True)
+
+
+def named_tokenizer(path: Path) -> str:
+    """`read_tokenizer` of a path that was asked for. Raises DataError: no tokenizer there, too."""
+    content = read_tokenizer(path)
+    if content is None:
+        raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER)}")
+    return content
 
 
 # ---------------------------------------------------------------- files of merges and ranks

@@ -1,29 +1,99 @@
 """`lm diagnose --text`: the attention weights of single heads on a text, of several models side by side, as pictures and a table."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lm.config.inference_config import InferenceSetting
 from lm.config.load import merge, overrides_in
+from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
-from lm.diagnostics.attention_maps import Maps, attention_maps
+from lm.diagnostics.attention_rows import AttentionRows
+from lm.diagnostics.concentration import effective_keys
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.attention_pictures import Panels, draw
 from lm.evaluation.diagnostics import check_source, config_of, read_file
 from lm.evaluation.evaluate import open_device
 from lm.files import write_together
+from lm.model.attention_stream import attention_blocks
+from lm.model.decoder import Decoder
 from lm.model.inference import for_inference
 from lm.progress import Progress
+from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes
 from lm.runs.loading import Loaded, load
+from lm.runs.series import number
 from lm.schema import Plain
 
-CELLS = 128  # along each side of a map
-MOST_HEADS = 16  # shown of a model, unless layers or heads are named
-MOST_TOKENS = 2**16
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """All heads' weights on one sequence.
+
+    Attributes:
+        size: tokens along each side of a cell; 1: every weight has a cell of its own.
+        weights: (layers, H, K, K) fp32, of queries by keys; NaN where no query of a cell sees a key of it, or a weight is not finite.
+        queries, keys: (layers, H, K, K) int64, the token that each weight is of; -1 where there is none.
+        effective: (layers, H), mean of N_eff / n over queries, the first token left out: the smaller, the more concentrated.
+    """
+
+    size: int
+    weights: np.ndarray
+    queries: np.ndarray
+    keys: np.ndarray
+    effective: np.ndarray
+
+    def most_concentrated(self, count: int) -> list[tuple[int, int]]:
+        """(layer, head) of the heads with the smallest `effective`, at most `count` of them, in the order of layers."""
+        order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
+        heads = self.effective.shape[1]
+        return sorted((int(place) // heads, int(place) % heads) for place in order)
+
+
+@torch.no_grad()
+def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
+    """The maps of a decoder on `tokens` (L,), at most `cells` along each side. Holds the weights of some queries of a layer at a time.
+
+    A cell of a long sequence holds its weight of largest magnitude: a mean would lose single keys with much weight, such as a sink.
+    """
+    length = len(tokens)
+    size = -(-length // cells)
+    across = -(-length // size)
+    heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
+    shape = len(decoder.normalizers()), heads, across, across
+    best = torch.full(shape, -1.0)  # magnitudes
+    weights, queries, keys = torch.full(shape, torch.nan), *torch.full((2, *shape), -1)
+    effective = torch.full((*shape[:2], length), torch.nan)
+    sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the last token has nothing to predict
+    for block in attention_blocks(decoder, Batch.of(sequence)):
+        rows = AttentionRows.of(block)
+        effective[block.layer][:, block.queries.cpu()] = (effective_keys(rows.without_first) / (rows.n - 1)).cpu()
+        magnitude = rows.size.masked_fill(~rows.visible, -1.0)
+        largest, at = F.pad(magnitude, (0, across * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (across, size)).max(-1)
+        at = at + torch.arange(0, across * size, size, device=at.device)  # (H, T, K), index of the key
+        head = torch.arange(len(largest), device=at.device).unsqueeze(-1)
+        for cell in (block.queries // size).unique().tolist():
+            inside = (block.queries // size == cell).nonzero().squeeze(-1)
+            top, place = largest[:, inside].max(1)  # (H, K)
+            query, key = inside[place], at[head, inside[place], torch.arange(across, device=at.device)]
+            cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
+            here = block.layer, slice(None), cell
+            larger = (top.cpu() > best[here]) | top.isnan().cpu()
+            for stored, new in ((best, top), (weights, cell_weights), (queries, block.queries[query]), (keys, key)):
+                stored[here] = torch.where(larger, new.cpu(), stored[here])
+    return Maps(size, weights.numpy(), queries.numpy(), keys.numpy(), effective.nanmean(-1).numpy())
+
+
+# ---------------------------------------------------------------- pictures
+
+
+LABELLED = 40  # tokens up to which each has its text at the axes
+DECADES = 4  # of weights that colours tell apart, below the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +118,55 @@ class Shown:
     characters: list[int]
     maps: Maps
     heads: list[tuple[int, int]]
+
+
+def attention_picture(models: Sequence[Shown]) -> Picture:
+    """A map of each head, on one scale of colours: logarithmic, on both sides of 0 where weights are negative."""
+    shown = np.concatenate([model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads])
+    shown = shown[np.isfinite(shown)]
+    top, scale = float(np.abs(shown).max(initial=0.0)) or 1.0, "signed" if (shown < 0).any() else "log"
+    wide = [math.ceil(math.sqrt(len(model.heads))) for model in models]
+    deep = max(math.ceil(len(model.heads) / across) for model, across in zip(models, wide, strict=True))
+    rows: list[list[Map | None]] = [[] for _ in range(deep)]
+    for model, across in zip(models, wide, strict=True):
+        labels, words = _labels(model), "" if len(model.tokens) <= LABELLED else ", token (character)"
+        for place in range(deep * across):
+            if place >= len(model.heads):
+                rows[place // across].append(None)
+                continue
+            layer, head = model.heads[place]
+            title = "\n".join([model.name, model.said] * (place == 0) + [f"layer {layer}, head {head}"])
+            weights = model.maps.weights[layer, head]
+            rows[place // across].append(
+                Map(title, f"key{words}", labels, labels, weights, top, top / 10**DECADES, False, f"query{words}", scale, "weight")
+            )
+    side = 4.2 if min(len(model.tokens) for model in models) <= LABELLED else 2.9
+    alike = all(model.tokens == models[0].tokens for model in models)
+    return Picture([cell for row in rows for cell in row], [], "", sum(wide), (side, side), shared="xy" if alike else "x")
+
+
+def _labels(model: Shown) -> list[str]:
+    """Each token's text if they are few, else some positions: of the token, and in brackets of its first character in the text."""
+    count, size = len(model.tokens), model.maps.size
+    if count <= LABELLED:
+        return [printable(token) for token in model.tokens]
+    labels = [""] * -(-count // size)
+    for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
+        labels[mark // size] = f"{number(mark)} ({number(model.characters[mark])})"
+    return labels
+
+
+def printable(token: str) -> str:
+    """A token's text as a label shows it."""
+    return "".join("\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token) or "-"
+
+
+# ---------------------------------------------------------------- lm diagnose --text
+
+
+CELLS = 128  # along each side of a map
+MOST_HEADS = 16  # shown of a model, unless layers or heads are named
+MOST_TOKENS = 2**16
 
 
 def show_attention(
@@ -81,9 +200,9 @@ def show_attention(
         check_source(source)
     shown = [model for source in sources for model in _of_model(load(source, checkpoint), text, layers, heads, changes)]
     out = out or shown[0].source / "attention.csv"
-    png, svg = draw([Panels(model.name, model.said, model.tokens, model.characters, model.maps, model.heads) for model in shown])
+    drawn = attention_picture(shown)
     table = table_bytes([cell for model in shown for cell in cells_of(model)], out)
-    files = {out: table, out.with_suffix(".png"): png, out.with_suffix(".svg"): svg}
+    files = {out: table} | {out.with_suffix(suffix): drawn.file(suffix) for suffix in (".png", ".svg")}
     write_together(files)
     return [f"{model.name}: {model.said}" if len(shown) > 1 else model.said for model in shown] + [*map(str, files)]
 

@@ -1,6 +1,7 @@
 """The picture of diagnostics: each statistic by the number of visible keys with maps of heads, and heads against closed forms."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,9 +37,18 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
         rows.append([_curve(alike, settings), *_maps(metric, series, [each.setting for each in alike], settings)])
     for metric in dict.fromkeys(each.metric for each in lines):
         rows.append(_derived([each for each in lines if each.metric == metric], settings))
-    rows += against_theory(series, settings)
     columns = max(map(len, rows))
-    return Picture([panel for row in rows for panel in row + [None] * (columns - len(row))], settings, "", columns, PANEL_SIZE)
+    theory = against_theory(series, settings)
+    together = [panel for row in theory for panel in row]
+    rows += [_spread(row, columns) for row in ([together] if 0 < len(together) <= columns else theory)]
+    panels = [panel for row in rows for panel in row + [None] * (columns - sum(getattr(panel, "span", 1) for panel in row))]
+    return Picture(panels, settings, "", columns, PANEL_SIZE)
+
+
+def _spread(panels: list[Panel], columns: int) -> list[Panel | None]:
+    """A row of panels as wide as all columns: the last ones take a place more where these can't be shared out evenly."""
+    least, wider = divmod(columns, len(panels))
+    return [replace(panel, span=least + (place >= len(panels) - wider)) for place, panel in enumerate(panels)]
 
 
 def _curve(lines: list[Series], settings: list[str]) -> Panel:
@@ -84,7 +94,7 @@ def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | Non
 # ---------------------------------------------------------------- heads against theory
 
 
-def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[Panel | Map | None]]:
+def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
     """S of e^score by the spread of scores, of other maps by their ratio of mean and spread, and S by its closed form: a panel for each
     that there are heads for, and below it the same without the first token; nothing if there are no closed forms."""
     if not any(each.metric == CLOSED for each in series):
@@ -130,7 +140,7 @@ _Theory = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range
 
 
 def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
-    return Trace(0, label, np.asarray(x), np.asarray(y), "theory", dashes=dashes, keyed=True)
+    return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, keyed=True)
 
 
 def _exp(largest: float, keys: tuple[int, float]) -> _Theory:

@@ -41,10 +41,10 @@ from lm.diagnostics.attention_rows import (
 )
 from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, reach, retrieving_head
 from lm.errors import ConfigError, Problem, RunError
+from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, task_sequences
-from lm.evaluation.recall import QUESTION_SEED
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.inference import for_inference

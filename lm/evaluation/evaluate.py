@@ -21,8 +21,7 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated
 from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
-from lm.runs.loading import Loaded, find_checkpoint, load
-from lm.runs.model_folder import DESCRIPTION
+from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.runs.same_run import check_environment, config_problems
 from lm.schema import Plain, effect, to_plain
 

@@ -41,10 +41,9 @@ from lm.model.swapped import fit, score_factors, swapped
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
-from lm.runs.identity import arm
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
 from lm.runs.metadata import FORMAT
-from lm.runs.model_folder import TOKENIZER_SHA256
+from lm.runs.record import arm
 from lm.runs.series import Axis, Series, Shown
 from lm.schema import Plain, Unavailable, suggest, to_plain
 

@@ -10,7 +10,7 @@ from lm.experiments.experiment import Departure, Experiment, config_hash
 from lm.experiments.run_outcome import Outcome
 from lm.runs.evaluations import measuring_code
 from lm.runs.folder import CONFIG, ENVIRONMENT, EVALUATIONS, RESOLVED, read_json
-from lm.runs.identity import used
+from lm.runs.record import used
 from lm.schema import Plain
 
 PLAN = "plan"  # in RESOLVED: what was settled when it was written; null: it was lost

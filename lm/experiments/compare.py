@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,11 @@ from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import folder_of, open_experiment, other_runs, start
-from lm.experiments.judging import judge, next_look
 from lm.experiments.live_table import live_table
 from lm.experiments.page import PAGE, page_files, write_page
-from lm.experiments.page_tables import SizeResults, summary_table
+from lm.experiments.page_tables import print_verdicts
 from lm.experiments.plan import Costs, costs, plan
-from lm.experiments.procedure import Procedure
+from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import findings, summary, tuning_means, tuning_table
 from lm.experiments.timing import (
@@ -73,6 +72,10 @@ class Work:
         """The slots for an experiment. Raises ConfigError: this machine has too few."""
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
 
+    def timed(self, procedure: Procedure) -> Times:
+        """Seconds of an experiment's runs on this machine; none where they can't be known yet."""
+        return _times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
+
     def cluster(self, folder: Path) -> Cluster | None:
         """The jobs of an experiment's folder, if jobs train its runs. Raises LMError: see `Cluster`."""
         return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
@@ -89,7 +92,7 @@ def compare(
     """
     working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
     jobs = [1 if report_only or work.engine else work.slots(each).jobs for each in experiments]  # enough, before text is prepared
-    opened = start if working else open_experiment
+    opened = partial(start, timed=None if work.engine else work.timed) if working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(folder_of(each, work.aa) for each in experiments if working):
             stack.enter_context(working_on(folder))
@@ -224,7 +227,8 @@ def _conclude(procedure: Procedure) -> None:
         if failed:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
-    lines, notes = summary(procedure), [*procedure.notes(), *noise(procedure)]
+    judged = procedure.judged()
+    lines, notes = summary(procedure, judged), [*procedure.notes(), *noise(procedure, judged)]
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
@@ -234,18 +238,12 @@ def _conclude(procedure: Procedure) -> None:
         means = [line | {"rate": f"{line['rate']:g}", by: digits(line[by])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
         print_tables(from_lines(f"tuning: mean {by} on the selection text", means, ("rate", by)))
-    verdicts_by_arm = judge(procedure)
-    table = summary_table([SizeResults(procedure, size, verdicts_by_arm) for size in experiment.sizes], lines)
-    title = f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}"
-    print_tables(replace(table, title=title))
-    for line in lines:
-        if "verdict" in line:
-            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['verdict']}: {line['reason']}")
+    print_verdicts(judged, lines, f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}")
     for note in notes:
         print(note)
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
-    write_together(files | page_files([procedure], experiment.folder / REPORT), "verdicts and report")
+    write_together(files | page_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
     print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")

@@ -9,7 +9,7 @@ from lm.config.load import merge
 from lm.errors import RunError
 from lm.experiments.arms import nested
 from lm.experiments.experiment import Experiment, Original
-from lm.experiments.judging import compared, judge
+from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure
 from lm.statistics.verdicts import ALPHA, POWER, detectable
 
@@ -50,22 +50,22 @@ def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
     return replace(made, sizes=sizes, tune=replace(tune, grid=[], table=None), table=())
 
 
-def noise(procedure: Procedure) -> list[str]:
+def noise(procedure: Procedure, judged: Judged) -> list[str]:
     """Findings of an A/A experiment, one sentence a size: the spread of single differences, which difference the experiment's seeds find,
     and whether the verdict on equal arms held. Nothing of other experiments."""
     experiment, original = procedure.experiment, procedure.experiment.equal_to
     if original is None:
         return []
-    said, again = [], experiment.arms[1]
-    for (size, _), verdict in judge(procedure).items():
-        found = [] if experiment.primary.learned is not None else list(compared(procedure, size, again).differences)
+    said = []
+    for (size, again), verdict in judged.verdicts.items():
+        single = [] if experiment.primary.learned is not None else list(judged.comparisons[size, again].differences)
         parts = [f"noise{size and ', '}{size}"]
-        if len(found) > 1 and np.isfinite(found).all():
-            spread, ratio = float(np.std(found, ddof=1)), experiment.primary.reach is not None
+        if len(single) > 1 and np.isfinite(single).all():
+            spread, ratio = float(np.std(single, ddof=1)), experiment.primary.reach is not None
             smallest = detectable(original.seeds, spread, ALPHA / original.intervals)
             what = f"a factor of {math.exp(smallest):.3g}" if ratio else f"a difference of {smallest:.2g}"
             of = "logarithms of " if ratio else ""
-            parts.append(f"single differences between {of}equal arms have a standard deviation of {spread:.2g} over {len(found)} seeds")
+            parts.append(f"single differences between {of}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
             parts.append(f"by it the {original.seeds} seeds of {original.name} find {what} with probability {POWER:g}")
         held = {"undecided": "held", "equivalent": "held", "better": "is false", "worse": "is false"}
         told = held.get(verdict.kind, "is false" if verdict.kind.startswith("different") else "says nothing of equal arms yet")

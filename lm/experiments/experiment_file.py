@@ -75,7 +75,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("more_seeds", made.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
     if made.tune.grid and (both := sorted({*made.seeds, *made.more_seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
-    fixed = {"seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
+    fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
     elif not is_learned(made.tune.key):

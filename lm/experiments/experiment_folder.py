@@ -1,8 +1,10 @@
 """Opening the folder of an experiment, and what its first start settles for all runs: text, precision, compilation, threads, seeds."""
 
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
@@ -14,13 +16,15 @@ from lm.experiments.circumstances import PLAN, departures, is_another, is_measur
 from lm.experiments.equal_arms import AA, baseline_rates, equal_arms
 from lm.experiments.experiment import SHARED, Experiment, deciding
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.judging import next_look
-from lm.experiments.procedure import Procedure
-from lm.experiments.timing import with_limit
+from lm.experiments.procedure import Procedure, next_look
+from lm.experiments.timing import Times, with_limit
 from lm.files import write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
+
+if TYPE_CHECKING:
+    from lm.model.device import Resolved
 
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 _RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
@@ -75,18 +79,29 @@ def folder_of(experiment: Experiment, aa: bool) -> Path:
     return experiment.folder.with_name(f"{experiment.name}{AA}") if aa else experiment.folder
 
 
-def start(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False) -> Procedure:
+def start(
+    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False, timed: Callable[[Procedure], Times] | None = None
+) -> Procedure:
     """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
     at the same time, one settles.
+
+    Args:
+        timed: gives the seconds of runs, as far as they are known: whether to compile is settled by them, else by FLOPs.
 
     Raises:
         LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew, aa).experiment.first_config.data, progress=True)
-    experiment = open_experiment(path, overrides, jobs, True, aa).experiment  # the vocabulary is known now
+    procedure = open_experiment(path, overrides, jobs, True, aa)  # the vocabulary is known now
+    experiment = procedure.experiment
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     late, plan = is_measured(experiment), plan_of(experiment)
+    undecided = read_experiment(path, overrides)
+    if timed and not aa and not kept.exists() and undecided.first_config.trainer.compile == "auto":
+        compiled = _compiled(undecided, timed(procedure).get((next(iter(undecided.sizes)), undecided.arms[0].name)))
+        settled["compile"] = compiled.value == "true"
+        print(f"trainer.compile of all runs: {compiled}", flush=True)
     settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
     settled |= {_RATES: experiment.equal_to.rates} if aa else {}
     if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
@@ -166,18 +181,24 @@ def _wrong(settled: dict[str, Plain]) -> str:
 
 
 def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    """Precision, compilation and threads of runs on this machine, `jobs` at a time; compilation by all runs of the baseline in the first
-    size, which share compiled code."""
-    from lm.experiments.plan import cost  # torch takes seconds to import
-    from lm.model.device import gpus_of, resolve_compile, resolve_precision
+    """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
+    from lm.model.device import gpus_of, resolve_precision
 
-    config, tune = experiment.first_config, experiment.tune
-    accelerator = "gpu" if gpus_of(config) else "cpu"
-    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
-    precision = resolve_precision(config, accelerator, {})
-    compiled = resolve_compile(config, cost(config, vocabulary(config.data) or 1).flops, accelerator, {}, runs)
+    config = experiment.first_config
+    precision = resolve_precision(config, "gpu" if gpus_of(config) else "cpu", {})
     return {
         "precision": 32 if precision.value == "32" else precision.value,
-        "compile": compiled.value == "true",
+        "compile": _compiled(experiment).value == "true",
         "threads": config.trainer.threads or threads_each(jobs),
     }
+
+
+def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved":
+    """Whether runs are compiled, by all of the baseline in the first size, which share compiled code; `seconds`: of each, if known."""
+    from lm.experiments.plan import cost  # torch takes seconds to import
+    from lm.model.device import gpus_of, resolve_compile
+
+    config, tune = experiment.first_config, experiment.tune
+    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
+    flops = cost(config, vocabulary(config.data) or 1).flops
+    return resolve_compile(config, flops, "gpu" if gpus_of(config) else "cpu", {}, runs, seconds)

@@ -6,11 +6,10 @@ from itertools import product
 import numpy as np
 
 from lm.experiments.experiment import Experiment
-from lm.experiments.judging import compared, differences_by_rate
 from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.report.differences import AlongAxis, differences_along, values_along
+from lm.experiments.summary import differences_by_rate
 from lm.report.layer_curves import PARAMETERS, POINTS, LayerCurve, layer_curves, order, panel
 from lm.report.pictures import (
     FIRST_POSITION,
@@ -24,23 +23,24 @@ from lm.report.pictures import (
     smooth,
     token_unit,
 )  # fmt: skip
-from lm.report.sections import Section
+from lm.report.sections import AlongAxis, Section, differences_along, values_along
+from lm.report.tables import with_unit
 from lm.runs.folder import METRICS, Curve, curve, read_metrics
 from lm.runs.series import Series
 from lm.schema import Plain
 
 
-def curves(found: SizeResults) -> Picture | None:
+def curves(results: SizeResults) -> Picture | None:
     """Training and validation loss, and the primary metric if it was measured while training, by tokens seen; None: nothing is logged."""
-    logs = {run.config.run_folder: read_metrics(run.config.run_folder / METRICS)[0] for run, _ in found.begun}
-    primary = found.experiment.primary.metric
+    logs = {run.config.run_folder: read_metrics(run.config.run_folder / METRICS)[0] for run, _ in results.begun}
+    primary = results.experiment.primary.metric
     titles = {"train/loss": "Training loss", SELECTION: "Validation loss"} | ({} if primary == SELECTION else {primary: primary})
     panels, once = [], []
     for name, title in titles.items():
-        by_run = [(run, curve(logs[run.config.run_folder], name)) for run, _ in found.begun]
-        if name == "train/loss" or any(len(one.tokens) > 1 for _, one in by_run):
-            panels.append(_curves_panel(found, title, name, by_run))
-        elif any(len(one.tokens) for _, one in by_run):
+        by_run = [(run, curve(logs[run.config.run_folder], name)) for run, _ in results.begun]
+        if name == "train/loss" or any(len(each.tokens) > 1 for _, each in by_run):
+            panels.append(_curves_panel(results, title, name, by_run))
+        elif any(len(each.tokens) for _, each in by_run):
             once.append(title)
     if not any(panel.traces for panel in panels):
         return None
@@ -50,28 +50,28 @@ def curves(found: SizeResults) -> Picture | None:
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
     caption += f" Without a curve, because it was measured once: {', '.join(once)}." if once else ""
-    return Picture(panels, found.arm_names, caption)
+    return Picture(panels, results.arm_names, caption)
 
 
-def _curves_panel(found: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]]) -> Panel:
-    last = max((one.tokens[-1] for _, one in by_run if len(one.tokens)), default=1)
+def _curves_panel(results: SizeResults, title: str, name: str, by_run: list[tuple[Run, Curve]]) -> Panel:
+    last = max((each.tokens[-1] for _, each in by_run if len(each.tokens)), default=1)
     unit, x_label = token_unit(last)
     traces, settled = [], []
-    for run, one in by_run:
-        if not len(one.tokens):
+    for run, each in by_run:
+        if not len(each.tokens):
             continue
-        window = max(1, len(one.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-        every, y = max(1, len(one.tokens) // POINTS), smooth(one.loss, window)
-        traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[::every] / unit, y[::every], "seed"))
-        settled += y[(one.tokens > 0.1 * last) & np.isfinite(y)].tolist()
+        window = max(1, len(each.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
+        every, y = max(1, len(each.tokens) // POINTS), smooth(each.loss, window)
+        traces.append(Trace(results.colour(run.arm), _of_seed(run), each.tokens[::every] / unit, y[::every], "seed"))
+        settled += y[(each.tokens > 0.1 * last) & np.isfinite(y)].tolist()
         if run.outcome.state == "diverged":
-            traces.append(Trace(found.colour(run.arm), _of_seed(run), one.tokens[-1:] / unit, one.loss[-1:], "diverged"))
+            traces.append(Trace(results.colour(run.arm), _of_seed(run), each.tokens[-1:] / unit, each.loss[-1:], "diverged"))
     if name != "train/loss":
-        for arm in found.arm_names:
-            same = [one for run, one in by_run if run.arm == arm and run.outcome.state == "finished" and len(one.tokens)]
-            if len({one.tokens.tobytes() for one in same}) == 1:
-                mean = np.mean([one.loss for one in same], axis=0)
-                traces.append(Trace(found.colour(arm), f"{arm}, mean of {len(same)} seeds", same[0].tokens / unit, mean, "mean"))
+        for arm in results.arm_names:
+            same = [each for run, each in by_run if run.arm == arm and run.outcome.state == "finished" and len(each.tokens)]
+            if len({each.tokens.tobytes() for each in same}) == 1:
+                mean = np.mean([each.loss for each in same], axis=0)
+                traces.append(Trace(results.colour(arm), f"{arm}, mean of {len(same)} seeds", same[0].tokens / unit, mean, "mean"))
     low, high = (min(settled), max(settled)) if settled else (0, 1)
     pad = 0.06 * (high - low) or 0.1
     label = "nats per token" if name in ("train/loss", SELECTION) else name
@@ -86,14 +86,14 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     """Selection loss of each tuning run by rate, and the differences with both arms at the same rate; None without tuning."""
     experiment, tried = procedure.experiment, procedure.tried(size)
     names = [arm.name for arm in experiment.arms]
-    if not any(experiment.choosing(one) is not None for one in tried):
+    if not any(experiment.choosing(each) is not None for each in tried):
         return None
     chosen = {arm: tried[0] for arm, tried in procedure.choice(size).final.items()}
-    ticks = {rate: f"{rate:g}" for rate in sorted({one.rate for one in tried})}
+    ticks = {rate: f"{rate:g}" for rate in sorted({each.rate for each in tried})}
     losses = experiment.costs_of(tried, size)
     traces, rings = [], []
     for number, arm in enumerate(names):
-        values = [(one.rate, experiment.choosing(one)) for one in tried if one.arm == arm]
+        values = [(each.rate, experiment.choosing(each)) for each in tried if each.arm == arm]
         traces += _tried(number, arm, [(rate, value) for rate, value in values if value is not None])
         mean = {
             rate: experiment.cost(float(np.mean(some)))
@@ -105,14 +105,14 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
     first = Panel("Tuning runs", experiment.tune.key, f"{experiment.chosen_by}, selection text", traces, ticks, log=10, rings=rings)
     primary, apart = experiment.primary, []
     for number, arm in enumerate(experiment.arms[1:], 1):
-        found = {rate: [one for one in some if math.isfinite(one)] for rate, some in differences_by_rate(procedure, size, arm).items()}
+        by_rate = {rate: [each for each in some if math.isfinite(each)] for rate, some in differences_by_rate(procedure, size, arm).items()}
         if primary.reach is not None:
-            found = {rate: np.expm1(some).tolist() for rate, some in found.items()}
-        found = {rate: some for rate, some in found.items() if some}
-        flat = [(rate, value) for rate, some in found.items() for value in some]
+            by_rate = {rate: np.expm1(some).tolist() for rate, some in by_rate.items()}
+        by_rate = {rate: some for rate, some in by_rate.items() if some}
+        flat = [(rate, value) for rate, some in by_rate.items() for value in some]
         apart.append(Trace(number, f"{arm.name} - {names[0]}, single seeds", *np.array(flat).reshape(-1, 2).T, "dots"))
-        means = np.array([np.mean(some) for some in found.values()])
-        apart.append(Trace(number, f"{arm.name} - {names[0]}, mean", np.array([*found]), means, "mean"))
+        means = np.array([np.mean(some) for some in by_rate.values()])
+        apart.append(Trace(number, f"{arm.name} - {names[0]}, mean", np.array([*by_rate]), means, "mean"))
     measured = _difference(experiment) if primary.learned is None else "fraction of runs that have learned"
     small = primary.matters if primary.learned is None else 0.0
     title = f"Difference to {names[0]}, both at the same rate"
@@ -122,11 +122,11 @@ def rates(procedure: Procedure, size: str) -> Picture | None:
         caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     caption += f" Shaded: differences below {small:g}." if small else ""
-    return Picture([first, *([second] if any(len(one.x) for one in apart) else [])], names, caption)
+    return Picture([first, *([second] if any(len(each.x) for each in apart) else [])], names, caption)
 
 
 def _difference(experiment: Experiment) -> str:
-    """What differences are of, beside an axis."""
+    """The quantity that differences are of, as beside an axis."""
     primary = experiment.primary
     return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 
@@ -134,11 +134,11 @@ def _difference(experiment: Experiment) -> str:
 def _tried(number: int, arm: str, values: list[tuple[float, float]]) -> list[Trace]:
     """The tuning runs of an arm, each by its rate and the value that chooses rates."""
     finished = np.array([pair for pair in values if math.isfinite(pair[1])]).reshape(-1, 2)
-    found = [Trace(number, f"{arm}, single seeds", *finished.T, "dots")]
+    traces = [Trace(number, f"{arm}, single seeds", *finished.T, "dots")]
     if len(finished) < len(values):
         at = np.array([rate for rate, value in values if not math.isfinite(value)])
-        found.append(Trace(number, f"{arm}, diverged", at, np.full(len(at), np.nan), "diverged"))
-    return found
+        traces.append(Trace(number, f"{arm}, diverged", at, np.full(len(at), np.nan), "diverged"))
+    return traces
 
 
 def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | None:
@@ -146,15 +146,15 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
     experiment, several = procedure.experiment, len(sizes) > 1
     base, *others = experiment.arms
     names = [arm.name for arm in experiment.arms]
-    places = [found.size for found in sizes] if several else names[1:]
+    places = [results.size for results in sizes] if several else names[1:]
     traces = []
-    for found, (number, arm) in product(sizes, enumerate(others, 1)):
-        single, interval = np.array(compared(procedure, found.size, arm).differences), found.verdicts[arm.name].interval
+    for results, (number, arm) in product(sizes, enumerate(others, 1)):
+        single, interval = np.array(results.judged.comparisons[results.size, arm.name].differences), results.verdicts[arm.name].interval
         ends = interval and np.array(interval.listed())
         if experiment.primary.reach is not None:
             single, ends = np.expm1(single), interval and ends - 1
-        x = places.index(found.size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
-        label = ", ".join(filter(None, (found.size, arm.name)))
+        x = places.index(results.size if several else arm.name) + (0.16 * (number - len(names) / 2) if several else 0.0)
+        label = ", ".join(filter(None, (results.size, arm.name)))
         if len(single):
             traces.append(Trace(number, f"{label}, single seeds", np.full(len(single), x), single, "dots"))
         if interval and interval.bounded:
@@ -166,7 +166,7 @@ def differences(procedure: Procedure, sizes: list[SizeResults]) -> Picture | Non
         f"Difference to {base.name}" + (" by size" if several else ""), "", f"{_difference(experiment)}, report text", traces,
         dict(enumerate(places)), zero=True, small=small,
     )  # fmt: skip
-    rates = " and rates" if any(procedure.choice(found.size).crossed for found in sizes) else ""
+    rates = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates}; all of them hold together with 95%."
     caption += f" Shaded: differences below {small:g}."
     return Picture([panel], names, caption)
@@ -181,14 +181,14 @@ def learned(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture 
     """The primary metric of every final run with the level at which it has learned, and the fractions that have; None before any."""
     experiment, places = sizes[0].experiment, {}
     single, fractions = [], []
-    for found, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
-        x, label = float(len(places)), " ".join(filter(None, (arm, found.size)))
+    for results, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+        x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
         places[x] = label
-        values = [found.value(run) for run in found.final if run.arm == arm]
+        values = [results.value(run) for run in results.final if run.arm == arm]
         values = np.array([value for value in values if value is not None])
         if len(values):
             single.append(Trace(number, f"{label}, single seeds", np.full(len(values), x), values, "dots"))
-        (line,) = (line for line in lines if (line["size"], line["arm"]) == (found.size, arm))
+        (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
         if line["ended"]:
             fractions.append(_bar(number, label, x, line["fraction_learned"]))
     if not single:
@@ -203,26 +203,26 @@ def learned(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture 
     return Picture(panels, sizes[0].arm_names, caption)
 
 
-def along_axis(found: SizeResults, section: Section) -> Picture | None:
+def along_axis(results: SizeResults, section: Section) -> Picture | None:
     """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
     first, panels, overs = section.first, [], []
-    base, *others = found.comparison.arms
+    base, *others = results.comparison.arms
     for line in section.lines:
         series = {arm.label: {run.seeds[-1]: section.series[run, line] for run in arm.runs if (run, line) in section.series}
                   for arm in (base, *others)}  # fmt: skip
-        every = [one for by_seed in series.values() for one in by_seed.values()]
+        every = [each for by_seed in series.values() for each in by_seed.values()]
         title = ", ".join(filter(None, (line.metric, *line.of)))
         values = {arm: (list(by_seed), values_along(list(by_seed.values()))) for arm, by_seed in series.items()}
-        levels = {level: f"{name} {level:.3g}" for one in every for name, level in one.references.items()}
-        panels.append(_axis_panel(found, section, title, values, f"{line.metric} ({first.unit})", levels))
+        levels = {level: f"{name} {level:.3g}" for each in every for name, level in each.references.items()}
+        panels.append(_axis_panel(results, section, title, values, with_unit(line.metric, first.unit), levels))
         apart = {}
-        for arm in (arm.label for arm in others if base.label == found.arm_names[0] and not every[0].control):
+        for arm in (arm.label for arm in others if base.label == results.arm_names[0] and not every[0].control):
             shared = [seed for seed in series[arm] if seed in series[base.label]]
             apart[arm] = shared, differences_along([(series[arm][seed], series[base.label][seed]) for seed in shared])
-        if any(one for _, one in apart.values()):
-            overs += [one.over for _, one in apart.values() if one and one.over]
+        if any(each for _, each in apart.values()):
+            overs += [each.over for _, each in apart.values() if each and each.over]
             title = f"{title}: paired difference to {base.label}"
-            panels.append(_axis_panel(found, section, title, apart, f"difference ({first.unit})", None))
+            panels.append(_axis_panel(results, section, title, apart, with_unit("difference", first.unit), None))
         else:
             panels.append(None)
     caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}. Thin: single seeds; thick: their mean."
@@ -230,16 +230,16 @@ def along_axis(found: SizeResults, section: Section) -> Picture | None:
         caption += f" Bands of the differences: 95% intervals over {' or '.join(dict.fromkeys(overs))}, point by point, not adjusted."
     caption += f" From position {FIRST_POSITION}." if first.bins else ""
     caption += " On the documents that are reported on." if first.data_fingerprint else ""
-    return Picture(panels, found.arm_names, caption)
+    return Picture(panels, results.arm_names, caption)
 
 
 _Along = dict[str, tuple[list[int], AlongAxis | None]]  # by arm: the seeds, and their values; None: there are none
 
 
-def _axis_panel(found: SizeResults, section: Section, title: str, along: _Along, label: str, levels: dict[float, str] | None) -> Panel:
+def _axis_panel(results: SizeResults, section: Section, title: str, along: _Along, label: str, levels: dict[float, str] | None) -> Panel:
     """`levels`: reference levels of values; None: they are differences."""
-    traces = [trace for arm, (seeds, one) in along.items() if one for trace in _along_traces(found.colour(arm), arm, seeds, one)]
-    axis, x = section.first.axis, np.concatenate([one.x for one in traces] or [np.ones(1)])
+    traces = [trace for arm, (seeds, each) in along.items() if each for trace in _along_traces(results.colour(arm), arm, seeds, each)]
+    axis, x = section.first.axis, np.concatenate([each.x for each in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
     return Panel(
@@ -248,62 +248,64 @@ def _axis_panel(found: SizeResults, section: Section, title: str, along: _Along,
     )  # fmt: skip
 
 
-def _along_traces(number: int, arm: str, seeds: list[int], one: AlongAxis) -> list[Trace]:
-    traces = [Trace(number, f"{arm}, seed {seed}", one.x, row, "seed") for seed, row in zip(seeds, one.seeds, strict=True)]
-    ends = (one.low, one.high) if one.over else (None, None)
-    return [*traces, Trace(number, f"{arm}, mean of {len(seeds)} seeds", one.x, one.mean, "mean", *ends)]
+def _along_traces(number: int, arm: str, seeds: list[int], each: AlongAxis) -> list[Trace]:
+    traces = [Trace(number, f"{arm}, seed {seed}", each.x, row, "seed") for seed, row in zip(seeds, each.seeds, strict=True)]
+    ends = (each.low, each.high) if each.over else (None, None)
+    return [*traces, Trace(number, f"{arm}, mean of {len(seeds)} seeds", each.x, each.mean, "mean", *ends)]
 
 
-def maps(found: SizeResults) -> list[Picture]:
+def maps(results: SizeResults) -> list[Picture]:
     """Fractions that are measured in many places at once, such as needles by depth and length: a map an arm, of the mean over seeds."""
     groups: dict[tuple[str, str, str], dict[str, dict[str, list[Series]]]] = {}
-    for arm in found.comparison.arms:
+    for arm in results.comparison.arms:
         for run in arm.runs:
-            for one in (
-                one
+            for each in (
+                each
                 for evaluation in run.evaluations
-                for one in evaluation.series
-                if one.shape == "points" and one.unit == "fraction" and not one.shown and not one.control
+                for each in evaluation.series
+                if each.shape == "points" and each.unit == "fraction" and not each.shown and not each.control
             ):
-                groups.setdefault((one.kind, one.metric, one.setting), {}).setdefault(arm.label, {}).setdefault(one.what, []).append(one)
+                groups.setdefault((each.kind, each.metric, each.setting), {}).setdefault(arm.label, {}).setdefault(each.what, []).append(
+                    each
+                )
     pictures = []
     for (kind, metric, setting), by_arm in groups.items():
         if max(map(len, by_arm.values())) > MOST_LINES:
             panels = [
                 fraction_map(arm, rows)
                 for arm, rows in by_arm.items()
-                if len({one.axis.values for some in rows.values() for one in some}) == 1
+                if len({each.axis.values for some in rows.values() for each in some}) == 1
             ]
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
-            pictures += [Picture(panels, found.arm_names, caption, columns=3)] if panels else []
+            pictures += [Picture(panels, results.arm_names, caption, columns=3)] if panels else []
     return pictures
 
 
-def normalizer_parameters(found: SizeResults) -> Picture | None:
+def normalizer_parameters(results: SizeResults) -> Picture | None:
     """The normalizers' parameters by tokens seen; None: none are logged."""
-    return _by_layer(found, "Parameters of the normalizers. A line for each seed, layer and head.", parameters=True)
+    return _by_layer(results, "Parameters of the normalizers. A line for each seed, layer and head.", parameters=True)
 
 
-def dynamics(found: SizeResults) -> Picture | None:
-    """What `log.dynamics` names, by tokens seen; None: nothing is logged."""
+def dynamics(results: SizeResults) -> Picture | None:
+    """The quantities that `log.dynamics` names, by tokens seen; None: nothing is logged."""
     caption = "A line for each seed and layer; of what is logged by head the median over heads, of the largest score the largest."
-    return _by_layer(found, caption, parameters=False)
+    return _by_layer(results, caption, parameters=False)
 
 
-def _by_layer(found: SizeResults, caption: str, parameters: bool) -> Picture | None:
+def _by_layer(results: SizeResults, caption: str, parameters: bool) -> Picture | None:
     """A panel for each quantity that is logged by layer, of the normalizers' parameters or of all others."""
     by_quantity: dict[str, list[Trace]] = {}
-    logged = [(run, layer_curves(read_metrics(record.folder / METRICS)[0])) for run, record in found.begun]
+    logged = [(run, layer_curves(read_metrics(record.folder / METRICS)[0])) for run, record in results.begun]
     ends = [curve.tokens[-1] for _, quantities in logged for layers in quantities.values() for curve in layers.values()]
     unit, label = token_unit(max(ends, default=1))
     for run, quantities in logged:
         for quantity, layers in quantities.items():
             if quantity.startswith(PARAMETERS) == parameters:
                 for layer, curve in layers.items():
-                    traces = _layer_traces(found.colour(run.arm), f"{_of_seed(run)}, layer{layer}", quantity, curve, unit)
+                    traces = _layer_traces(results.colour(run.arm), f"{_of_seed(run)}, layer{layer}", quantity, curve, unit)
                     by_quantity.setdefault(quantity, []).extend(traces)
     panels = [panel(quantity, label, by_quantity[quantity]) for quantity in sorted(by_quantity, key=order)]
-    return Picture(panels, found.arm_names, caption) if panels else None
+    return Picture(panels, results.arm_names, caption) if panels else None
 
 
 def _layer_traces(number: int, label: str, quantity: str, curve: LayerCurve, unit: float) -> list[Trace]:

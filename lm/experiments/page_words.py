@@ -1,7 +1,7 @@
 """Words of an experiment's page: the question, the verdicts, what was lost, and how it was done."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,11 +14,12 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.report.comparison import show
 from lm.report.descriptions import architecture, corpus, measuring_methods, models, training_methods
+from lm.report.html import Answer, Effect
 from lm.report.tables import DIFFERENCE, Column
 from lm.runs.folder import TOKENIZER
 from lm.runs.series import selects
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA
+from lm.statistics.intervals import ALPHA, Interval
 from lm.statistics.tuning import EXTENSIONS
 from lm.statistics.verdicts import Verdict
 
@@ -60,31 +61,43 @@ def question(experiment: Experiment) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The verdict on an arm (and size), and what it rests on, in words."""
-
-    arm: str
-    verdict: str
-    because: str
-
-
 def answers(sizes: list[SizeResults]) -> list[Answer]:
-    """One for each arm and size."""
-    return [_answer(found, arm, verdict) for found in sizes for arm, verdict in found.verdicts.items()]
+    """The verdict on each arm and size, their intervals on one scale."""
+    verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
+    primary = sizes[0].experiment.primary
+    matters, scale = primary.matters or 0.0, np.asarray if primary.reach is None else np.log
+    marks = [0.0, -matters, matters] if primary.reach is None else [1.0, 1 / (1 + matters), 1 + matters]
+    bounded = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
+    ends = scale([value for interval in bounded for value in interval.listed()] + marks)
+    low, width = ends.min(), np.ptp(ends) or 1.0
+
+    def place(interval: Interval) -> tuple[float, ...]:
+        return tuple((8 + 184 * (scale([*interval.listed(), *marks]) - low) / width).round(1).tolist())
+
+    return [_answer(results, arm, verdict, place) for results, arm, verdict in verdicts]
 
 
-def _answer(found: SizeResults, arm: str, verdict: Verdict) -> Answer:
-    name = ", ".join(filter(None, (arm, found.size)))
-    if found.rates is None:
+def margin(experiment: Experiment) -> str:
+    """Words for what is shaded where intervals are drawn."""
+    matters, reach = experiment.primary.matters or 0.0, experiment.primary.reach is not None
+    shaded = f"factors of less than {1 + matters:g}" if reach else f"differences below {matters:g}"
+    scale = ", on a logarithmic scale" if reach else ""
+    return f"Dots and bars: effects with their intervals{scale}. Shaded: {shaded}, which do not matter."
+
+
+def _answer(results: SizeResults, arm: str, verdict: Verdict, place: Callable[[Interval], tuple[float, ...]]) -> Answer:
+    name, base = ", ".join(filter(None, (arm, results.size))), results.arm_names[0]
+    if results.rates is None:
         return Answer(name, "no verdict yet", "Rates are being tuned.")
-    because = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
+    because, effect = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", None
     if interval := verdict.interval:
-        reach = found.experiment.primary.reach is not None
-        difference = f"{FACTOR.shown(interval)} times the tokens of" if reach else "Difference to"
-        difference += f" {found.arm_names[0]}" + ("" if reach else f": {DIFFERENCE.shown(interval)}")
-        because = f"{difference}, interval over {interval.over}. {because}"
-    return Answer(name, verdict.words, because)
+        reach = results.experiment.primary.reach is not None
+        column, what = (FACTOR, f"Factor: tokens, of those of {base}") if reach else (DIFFERENCE, f"Difference to {base}")
+        effect = Effect(
+            what, column.text(interval.mean), column.ends(interval), interval.over, place(interval) if interval.bounded else None
+        )
+    tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
+    return Answer(name, verdict.words, because, tone, effect)
 
 
 def family(experiment: Experiment) -> str:
@@ -106,51 +119,51 @@ def _looks(experiment: Experiment) -> str:
 
 def lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """Facts to be known beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
-    experiment, found = procedure.experiment, []
-    for one in sizes:
-        of = f"{one.size}: " if one.size else ""
-        if one.rates is None:
-            tried = procedure.tried(one.size)
+    experiment, lines = procedure.experiment, []
+    for each in sizes:
+        of = f"{each.size}: " if each.size else ""
+        if each.rates is None:
+            tried = procedure.tried(each.size)
             ended = sum(experiment.choosing(each) is not None for each in tried)
-            found.append(
+            lines.append(
                 f"{of}tuning goes on: {ended} of the {len(tried)} tuning runs known so far have ended; there are no final runs yet"
             )
             continue
-        at_edge = [name for name in one.arm_names if name not in one.rates]
+        at_edge = [name for name in each.arm_names if name not in each.rates]
         if at_edge:
-            found.append(
+            lines.append(
                 f"{of}no rate for {joined(at_edge)}: the best is at an edge of a grid that may not grow again, or every rate diverged"
             )
-        states = Counter(run.outcome.state for run in one.final)
+        states = Counter(run.outcome.state for run in each.final)
         if states["unfinished"]:
-            found.append(f"{of}{states['unfinished']} of {len(one.final)} final runs have not ended: {_named(one.final, 'unfinished')}")
+            lines.append(f"{of}{states['unfinished']} of {len(each.final)} final runs have not ended: {_named(each.final, 'unfinished')}")
         if states["diverged"]:
-            found.append(f"{of}diverged, counted and in no mean: {_named(one.final, 'diverged')}")
+            lines.append(f"{of}diverged, counted and in no mean: {_named(each.final, 'diverged')}")
     for size in experiment.sizes:
-        infinite = [one for one in procedure.tried(size) if procedure.experiment.choosing(one) == float("inf")]
-        named = joined([f"{one.arm} at {one.rate:g} seed {one.seed}" for one in infinite])
-        found += [f"{f'{size}: ' if size else ''}tuning runs that diverged: {named}"] if infinite else []
+        infinite = [each for each in procedure.tried(size) if procedure.experiment.choosing(each) == float("inf")]
+        named = joined([f"{each.arm} at {each.rate:g} seed {each.seed}" for each in infinite])
+        lines += [f"{f'{size}: ' if size else ''}tuning runs that diverged: {named}"] if infinite else []
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):
-            found.append(f"failed: {run.stage} run {run.label}: {failure}")
-    return found + procedure.notes() + noise(procedure)
+            lines.append(f"failed: {run.stage} run {run.label}: {failure}")
+    return lines + procedure.notes() + noise(procedure, sizes[0].judged)
 
 
 def _named(runs: list[Run], state: str) -> str:
     return joined([f"{run.arm} seed {run.seed}" for run in runs if run.outcome.state == state])
 
 
-def methods(procedure: Procedure, found: SizeResults) -> str:
+def methods(procedure: Procedure, results: SizeResults) -> str:
     """A paragraph for a paper on one size: models, corpus, training, held-out text, tuning, tests."""
-    experiment, comparison = procedure.experiment, found.comparison
-    run, record = found.finished[0]
-    named = joined(found.arm_names)
+    experiment, comparison = procedure.experiment, results.comparison
+    run, record = results.finished[0]
+    named = joined(results.arm_names)
     text = [f"We trained {models(comparison)}: {named} (the configuration keys in which they differ are listed above)."]
     text.append(architecture(comparison))
     text.append(f"Data: {corpus(record)}; tokenizer: {_options(record.config['data'].get('tokenizer'))}{_vocabulary(run)}.")
     text.append(training_methods(comparison))
     text.append(_held_out(run))
-    text.append(_tuning(procedure, found.size))
+    text.append(_tuning(procedure, results.size))
     text.append(measuring_methods(comparison))
     text.append(_tests(experiment))
     return " ".join(filter(None, text))
@@ -208,7 +221,7 @@ def _tuning(procedure: Procedure, size: str) -> str:
     tune, choice = experiment.tune, procedure.choice(size)
     if not tried:
         return "Nothing was tuned: arms are as the experiment's file gives them."
-    seeds, rates = sorted({one.seed for one in tried}), sorted({one.rate for one in tried})
+    seeds, rates = sorted({each.seed for each in tried}), sorted({each.rate for each in tried})
     best = "lowest" if experiment.cost(1.0) > 0 else "highest"
     how = f"{tune.key} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text "
     how += f"over seeds {', '.join(map(str, seeds))}"

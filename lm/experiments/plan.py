@@ -4,19 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from lm.config.tree import Config
 from lm.data.prepare import vocabulary
 from lm.experiments.experiment import SHARED, Experiment, Primary
-from lm.experiments.judging import compared
 from lm.experiments.procedure import Procedure
 from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder, group_of, is_normalizer
 from lm.statistics.intervals import ALPHA
 from lm.statistics.learned import fewest_seeds
-from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, power, seeds_needed
+from lm.statistics.verdicts import POWER, seeds_needed
 
 _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of an entry of tokenizer.json, and of a validation loss of one sequence in JSON
 
@@ -105,7 +103,8 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
     known = procedure.known()
     yield f"done: {sum(one.outcome.ended for one in known)} of the {len(known)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, ALPHA / experiment.intervals)}"
-    yield from _power(procedure)
+    more = () if experiment.limited else experiment.more_seeds
+    yield from procedure.judged().power(len({*experiment.seeds, *more}))
     yield from procedure.notes()
     yield f"runs compute with {_settings(experiment)}" + (f"; {where}" if where else "")
 
@@ -132,36 +131,6 @@ def _seeds(primary: Primary, alpha: float) -> str:
         margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
     needed = ", ".join(f"{seeds_needed(each, margin, alpha)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
     return f"seeds to find {what} with probability {POWER:g}, by the standard deviation of differences between {runs}: {needed}"
-
-
-def _power(procedure: Procedure) -> Iterator[str]:
-    """The chance that the experiment finds a difference of its own margin, loudly where that is less likely than not: by the spread of the
-    differences that have been measured, else by the one that its file expects."""
-    experiment, primary = procedure.experiment, procedure.experiment.primary
-    if primary.learned is not None:
-        return
-    begun = [size for size in experiment.sizes if procedure.rates(size) is not None]
-    measured = [compared(procedure, size, arm).differences for size in begun for arm in experiment.arms[1:]]
-    measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
-    spread, source = primary.spread, "primary.spread"
-    if measured:
-        degrees = [len(differences) - 1 for differences in measured]
-        spread = math.sqrt(np.average([np.var(differences, ddof=1) for differences in measured], weights=degrees))
-        source = "the seeds that have ended"
-    if spread is None:
-        yield "power: not known before seeds have ended, as the file expects no primary.spread"
-        return
-    margin, what = (primary.matters, f"a difference of {primary.matters:g}")
-    if primary.reach is not None:
-        margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g}"
-    seeds, alpha = set(experiment.seeds), ALPHA / experiment.intervals
-    seeds |= set() if experiment.limited else set(experiment.more_seeds)
-    chance = power(len(seeds), spread, margin, alpha) if len(seeds) >= FEWEST_SEEDS else 0.0
-    yield f"power: {len(seeds)} seeds find {what} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
-    if chance < 0.5:
-        needed = seeds_needed(spread, margin, alpha) or f"more than {MOST_SEEDS}"
-        remedy = f"probability {POWER:g} takes {needed} seeds: add seeds, or ask about a larger difference"
-        yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
 def _bytes(number: float) -> str:

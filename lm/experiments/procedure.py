@@ -7,13 +7,17 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.arms import Arm, Swap
 from lm.experiments.circumstances import unequal
 from lm.experiments.experiment import Experiment, config_hash
+from lm.experiments.judging import COLUMNS, Judged, Question
 from lm.experiments.run_outcome import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, described, differing_keys
+from lm.report.frame import Block, frame
 from lm.runs.folder import SWAPPED
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
@@ -316,6 +320,53 @@ class Procedure:
                 if arm.name in rates:
                     yield self.run(size, arm, "final", rates[arm.name], seed, rates)
 
+    def judged(self) -> Judged:
+        """The verdicts on what the run folders hold now.
+
+        Raises:
+            RunError: finished runs were not measured on the same sequences, or the primary metric's direction is another.
+        """
+        experiment = self.experiment
+        places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
+        question = Question(
+            experiment.primary,
+            tuple(arm.name for arm in experiment.arms),
+            experiment.seeds,
+            {size: self.rates(size) for size in experiment.sizes},
+            every=experiment.primary.quantity != experiment.chosen_by,
+            looks=experiment.looks,
+            sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
+            exploratory={place: self.exploratory(*place) for place in places},
+            key=experiment.tune.key,
+            measured_on="report text",
+        )
+        return Judged(frame((block for size in experiment.sizes for block in self._blocks(size)), COLUMNS), question)
+
+    def _blocks(self, size: str) -> Iterator[Block]:
+        """The lines of the final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
+        experiment, choice, rates = self.experiment, self.choice(size), self.rates(size) or {}
+        runs = []
+        for arm in experiment.arms:
+            tried = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
+            runs += [self.run(size, arm, "final", rate, seed, rates) for rate in tried for seed in experiment.seeds]
+        check_alike(runs, experiment.primary.metric)
+        whole = experiment.primary.reach is not None or experiment.first_config.data.symbolic
+        for run in runs:
+            self.check_direction(run.outcome)
+            yield self._block(run, whole)
+
+    def _block(self, run: Run, whole: bool) -> Block:
+        """The lines of a run: one for each unit of held-out text, or a single one of the `whole`."""
+        outcome = run.outcome
+        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
+        block = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed, "state": outcome.state}
+        block["note"] = note and f"{run.label}: {note}"
+        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
+        if not units or not units.held_out:
+            return block | {"weight": 1.0, "value": np.array([self.quantity(outcome)])}
+        units = units.part(selection=False)
+        return block | {"sample": np.arange(len(units.values)), "group": units.groups, "weight": units.weights, "value": units.values}
+
     def crossed(self, size: str) -> Iterator[Run]:
         """The final runs of arms whose seeds are trained at several rates, at each of them, by seed and arm."""
         crossed = self.choice(size).crossed
@@ -400,3 +451,14 @@ def check_alike(runs: list[Run], metric: str) -> None:
         if found.identity != first[1].identity:
             where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {first[0].config.run_folder}"
             raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
+
+
+def next_look(procedure: Procedure) -> Procedure:
+    """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else as it
+    is. Under `--minutes` there is no second look."""
+    experiment = procedure.experiment
+    if not experiment.more_seeds or experiment.look == 2 or experiment.limited or not all(run.outcome.ended for run in procedure.known()):
+        return procedure
+    if all(verdict.kind != "undecided" for verdict in procedure.judged().verdicts.values()):
+        return procedure
+    return Procedure(replace(experiment, seeds=experiment.seeds + experiment.more_seeds, look=2))

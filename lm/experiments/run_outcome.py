@@ -14,7 +14,7 @@ from lm.runs.folder import CHECKPOINTS, DIVERGED, METRICS, curve, read_metrics, 
 from lm.runs.same_run import check_measured
 from lm.runs.series import UNIGRAM, Series, selects
 from lm.schema import Plain
-from lm.statistics.reach import tokens_to_reach
+from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite

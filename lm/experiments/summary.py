@@ -4,63 +4,56 @@ import math
 
 import numpy as np
 
+from lm.experiments.arms import Arm
 from lm.experiments.experiment import Primary
-from lm.experiments.judging import differences_by_rate, judge
+from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.tuning_tables import table_lines
+from lm.experiments.tuning_tables import by_arm_and_rate, table_lines
 from lm.report.tables import DIFFERENCE, Column, digits
 from lm.runs.series import Series
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
-from lm.statistics.learned import clopper_pearson, has_learned
-from lm.statistics.tuning import mean_loss
+from lm.statistics.learned import has_learned, log_tokens
+from lm.statistics.tuning import differences, mean_loss
 
 
-def summary(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One entry for each size and arm: rate, finished runs, mean of the primary metric on the reported documents over the seeds that all
-    arms have finished, verdict, the difference with its interval over seeds and that over seeds and documents, and the mean difference
-    over the tuning seeds at each rate; of arms whose final seeds are trained at several rates the mean at each. With `primary.reach`
-    geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn or don't, how many
-    `learned` of those that `ended`, and the fraction's interval."""
-    experiment, judged, lines = procedure.experiment, judge(procedure), []
-    counting, reach = experiment.primary.learned is not None, experiment.primary.reach is not None
-    for size in experiment.sizes:
-        rates = procedure.rates(size) or {}
-        finished = [seeds for seeds in procedure.finished_seeds(size).values() if seeds]
-        common = set(finished[0]).intersection(*finished) if finished else set()
-        for number, arm in enumerate(experiment.arms):
-            runs = [one for one in procedure.final(size) if one.arm == arm.name]
-            done = [one for one in runs if one.outcome.state == "finished"]
-            values = {one.seed: procedure.quantity(one.outcome) for one in done}
-            means = [value for seed, value in values.items() if seed in common]
-            learned = (
-                [has_learned(one, experiment.primary.learned, experiment.primary.better) for one in values.values()] if counting else []
-            )
-            line: dict[str, Plain] = {
-                "size": size, "arm": arm.name, "rate": rates.get(arm.name), "runs": len(values), "of": len(experiment.seeds),
-                "mean": _mean(means, geometric=reach),
-            }  # fmt: skip
-            at_rates = {f"{rate:g}": some for (name, rate), some in crossed_runs(procedure, size).items() if name == arm.name}
-            if at_rates:
-                line["means_by_rate"] = {rate: _mean_of(procedure, some) for rate, some in at_rates.items()}
-            line |= {"reached": sum(map(math.isfinite, values.values()))} if reach else {}
-            if counting:
-                ended = sum(one.outcome.ended for one in runs)
-                line |= {"learned": sum(learned), "ended": ended, "fraction_learned": _finite(clopper_pearson(sum(learned), ended))}
-            if number:
-                verdict = judged[size, arm.name]
-                line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
-                line |= {"alone": _finite(verdict.alone), "over_seeds_and_documents": _finite(verdict.over_documents)}
-                needed = verdict.seeds_needed
-                line |= {"p": verdict.p, "p_exact": verdict.p_exact}
-                line["seeds_needed"] = needed and [needed.by_spread, needed.fewest, needed.most]
-                by_rate = {f"{rate:g}": float(np.mean(some)) for rate, some in differences_by_rate(procedure, size, arm).items() if some}
-                finite = {rate: mean if math.isfinite(mean) else None for rate, mean in by_rate.items()}
-                line["factors_by_rate" if reach else "differences_by_rate"] = {
-                    rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
-                }
-            lines.append(line)
+def summary(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
+    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judged`: what the
+    run folders hold, if that is known already."""
+    judged, reach = judged or procedure.judged(), procedure.experiment.primary.reach is not None
+    lines, arms = judged.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
+    for line in (line for line in lines if line["arm"] in arms):
+        apart = differences_by_rate(procedure, line["size"], arms[line["arm"]])
+        means = {f"{rate:g}": float(np.mean(some)) for rate, some in apart.items() if some}
+        finite = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
+        line["factors_by_rate" if reach else "differences_by_rate"] = {
+            rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
+        }
     return lines
+
+
+def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float, list[float]]:
+    """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
+    run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
+    experiment = procedure.experiment
+    base, measured = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, "primary") if experiment.tuned else {}
+    if not {arm.name, base} <= measured.keys() or not procedure.rates(size):
+        return {}
+    values = {
+        name: {rate: [_compared_value(experiment.primary, value) for value in some] for rate, some in measured[name].items()}
+        for name in (arm.name, base)
+    }
+    return differences(arm.name, base, values)
+
+
+def _compared_value(primary: Primary, value: float) -> float:
+    """The number that differences are taken of: 1 or 0 for a run that has learned or not, the logarithm of tokens, else the metric;
+    `value` is infinite if the run diverged."""
+    if primary.learned is not None:
+        return float(has_learned(value, primary.learned, primary.better))
+    if primary.reach is not None:
+        return log_tokens(value)
+    return -value if value == math.inf and primary.better == "higher" else value
 
 
 def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
@@ -116,23 +109,6 @@ def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], lis
     for run in procedure.crossed(size):
         found.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.ended else [])
     return found
-
-
-def _mean_of(procedure: Procedure, runs: list[Run]) -> float | None:
-    """The mean of what is compared of runs that have ended; None without any, or where one diverged."""
-    return _mean([procedure.quantity(one.outcome) for one in runs], geometric=procedure.experiment.primary.reach is not None)
-
-
-def _mean(values: list[float], geometric: bool) -> float | None:
-    """The arithmetic or geometric mean; None without values, or where one is not finite (of a geometric one, or 0)."""
-    if not values or not np.isfinite(values).all() or (geometric and not all(values)):
-        return None
-    return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))
-
-
-def _finite(interval: Interval | None) -> list[float | None] | None:
-    """[mean, low, high], null where not finite."""
-    return interval and [value if math.isfinite(value) else None for value in interval.listed()]
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:

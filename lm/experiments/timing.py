@@ -29,7 +29,7 @@ from lm.files import unfinished, write_text
 from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import ENVIRONMENT, METRICS, read_json, step_seconds, training_seconds, write_json
-from lm.runs.identity import starts
+from lm.runs.record import starts
 from lm.schema import flatten, to_plain
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def _what_time_depends_on(config: Config, slots: Slots) -> str:
     numbers of model and optimizer that are no sizes, such as a learning rate, whether they are 0; but settings of a group of parameters,
     which a run without such parameters refuses, as they are."""
     ours = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
+    ours.pop("trainer.compile", None)  # pilots are eager
     for path, value in ours.items():
         if isinstance(value, float) and path.startswith(("model", "optim", "phases")) and not path.startswith("optim.groups"):
             ours[path] = bool(value)

@@ -10,12 +10,12 @@ from torch import Tensor
 from lm.attention.options import shown
 from lm.config.effects import function_of
 from lm.config.load import to_yaml
+from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, SINGLE
-from lm.huggingface.tokenizer_files import TOKENIZER_CONFIG
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, write_weights
 from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation

@@ -11,15 +11,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.config.data_config import LONGEST
+from lm.data.hub import downloaded
+from lm.data.tokenizer import named_tokenizer, read_tokenizer
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
-from lm.huggingface.tokenizer_files import checked, named_tokenizer, read_tokenizer, start_token, tokenizer_settings
+from lm.huggingface.tokenizer_files import checked, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
 from lm.runs.folder import TOKENIZER, read_json
-from lm.runs.model_folder import write_model
+from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -209,7 +211,7 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         content = named_tokenizer(tokenizer) if tokenizer else file.tokenizer()
         return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {**origin, "tensor_types": file.types})
     if not path.is_dir():
-        path = _download(source, revision)
+        path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
@@ -217,19 +219,6 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
     where = tokenizer or path
     content, settings = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path), tokenizer_settings(where)
     return Source(path / CONFIG, config, Shards(path), content, where / TOKENIZER if where.is_dir() else where, settings, origin)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    """The files of a model on the hub, without code, in its cache. Raises RunError: no such folder or model, or no network."""
-    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise RunError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M")
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.model"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
-    except Exception as error:  # many kinds: offline, no such model, no permission
-        raise RunError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}") from None
 
 
 def _spec(shape: Shape, length: int, end_of_text: str, path: Path) -> ModelSpec:

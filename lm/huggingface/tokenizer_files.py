@@ -1,60 +1,13 @@
-"""The tokenizer of a pretrained model as a tokenizer.json, and the token that starts its documents."""
+"""The token that starts a pretrained model's documents, and checks that its tokenizer goes with the model."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 from lm.config.data_config import END_OF_TEXT
-from lm.data.tokenizer import NO_TOKENIZER, library_errors, parse_tokenizer, vocab_size
+from lm.data.tokenizer import NO_TOKENIZER, TOKENIZER_CONFIG, library_errors, parse_tokenizer, vocab_size
 from lm.errors import DataError, RunError, one_line
-from lm.runs.folder import TOKENIZER, read_json
+from lm.runs.folder import read_json
 from lm.schema import Plain
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-# Files of tokenizers that transformers converts.
-VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
-OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-
-
-def read_tokenizer(path: Path) -> str | None:
-    """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
-
-    Raises:
-        RunError: files that can't be read, or transformers or what it needs for them is not installed.
-    """
-    file = path / TOKENIZER if path.is_dir() else path
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RunError(f"{file}: not readable: {one_line(error, 160)}") from None
-    if not path.is_dir():
-        raise RunError(f"{path}: no such tokenizer")
-    if not any((path / name).is_file() for name in OLDER):
-        return None
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError:
-        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
-    if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
-        raise RunError(f"{path}: has no {TOKENIZER}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
-    except Exception as error:  # all that transformers raises for files that it can't read
-        raise RunError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
-    listed = read_json(path / VOCABULARY) if (path / VOCABULARY).is_file() else {}
-    if missing := listed.keys() - tokenizer.get_vocab().keys():
-        reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
-        raise RunError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
-    return tokenizer.to_str(pretty=True)
-
-
-def named_tokenizer(path: Path) -> str:
-    """`read_tokenizer` of a path that was asked for. Raises RunError: no tokenizer there, too."""
-    content = read_tokenizer(path)
-    if content is None:
-        raise RunError(f"{path}: no tokenizer there: neither {TOKENIZER} nor {', '.join(OLDER)}")
-    return content
 
 
 def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], given: str | None, path: Path) -> str:

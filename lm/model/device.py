@@ -24,6 +24,8 @@ from lm.schema import Plain
 # load that code.
 COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
 LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
+# Seconds of eager runs above which it does, where they are known: compiling takes 20, loading 4, and saves about a twentieth.
+COMPILE_PAYS_SECONDS, LOADING_PAYS_SECONDS = 1000, 200
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,16 @@ def has_native_bf16(accelerator: str) -> str:
     return f"the CPU has {found[0]}" if found else ""
 
 
-def resolve_compile(config: Config, flops: float, accelerator: str, before: dict[str, Plain], runs: int = 1) -> Resolved:
-    """`true` or `false`. `auto` compiles where FLOPs repay it and a C++ compiler is there, or as the resumed run did.
+def resolve_compile(
+    config: Config, flops: float, accelerator: str, before: dict[str, Plain], runs: int = 1, seconds: float | None = None
+) -> Resolved:
+    """`true` or `false`. `auto` compiles where the runs repay it and a C++ compiler is there, or as the resumed run did.
 
     Args:
         flops: of the whole run.
         before: what the resumed run recorded.
         runs: how many such runs share the compiled code, which the first of them makes.
+        seconds: measured ones of the whole run, eager, which then decide; None: FLOPs do.
     """
     asked = config.trainer.compile
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -114,10 +119,15 @@ def resolve_compile(config: Config, flops: float, accelerator: str, before: dict
         return Resolved(str(before["compile"]).lower(), "as the run was started")
     if not compiler:
         return Resolved("false", "auto: no C++ compiler found")
-    of_all, of_each = COMPILE_PAYS_FLOPS[accelerator], LOADING_PAYS_FLOPS[accelerator]
-    pays = flops * runs >= of_all and flops >= of_each
-    have = f"{flops:.1e} FLOP" + (f" a run, {runs} runs" if runs > 1 else "")
-    needed = f"{of_each:.0e} a run and {of_all:.0e} in all" if runs > 1 else f"{of_all:.0e}"
+    if seconds is None:
+        have, of_each, of_all = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
+        said, each, needed = f"{have:.1e} FLOP", f"{of_each:.0e}", f"{of_all:.0e}"
+    else:
+        have, of_each, of_all = seconds, LOADING_PAYS_SECONDS, COMPILE_PAYS_SECONDS
+        said, each, needed = f"{have:.0f} s", f"{of_each} s", f"{of_all} s"
+    pays = have * runs >= of_all and have >= of_each
+    have = said + (f" a run, {runs} runs" if runs > 1 else "")
+    needed = f"{each} a run and {needed} in all" if runs > 1 else needed
     return Resolved(str(pays).lower(), f"auto: {have}; it pays from {needed}")
 
 

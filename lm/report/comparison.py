@@ -10,10 +10,8 @@ import numpy as np
 from lm.attention import catalogue
 from lm.config.effects import is_learned
 from lm.errors import RunError
-from lm.report.differences import Difference, differences, seeds_shown
-from lm.report.sections import Arm, Section, sections
-from lm.runs.identity import differing
-from lm.runs.record import RunRecord
+from lm.report.sections import Arm, Difference, Section, differences, sections, seeds_shown
+from lm.runs.record import RunRecord, differing
 from lm.schema import Plain
 
 _ABSENT = "-"  # the value of a key that a run does not have
@@ -30,7 +28,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class RunComparison:
     """Everything a report shows, in plain data. With one arm there are no checks and no differences."""
 
     arms: tuple[Arm, ...]  # the baseline first
@@ -54,8 +52,8 @@ class Comparison:
 
     def level(self, unit: str) -> tuple[str, float] | None:
         """Name and value of a level that numbers of a unit are to be compared with, such as the entropy of single tokens."""
-        same = [one for section in self.sections for one in section.series.values() if one.unit == unit]
-        return next(((name, level) for one in same for name, level in one.references.items() if np.isfinite(level)), None)
+        same = [each for section in self.sections for each in section.series.values() if each.unit == unit]
+        return next(((name, level) for each in same for name, level in each.references.items() if np.isfinite(level)), None)
 
 
 def across(arms: tuple[Arm, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
@@ -84,7 +82,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison:
+def compare(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
     """Group runs into arms and compare them with the baseline: an arm's label, its normalizer or one of its runs.
 
     Raises:
@@ -103,20 +101,20 @@ def compare(records: list[RunRecord], baseline: str | None = None) -> Comparison
     return comparison_of(arms)
 
 
-def comparison_of(arms: tuple[Arm, ...]) -> Comparison:
+def comparison_of(arms: tuple[Arm, ...]) -> RunComparison:
     """The comparison of arms with the first."""
-    found = sections(arms)
+    shown = sections(arms)
     missing = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
-    apart = dict.fromkeys((arm, section.first.shown.measured_on) for arm in arms for section in found if section.is_apart(arm))
+    apart = dict.fromkeys((arm, section.first.shown.measured_on) for arm in arms for section in shown if section.is_apart(arm))
     missing += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in apart]
     if len(arms) == 1:
-        return Comparison(arms, found, (), (), (), "", tuple(missing))
+        return RunComparison(arms, shown, (), (), (), "", tuple(missing))
     diff = _config_diff(arms)
-    warning = " ".join(_warnings(arms, found, diff))
-    return Comparison(arms, found, tuple(differences(arms, found)), _checks(arms, found), diff, warning, tuple(missing))
+    warning = " ".join(_warnings(arms, shown, diff))
+    return RunComparison(arms, shown, tuple(differences(arms, shown)), _checks(arms, shown), diff, warning, tuple(missing))
 
 
-def _warnings(arms: tuple[Arm, ...], found: tuple[Section, ...], diff: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
+def _warnings(arms: tuple[Arm, ...], shown: tuple[Section, ...], diff: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
     """Words for what differs besides the normalizer."""
     keys = [key for key, _ in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
@@ -124,7 +122,7 @@ def _warnings(arms: tuple[Arm, ...], found: tuple[Section, ...], diff: tuple[tup
     warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if same is False else []
     same, seen = across(arms, lambda run: run.tokens_seen)
     warnings += [f"The runs have not seen the same number of tokens: {seen}."] if same is False else []
-    for section in found:
+    for section in shown:
         same, tokens = across(arms, section.tokens_seen)
         if same is False and tokens != seen:
             warnings.append(f"They were measured on {section.first.shown.measured_on} after different numbers of tokens: {tokens}.")
@@ -144,8 +142,9 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
     runs = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]
     labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
-        bare = [Arm(label, tuple(group)) for label, group in zip(labels, runs, strict=True)]
-        keys = [key for key, _ in _config_diff(bare) if is_learned(key) and not key.startswith(_NORMALIZER)]
+        keys = [
+            key for key, _ in _config_diff([Arm("", tuple(group)) for group in runs]) if is_learned(key) and not key.startswith(_NORMALIZER)
+        ]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
         said = (
             lambda run: [f"{key.split('.')[-1]}={_short(run, key)}" for key in keys],
@@ -178,34 +177,32 @@ def arm_label(run: RunRecord) -> str:
 def _config_diff(arms: tuple[Arm, ...] | list[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """A key that is null (off) is as one that a run lacks: keys added since a run was made are no difference."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
-    lines = []
-    for key in keys:
-        values = tuple(", ".join(dict.fromkeys(_value(run, key) for run in arm.runs)) for arm in arms)
-        if len({_ABSENT if value == "null" else value for value in values}) > 1:
-            lines.append((key, values))
-    return tuple(lines)
 
+    def written(run: RunRecord, key: str) -> str:
+        value = run.flat.get(key, _ABSENT)
+        return "null" if value is None else printable(str(value).lower() if isinstance(value, bool) else str(value))
 
-def _value(run: RunRecord, key: str) -> str:
-    value = run.flat.get(key, _ABSENT)
-    if value is None:
-        return "null"
-    return printable(str(value).lower() if isinstance(value, bool) else str(value))
+    lines = {key: tuple(", ".join(dict.fromkeys(written(run, key) for run in arm.runs)) for arm in arms) for key in keys}
+    return tuple(item for item in lines.items() if len({_ABSENT if value == "null" else value for value in item[1]}) > 1)
 
 
 # ---------------------------------------------------------------- fairness
 
 
-def _checks(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> tuple[Check, ...]:
+def _checks(arms: tuple[Arm, ...], shown: tuple[Section, ...]) -> tuple[Check, ...]:
     def same(what: str, value: Callable[[RunRecord], object]) -> Check:
         return Check(what, *across(arms, value))
 
     def config(*prefixes: str) -> Callable[[RunRecord], str]:
         return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
+    def outside(run: RunRecord) -> int | None:
+        total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
+        return None if total is None or normalizer is None else total - normalizer
+
     same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
     seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
-    by_sequences = {section.first.shown.measured_on: section for section in found}
+    by_sequences = {section.first.shown.measured_on: section for section in shown}
     by_arm = "; ".join(f"{arm.label}: {', '.join(s)}" for arm, s in zip(arms, seeds, strict=True))
     unequal = [f"{printable(run.name)}: {'; '.join(what)}" for arm in arms for run in arm.runs if (what := differing(run.environment))]
     return (
@@ -218,14 +215,9 @@ def _checks(arms: tuple[Arm, ...], found: tuple[Section, ...]) -> tuple[Check, .
         same("steps", lambda run: run.flat.get("trainer.max_steps")),
         Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
         same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
-        same("parameters outside the normalizer", _parameters_outside),
+        same("parameters outside the normalizer", outside),
         same("precision", lambda run: run.used("precision")),
         same("device", lambda run: run.used("device")),
         Check("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
         Check("code", None if same_code and "uncommitted" in code else same_code, code),
     )
-
-
-def _parameters_outside(run: RunRecord) -> int | None:
-    total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
-    return None if total is None or normalizer is None else total - normalizer

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +46,12 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
 
 
-def frame(blocks: Iterable[Block]) -> pd.DataFrame:
+def frame(blocks: Iterable[Block], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The data frame of blocks of lines, without their columns that it doesn't have."""
     known = list(blocks)
     sizes = [len(block["value"]) for block in known]
     columns = {}
-    for name in COLUMNS:
+    for name in names:
         parts = [_column(block.get(name), size) for block, size in zip(known, sizes, strict=True)]
         columns[name] = np.concatenate(parts) if parts else np.array([], dtype=object)
     return pd.DataFrame(columns).infer_objects()

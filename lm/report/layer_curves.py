@@ -1,4 +1,4 @@
-"""What is logged by layer and head while training, as curves: normalizers' parameters, and what `log.dynamics` names."""
+"""Curves of quantities that are logged by layer and head while training: normalizers' parameters, and those of `log.dynamics`."""
 
 import re
 from collections.abc import Iterable
@@ -37,13 +37,13 @@ class LayerCurve:
 
 
 def layer_curves(lines: Iterable[dict[str, Plain]]) -> dict[str, dict[int, LayerCurve]]:
-    """By quantity, such as `largest_score`, and layer; of a step that a resumed run logged twice the last line counts."""
+    """Curves by quantity, such as `largest_score`, and layer; of a step that a resumed run logged twice the last line counts."""
     logged: dict[str, dict[int, dict[str, dict[int, tuple[float, float]]]]] = {}
     for line in lines:
         for name, value in line.items():
-            if found := _NAME.fullmatch(name):
-                columns = logged.setdefault(found[1], {}).setdefault(int(found[2]), {})
-                columns.setdefault(found[3] or "", {})[line["step"]] = line["tokens"], np.nan if value is None else value
+            if match := _NAME.fullmatch(name):
+                columns = logged.setdefault(match[1], {}).setdefault(int(match[2]), {})
+                columns.setdefault(match[3] or "", {})[line["step"]] = line["tokens"], np.nan if value is None else value
     by_name = {quantity: logged[quantity] for quantity in sorted(logged, key=order)}
     return {quantity: {layer: _curve(columns) for layer, columns in sorted(layers.items())} for quantity, layers in by_name.items()}
 
@@ -55,15 +55,15 @@ def _curve(columns: dict[str, dict[int, tuple[float, float]]]) -> LayerCurve:
 
 
 def order(quantity: str) -> list[tuple[bool, int, str]]:
-    """What quantities are sorted by: their names, in which numbers count as numbers."""
+    """Sort key of quantities: their names, in which numbers count as numbers."""
     parts = re.split(r"(\d+)", quantity)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def title(quantity: str) -> str:
     """A quantity in words, as at the head of its panel."""
-    if found := _LENGTH.fullmatch(quantity):
-        return f"Logit scale of a query that sees {int(found[1]):,} keys"
+    if match := _LENGTH.fullmatch(quantity):
+        return f"Logit scale of a query that sees {int(match[1]):,} keys"
     return _TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")
 
 
@@ -77,13 +77,13 @@ def by_layer(run: RunRecord) -> Picture | None:
 
     Of more than `POINTS` points the line is the median over some in a row, and the band covers them all, so that no spike is lost.
     """
-    found = layer_curves(read_metrics(run.folder / METRICS)[0])
-    curves = [curve for layers in found.values() for curve in layers.values()]
+    logged = layer_curves(read_metrics(run.folder / METRICS)[0])
+    curves = [curve for layers in logged.values() for curve in layers.values()]
     if not curves:
         return None
     unit, label = token_unit(max(curve.tokens[-1] for curve in curves))
-    panels = [panel(quantity, label, [_band(layer, curve, unit) for layer, curve in layers.items()]) for quantity, layers in found.items()]
-    names = [f"layer {layer}" for layer in range(1 + max(layer for layers in found.values() for layer in layers))]
+    panels = [panel(quantity, label, [_band(layer, curve, unit) for layer, curve in layers.items()]) for quantity, layers in logged.items()]
+    names = [f"layer {layer}" for layer in range(1 + max(layer for layers in logged.values() for layer in layers))]
     caption = "Lines: the median over the heads of a layer. Bands: from the least to the largest of them"
     caption += "; where steps are drawn together, the median and the range of all."
     return Picture(panels, names, caption)

@@ -1,27 +1,33 @@
-"""Pictures as data: panels of lines, dots, intervals and maps; drawn as SVG and PNG, with their numbers as CSV."""
+"""Pictures as data: panels of lines, dots, intervals, bars and maps; drawn as SVG and PNG, with their numbers as CSV."""
 
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Transform
 
+from lm.errors import RunError
 from lm.report.tables import csv_text
 from lm.runs.series import Series, number, series_names
 from lm.statistics.intervals import interval_of
 
-GREY = "#555555"
+GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
+MOST_CELLS = 40  # along a side of a map, of which each is drawn by itself
+MOST_KEYS = 3  # in the legend of a panel; of more it stands below the panel
 MOST_LINES = 3  # fractions of one setting in a panel; more are drawn as a map
 FIRST_POSITION = 16  # where a picture by position begins
 SETTINGS = {
@@ -30,17 +36,23 @@ SETTINGS = {
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
     "font.size": 11,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "axes.grid": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": GRID,
     "grid.linewidth": 0.7,
     "axes.axisbelow": True,
     "legend.frameon": False,
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, safe for colour blindness
+# Okabe and Ito's first three colours, and three that with them are told apart by readers with colour blindness and seen on white
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#bd5c94", "#684e09", "#1893ff", INK)
+DARK = {  # colours where the reader prefers a dark page, of an SVG file and of a page
+    INK: "#e4e6ea", PAPER: "#15181d", GREY: "#a4abb5", GRID: "#2c323a", SHADE: "#262b33",
+    **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
+}  # fmt: skip
 MARKERS = "osD^vP*"
 DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
 
@@ -53,22 +65,22 @@ class Trace:
     """One arm, or one of its seeds, in a panel.
 
     Attributes:
-        arm: number of its colour and marker.
+        arm: number of its colour and marker; -1: a grey line, such as theory to compare with.
         label: whose it is, such as `ssmax, seed 3`.
         x, y: (points,); NaN where nothing is known.
         kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, what
-            `diverged`, which is marked at the top of the panel, or a grey `theory` to compare with.
-        low, high: (points,) ends of the interval; None: there is none.
+            `diverged`, which is marked at the top of the panel, or `bars` from low to high.
+        low, high: (points,) ends of the interval, or of the bars; None: there are none.
         dashes: number of its dashes.
         hollow: whether its markers are, so that what lies behind them is seen.
-        keyed: whether its panel has a legend that names it; else the arm is named above all panels.
+        keyed: whether its panel has a legend that names it; else the arm is named above all panels. One without points is named alone.
     """
 
     arm: int
     label: str
     x: np.ndarray
     y: np.ndarray
-    kind: Literal["seed", "mean", "dots", "interval", "diverged", "theory"]
+    kind: Literal["seed", "mean", "dots", "interval", "diverged", "bars"]
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     dashes: int = 0
@@ -89,6 +101,7 @@ class Panel:
         small: differences within this of zero do not matter: shaded; 0: nothing is.
         marks, levels: words by x of vertical and by y of horizontal reference lines.
         rings: values of (x, y, arm) that are ringed, such as the rate that was chosen.
+        span: places of its row that it takes.
     """
 
     title: str
@@ -105,11 +118,19 @@ class Panel:
     marks: Mapping[float, str] = field(default_factory=dict)
     levels: Mapping[float, str] = field(default_factory=dict)
     rings: Sequence[tuple[float, float, int]] = ()
+    span: int = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Numbers over two axes as colours from `low` to `top`: `values` (rows, columns), written in the cells, else beside a scale."""
+    """Numbers over two axes as colours: `values` (rows, columns), written in the cells, else beside a scale that equal ones share.
+
+    Attributes:
+        columns, rows: their labels; an empty one has no tick.
+        low, top: ends of the scale of colours, to which values beyond it are clipped; one without a value has no colour.
+        scale: linear, logarithmic, or logarithmic on both sides of 0 (`signed`) from `low` to `top`, which are magnitudes.
+        unit: label of the scale.
+    """
 
     title: str
     x_label: str
@@ -120,13 +141,26 @@ class Map:
     low: float = 0.0
     written: bool = True
     y_label: str = ""
+    scale: Literal["linear", "log", "signed"] = "linear"
+    unit: str = ""
+
+    @property
+    def colours(self) -> tuple[Normalize, str]:
+        """The scale and the name of its colours."""
+        if self.scale == "signed":
+            return SymLogNorm(self.low, vmin=-self.top, vmax=self.top), "RdBu_r"
+        return (LogNorm if self.scale == "log" else Normalize)(self.low, self.top), "viridis"
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
     """Panels side by side, `columns` in a row (None: an empty place), the names of the arms above; maps name theirs in their titles.
 
-    `panel_size` is that of a panel in inches; None: as its kind needs.
+    Attributes:
+        panel_size: width and height of a panel in inches; None: as its kind needs.
+        footer: small words below all panels.
+        named: whether the names of the arms stand above.
+        shared: axes of which labels and ticks stand once: `x` for those below each other, `y` for those side by side.
     """
 
     panels: Sequence[Panel | Map | None]
@@ -134,16 +168,43 @@ class Picture:
     caption: str = ""
     columns: int = 2
     panel_size: tuple[float, float] | None = None
+    footer: str = ""
+    shared: Literal["", "x", "y", "xy"] = ""
+    named: bool = True
+
+    @property
+    def shown(self) -> list[int]:
+        """Numbers of the arms that are drawn, but for those that a panel names."""
+        traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
+        return sorted({trace.arm for trace in traces if not trace.keyed and trace.arm >= 0})
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it has maps, which share a scale."""
+        return any(isinstance(panel, Map) for panel in self.panels)
+
+    @property
+    def parts(self) -> "list[Picture | None]":
+        """A picture for each panel, for a page that places them by its width; maps stay together."""
+        if self.mapped:
+            return [self]
+        alone = [panel and replace(self, panels=[panel], columns=1, footer="", named=False) for panel in self.panels]
+        return alone if len(alone) > 1 else [replace(self, footer="", named=False)]
+
+    def sign(self, arm: int) -> str:
+        """The marker of an arm as a letter."""
+        return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(colour_and_marker(arm)["marker"])]
 
     @property
     def grid(self) -> tuple[int, int]:
         """Numbers of rows and columns."""
-        columns = min(self.columns, len(self.panels))
-        return -(-len(self.panels) // columns), columns
+        places = sum(_span(panel) for panel in self.panels)
+        columns = min(self.columns, places)
+        return -(-places // columns), columns
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches, without the names of the arms."""
+        """Width and height in inches, without legends and footer."""
         rows, columns = self.grid
         maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
         if not maps:
@@ -152,19 +213,14 @@ class Picture:
         least = _HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
         return 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least)
 
-    @property
-    def width(self) -> int:
-        """Width on a page in CSS pixels."""
-        return round(82 * self.size[0])
-
     @cached_property
     def svg(self) -> str:
-        """An SVG file."""
-        return _drawn(self, "svg")
+        """An SVG file, with colours for light and for dark pages."""
+        return re.sub(r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _drawn(self, "svg"), count=1)
 
     @cached_property
     def png(self) -> bytes:
-        """A PNG file of 110 pixels an inch."""
+        """A PNG file of 160 pixels an inch."""
         return _drawn(self, "png")
 
     @cached_property
@@ -172,38 +228,69 @@ class Picture:
         """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
         return _csv(self.panels)
 
+    def file(self, suffix: str) -> bytes:
+        """The picture as a file of this kind: .svg, .png or .csv. Raises RunError for any other."""
+        if suffix not in (".svg", ".png", ".csv"):
+            raise RunError(f"can't draw a picture as {suffix or 'a file without a suffix'}: choose .svg, .png or .csv")
+        content = getattr(self, suffix[1:])
+        return content if isinstance(content, bytes) else content.encode()
 
-def saved(figure: Figure, kind: Literal["svg", "png"], dpi: int = 110) -> str | bytes:
-    """The figure as a file, which is the same whenever and wherever it is drawn."""
-    file = io.StringIO() if kind == "svg" else io.BytesIO()
-    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
-    figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
-    return file.getvalue()
+
+def dark_style() -> str:
+    """CSS rules that give the colours of an SVG file of ours their dark counterparts on dark pages."""
+    rules = "".join(f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for light, dark in DARK.items() for what in ("fill", "stroke"))
+    return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
+
+
+def _span(panel: Panel | Map | None) -> int:
+    return panel.span if isinstance(panel, Panel) else 1
 
 
 def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
+    """The picture as a file, which is the same whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
-    traces = [trace for panel in picture.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-    shown = sorted({trace.arm for trace in traces if not trace.keyed})
-    with matplotlib.rc_context(SETTINGS):
+    shown = picture.shown if picture.named else []
+    font = min(11.0, 2.4 * width / columns)
+    with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which ask for it
         FigureCanvasAgg(figure)
-        axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for each, panel in zip_longest(axes, picture.panels):
+        grid, place, maps = figure.add_gridspec(rows, columns), 0, {}
+        for panel in picture.panels:
+            (row, column), place = divmod(place, columns), place + _span(panel)
             if panel is None:
-                each.set_visible(False)
+                continue
+            axes = figure.add_subplot(grid[row, column : column + _span(panel)])
+            if isinstance(panel, Map):
+                mesh = _map(axes, panel, (width / columns, height / rows))
+                if not panel.written:
+                    maps.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
             else:
-                _map(each, panel) if isinstance(panel, Map) else _panel(each, panel)
+                _panel(axes, panel)
+            if "y" in picture.shared and column:
+                axes.set(ylabel="", yticklabels=[])
+            if "x" in picture.shared and any(picture.panels[place + columns - 1 : place + columns]):
+                axes.set(xlabel="", xticklabels=[])
+        for (scale, *_, unit), (mesh, alike) in maps.items():
+            plain = {} if scale == "linear" else {"format": "{x:g}"}
+            figure.colorbar(mesh, ax=alike, label=unit, **plain, aspect=20 * max(1, len(alike) // columns), pad=0.02)
+        keys = max((_keyed(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
+        height += 0.1 * rows * (keys + 2) if keys > MOST_KEYS else 0
         legend_rows = 0
         if shown:
             handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown]
             per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown) + 6))))
             legend_rows = -(-len(handles) // per_row)
             figure.legend(handles=handles, loc="upper center", ncols=per_row, fontsize=12)
-        height += 0.28 * legend_rows
+        footer = textwrap.wrap(picture.footer, int(13.5 * width))
+        height += 0.28 * legend_rows + 0.17 * len(footer)
+        figure.text(0.1 / width, 0.06 / height, "\n".join(footer), fontsize=9, color=GREY)
         figure.set_size_inches(width, height)
-        figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
-        return saved(figure, kind)
+        bottom, top = 0.17 * len(footer) / height, 0.32 * legend_rows / height
+        figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom - top), w_pad=0.12, h_pad=0.12)
+        file = io.StringIO() if kind == "svg" else io.BytesIO()
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
+        figure.savefig(file, format=kind, dpi=160, metadata=metadata)
+        return file.getvalue()
 
 
 def _panel(axes: Axes, panel: Panel) -> None:
@@ -216,14 +303,15 @@ def _panel(axes: Axes, panel: Panel) -> None:
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
     if panel.small:
-        axes.axhspan(-panel.small, panel.small, color="#f0f0f0", zorder=0)
+        axes.axhspan(-panel.small, panel.small, color=SHADE, zorder=0)
     if panel.zero:
         axes.axhline(0, color=GREY, linewidth=1)
     for trace in panel.traces:
         _trace(axes, trace)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
-    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set_title(panel.title, pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
     if panel.x_range:
         axes.set_xlim(*panel.x_range)
     if panel.y_range:
@@ -231,68 +319,75 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.ticks:
         axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
         axes.minorticks_off()
-        if len(panel.ticks) == 1 and not panel.log:  # what belongs to one place stands beside it, not at the ends of the axis
-            (place,) = panel.ticks
-            axes.set_xlim(place - 0.5, place + 0.5)
-    for x, text in panel.marks.items():
+        if [*panel.ticks] == [*range(len(panel.ticks))]:  # categories do not stand at the ends of the axis
+            axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
+    for place, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
-        at_left = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0] < 0.1
-        side, offset = ("left", 4) if at_left else ("right", -4)
-        note(axes, text, (x, 1), (offset, -2), axes.get_xaxis_transform(), ha=side, va="top", rotation=90)
+        within = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
+        side = "left" if within < 0.2 or place else "right" if within > 0.8 or len(panel.marks) > 1 else "center"
+        note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=side, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
-    if any(trace.keyed for trace in panel.traces):
-        axes.legend(loc="best", fontsize=8)
+    if not any(len(trace.x) for trace in panel.traces):
+        axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
+    if _keyed(panel) > MOST_KEYS:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
+    elif _keyed(panel):
+        axes.legend(loc="best", fontsize=9)
+
+
+def _keyed(panel: Panel) -> int:
+    """Number of lines in the legend of a panel."""
+    return sum(trace.keyed for trace in panel.traces)
 
 
 def _trace(axes: Axes, trace: Trace) -> None:
-    style = colour_and_marker(trace.arm) | {"linestyle": DASHES[trace.dashes % len(DASHES)]}
+    style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes)
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.keyed else {})
     points = style | {"linestyle": "none"}
     match trace.kind:
         case "seed":
-            axes.plot(trace.x, trace.y, linewidth=0.8, alpha=0.5, **style | {"marker": ""})
-        case "theory":
-            axes.plot(trace.x, trace.y, linewidth=1.2, **style | {"marker": "", "color": GREY})
+            axes.plot(trace.x, trace.y, alpha=0.5, **style | {"marker": "", "linewidth": 0.8})
         case "mean":
             if trace.low is not None:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
-            axes.plot(
-                trace.x,
-                trace.y,
-                linewidth=1.1 if trace.hollow else 1.9,
-                markersize=4.5,
-                markevery=max(1, len(trace.x) // 8),
-                zorder=3,
-                **style,
-            )
+            thin = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
+            axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | thin)
         case "dots":
             look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
             axes.plot(trace.x, trace.y, alpha=0.55, **look, **points)
         case "interval":
             reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
-            axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, linewidth=1.8, zorder=3, **points)
+            axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, zorder=3, **points)
+        case "bars":
+            axes.bar(trace.x, trace.high - trace.low, 0.9, trace.low, color=style["color"], label=trace.label)
         case "diverged":
             above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
             look = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
             axes.plot(trace.x, above, "x", color=style["color"], **look)
 
 
-def _map(axes: Axes, panel: Map) -> None:
+def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
+    """`size`: inches that there are for it."""
     rows, columns = panel.values.shape
-    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    mesh = axes.pcolormesh(*edges, panel.values, vmin=panel.low, vmax=panel.top, cmap="viridis", edgecolors="white", linewidth=1)
+    norm, kind = panel.colours
+    edges, many = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
+    values = np.clip(panel.values, norm.vmin, norm.vmax)
+    look = {"rasterized": True} if many else {"edgecolors": PAPER, "linewidth": 1}
+    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=kind, **look)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    if not panel.written:
-        axes.figure.colorbar(mesh, ax=axes)
     for (row, column), value in np.ndenumerate(panel.values) if panel.written else ():
-        text = f"{value:.2f}" if np.isfinite(value) else "-"
-        axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if value > 0.6 * panel.top else "white")
-    axes.set_xticks(range(len(panel.columns)), panel.columns)
-    axes.set_yticks(range(len(panel.rows)), panel.rows)
+        text, colour = f"{value:.2f}" if np.isfinite(value) else "-", "#010101" if value > 0.6 * panel.top else "#fefefe"
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
+    ticks = [{place: label for place, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
+    fonts = [min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels))) for inches, labels in zip(size, ticks, strict=True)]
+    along = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
+    axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **along)
+    axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    return mesh
 
 
 def _csv(panels: Sequence[Panel | Map | None]) -> str:
@@ -372,7 +467,9 @@ def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both."""
+    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both; grey and none for -1."""
+    if number < 0:
+        return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
 
 
@@ -386,14 +483,6 @@ def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[flo
     base = 2 if values[0] >= 1 else 10
     ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
     return base, {tick: number(tick) for tick in ticks}
-
-
-def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis for ascending `values`."""
-    base, ticks = logarithmic_ticks(values)
-    axes.set_xscale("log", base=base)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_xticks([], minor=True)
 
 
 def token_unit(last: float) -> tuple[float, str]:
@@ -413,7 +502,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
     """Small grey words at a place, `offset` points away."""
-    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, **how)
+    halo = [withStroke(linewidth=2.5, foreground=PAPER)]
+    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **how)
 
 
 def doublings(first: float, last: float) -> dict[float, str]:

@@ -25,6 +25,11 @@ NO_INTERVAL = "[no interval]"  # of values without spread, or that are not finit
 Cell = str | Text | Interval | None  # None: not measured; Text: of a terminal alone
 
 
+def with_unit(name: str, unit: str) -> str:
+    """The name of a quantity, with its unit in brackets where it has one."""
+    return f"{name} ({unit})" if unit else name
+
+
 @dataclass(frozen=True)
 class Column:
     """A heading and its unit, and what the cells are: text; numbers as text; means or differences, which are intervals."""
@@ -36,7 +41,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        return f"{self.name} ({self.unit})" if self.unit else self.name
+        return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
         """One number of an interval: a difference has its sign."""
@@ -220,7 +225,7 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
 
 def grid(table: Table) -> RichTable:
     """The table as a terminal shows it; a unit that most columns have stands in its title alone."""
-    title = f"{table.title} ({table.unit})" if table.unit else table.title
+    title = with_unit(table.title, table.unit)
     drawn = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     brief = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS
     columns = []

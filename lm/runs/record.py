@@ -1,19 +1,99 @@
-"""Reading a run folder: configuration, environment, logged metrics and the last evaluations."""
+"""Reading a run folder: configuration, environment, logged metrics and the last evaluations; and what tells runs and their arms apart."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lm.config.effects import canonical, is_learned, recorded_per_start
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
-from lm.runs import identity
 from lm.runs.evaluations import Evaluation, last_evaluations
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, curve, read_json, read_metrics, require_run
 from lm.runs.same_run import check_measured
 from lm.runs.series import KIND, Series, validation_series
 from lm.schema import Plain, flatten
+
+
+def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
+    """The settings of each start of a run, as dotted keys: those whose steps the weights have in them. [] of a model without a training
+    run.
+
+    A start at step s leaves none of the steps after s that earlier ones made.
+
+    Raises:
+        ValueError: `starts` is no list of objects with a step.
+    """
+    if "starts" not in environment:
+        return []
+    every = environment["starts"]
+    if not isinstance(every, list) or not every or not all(isinstance(each, dict) and isinstance(each.get("step"), int) for each in every):
+        raise ValueError("starts is no list of objects with a step")
+    kept: list[dict[str, Plain]] = []
+    for start in every:
+        kept = [earlier for earlier in kept if earlier["step"] < start["step"]] + [flatten(start)]
+    return kept
+
+
+def used(environment: dict[str, Plain], name: str) -> Plain:
+    """The setting that the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if no start
+    recorded it."""
+    changes: list[tuple[int, Plain]] = []
+    for start in starts(environment):
+        if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
+            changes.append((start["step"], start[name]))
+    if len(changes) < 2:
+        return changes[0][1] if changes else None
+    return ", ".join(f"from step {step:,} {_short(value)}" if number else _short(value) for number, (step, value) in enumerate(changes))
+
+
+def differing(environment: dict[str, Plain]) -> list[str]:
+    """Settings in which the starts of a run differ, in words; empty if they used the same."""
+    every = starts(environment)
+    names = dict.fromkeys(name for start in every for name in start if name not in ("step", "time", "command"))
+    differ = [name for name in names if len({json.dumps(start[name]) for start in every if start.get(name) is not None}) > 1]
+    return [f"{name} {used(environment, name)}" for name in differ]
+
+
+def _short(value: Plain) -> str:
+    """A value as short text: commits truncated, booleans as in YAML."""
+    return str(value).lower() if isinstance(value, bool) else str(value)[:24]
+
+
+def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
+    """All that decides what a run learns, except its seed, as dotted keys in canonical form: runs in which it is equal are one arm.
+
+    Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) are identified by
+    the arm they come from, not by their path.
+    """
+    definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
+    as_used = {key: used(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
+    definition |= {key: value for key, value in as_used.items() if value is not None}
+    start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
+    if config.get("init_from") and "arm" in start:
+        definition["init_from"] = f"{start['normalizer']}, arm {start['arm']}"
+    return definition | {f"swap.{name}": swap[name] for name in ("normalizer", "init", "arm") if name in swap}
+
+
+def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
+    """The identifier of a run's arm: a hash of `arm_definition`."""
+    return hashlib.sha256(json.dumps(arm_definition(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
+    """The seeds behind a run's weights: those of the run it started from, then its own, that of its data last; consecutive equal seeds
+    once."""
+    every = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
+    if isinstance(of_data := (config.get("data") or {}).get("seed"), int):
+        every.append(of_data)
+    return tuple(seed for number, seed in enumerate(every) if number == 0 or seed != every[number - 1])
+
+
+# ---------------------------------------------------------------- the record of a run folder
+
 
 _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
@@ -39,7 +119,7 @@ class RunRecord:
     @cached_property
     def arm_definition(self) -> dict[str, Plain]:
         """All that decides what the run learns, except its seed: arms differ in it."""
-        return identity.arm_definition(self.config, self.environment)
+        return arm_definition(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
@@ -58,12 +138,12 @@ class RunRecord:
     @property
     def seeds(self) -> tuple[int, ...]:
         """Its seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
-        return identity.seeds(self.config, self.environment)
+        return seeds(self.config, self.environment)
 
     @property
     def series(self) -> list[Series]:
         """All that its evaluations show in reports."""
-        return [one for evaluation in self.evaluations for one in evaluation.series if one.shown]
+        return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
 
     @property
     def tokens_seen(self) -> int | None:
@@ -79,13 +159,13 @@ class RunRecord:
 
     def used(self, name: str) -> Plain:
         """The setting that its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
-        return identity.used(self.environment, name)
+        return used(self.environment, name)
 
     @property
     def commits(self) -> str | None:
         """The git commit of each start, with whether the tree had changes."""
-        found = [(one["git_commit"], one.get("git_dirty")) for one in identity.starts(self.environment) if one.get("git_commit")]
-        words = dict.fromkeys(f"{commit[:12]}{' with uncommitted changes' if dirty else ''}" for commit, dirty in found)
+        known = [start for start in starts(self.environment) if start.get("git_commit")]
+        words = dict.fromkeys(f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in known)
         return ", then ".join(words) or None
 
     def measured(self, path: str) -> Plain:
@@ -114,31 +194,25 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
     evaluations, not_measured = last_evaluations(folder, config)
     missing += not_measured
-    missing += _unchecked(folder, evaluations)
+    checkpoint = folder / CHECKPOINTS / LAST
+    if evaluations and not checkpoint.is_file():
+        missing.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
+    elif evaluations and not check_measured(folder, evaluations, checkpoint):
+        missing.append("its evaluations carry no digest (made by an earlier version)")
     logged = [line for line in lines if "val/loss" in line]
-    if logged and not any(one.kind == KIND for one in evaluations):
+    if logged and not any(each.kind == KIND for each in evaluations):
         last, unigram = logged[-1], flatten(environment).get("unigram_cross_entropy.val")
         numbers = (last["val/loss"], last.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
         not_logged = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
         evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **not_logged, series=tuple(validation_series(*numbers))))
         missing.append("its validation loss is the last one logged while training, without an interval")
-    for one in evaluations[1:]:
+    for each in evaluations[1:]:
         first = evaluations[0]
-        if one.step != first.step and one.kind in EvalConfig.known():  # others, such as a swap, have a step of their own
-            missing.append(f"the {first.name} is of step {first.step:,}, the {one.name} of step {one.step:,}")
+        if each.step != first.step and each.kind in EvalConfig.known():  # others, such as a swap, have a step of their own
+            missing.append(f"the {first.name} is of step {first.step:,}, the {each.name} of step {each.step:,}")
     training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
     name = folder.resolve().name
     return RunRecord(folder, name, config, environment, training, validations, tuple(evaluations), tuple(missing))
-
-
-def _unchecked(folder: Path, evaluations: list[Evaluation]) -> list[str]:
-    """Words for evaluations that can't be checked. Raises RunError: they are not of the weights of the last checkpoint."""
-    checkpoint = folder / CHECKPOINTS / LAST
-    if not evaluations:
-        return []
-    if not checkpoint.is_file():
-        return [f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked"]
-    return [] if check_measured(folder, evaluations, checkpoint) else ["its evaluations carry no digest (made by an earlier version)"]
 
 
 def _read_config(path: Path) -> dict[str, Plain]:
@@ -159,12 +233,12 @@ def _read_config(path: Path) -> dict[str, Plain]:
 def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
     """Facts that environment.json does not record, and those that its starts used differently. Raises RunError if it is malformed."""
     try:
-        found, differing = identity.starts(environment), identity.differing(environment)
-        identity.arm_definition(config, environment), identity.seeds(config, environment)
+        every, differences = starts(environment), differing(environment)
+        arm_definition(config, environment), seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RunError(f"{path}: {one_line(error, None)}") from None
-    missing = [f"its starts differ: {'; '.join(differing)}"] if differing else []
+    missing = [f"its starts differ: {'; '.join(differences)}"] if differences else []
     silent = "environment.json (of a model without its training run) does not say"
-    missing += [f"{silent} what each start used: they may differ"] if not found or any("precision" not in one for one in found) else []
+    missing += [f"{silent} what each start used: they may differ"] if not every or any("precision" not in start for start in every) else []
     unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
     return missing + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])

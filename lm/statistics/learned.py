@@ -1,4 +1,4 @@
-"""Metrics that a run has learned or not, such as recall: fractions of runs that have, compared by Fisher's exact test."""
+"""Levels of a metric: fractions of runs that have learned it, compared by Fisher's exact test, and tokens at which a run reaches one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -118,3 +118,41 @@ def clopper_pearson(learned: int, runs: int) -> Interval:
 def has_learned(value: float, level: float, better: Literal["lower", "higher"]) -> bool:
     """Whether a metric reaches a level; one that is not finite doesn't."""
     return math.isfinite(value) and (value <= level if better == "lower" else value >= level)
+
+
+# ---------------------------------------------------------------- tokens at which a level is reached
+
+
+def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float, better: Literal["lower", "higher"]) -> float:
+    """The number of training tokens at which a metric first reaches `level`: linear in log tokens between the first evaluation that has
+    reached it and the one before.
+
+    Args:
+        tokens: seen at each evaluation, ascending, above 0.
+        values: of the metric then; evaluations that gave no finite value are left out.
+
+    Returns:
+        0: the first evaluation had reached it already; infinite: none did.
+    """
+    before: tuple[int, float] | None = None
+    for at, value in zip(tokens, values, strict=True):
+        if not math.isfinite(value):
+            continue
+        if has_learned(value, level, better):
+            if before is None:
+                return 0.0
+            part = (before[1] - level) / (before[1] - value)
+            return math.exp(math.log(before[0]) + part * math.log(at / before[0]))
+        before = at, value
+    return math.inf
+
+
+def log_tokens(tokens: float) -> float:
+    """The natural logarithm, -infinite of 0."""
+    return math.log(tokens) if tokens else -math.inf
+
+
+def factor(log_ratio: Interval | None) -> Interval | None:
+    """The interval of a log ratio as that of the ratio."""
+    with np.errstate(over="ignore"):
+        return log_ratio and Interval(*map(float, np.exp(log_ratio.listed())), log_ratio.over)

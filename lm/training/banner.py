@@ -87,7 +87,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {_peak(machine)}",
         "memory": _memory(config, start.phase, store.vocab_size, machine),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
-        "seed": f"{config.seed} (initial weights, order of the batches, dropout)",
+        "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
+        + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 

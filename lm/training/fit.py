@@ -36,8 +36,7 @@ from lm.runs.folder import (
     truncate_metrics,
     write_json,
 )
-from lm.runs.loading import Loaded
-from lm.runs.model_folder import TOKENIZER_SHA256
+from lm.runs.loading import TOKENIZER_SHA256, Loaded
 from lm.runs.same_run import check_environment
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment

@@ -25,7 +25,8 @@ STEPS = 10  # optimizer steps that are made
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Time a run of this configuration: all that it does but most of its steps, in its run folder."""
+    """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
+    most of the time."""
     steps, real = min(STEPS, config.trainer.max_steps), config.trainer.max_steps
     short = replace(
         config,
@@ -33,7 +34,7 @@ def pilot(config: Config) -> dict[str, float]:
         init_from="",  # may not be there yet
         model=config.model_in(0),
         phases=[],
-        trainer=replace(config.trainer, max_steps=steps),
+        trainer=replace(config.trainer, max_steps=steps, compile=False),
         eval=replace(config.eval, every=steps),
         log=replace(config.log, every=1, wandb="disabled", progress="none"),
     )

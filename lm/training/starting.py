@@ -28,9 +28,9 @@ from lm.runs.folder import (
     steps_saved,
     truncate_metrics,
 )
-from lm.runs.identity import arm, seeds
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
+from lm.runs.record import arm, seeds
 from lm.runs.same_run import trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
@@ -151,7 +151,7 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Loaded) -> tuple[dict[str, Plain], list[str]]:
     """Give `decoder` the weights that `init_from` names (`loaded`, whose decoder is left without numbers); their origin, and notes on it.
 
-    The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/identity.py).
+    The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/record.py).
 
     Raises:
         ConfigError: another tokenizer, with both sides and what to do.

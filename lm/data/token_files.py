@@ -1,0 +1,300 @@
+"""Token ids that other programs prepared, as documents: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin, columns
+of ids, and saved datasets.
+
+Files mark where a document begins or ends by the end-of-text token, or by an index. A document is given without that token, which the
+store puts before each.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from lm.config.data_config import AnyTokenizer, Files, Tokens
+from lm.data import text_files
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, damaged, files_in
+from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
+from lm.errors import DataError
+from lm.files import FileHashes
+from lm.schema import Plain
+
+OTHER_TOKENIZER = "set data.tokenizer to the one that made the ids"
+_BLOCK = 2**22  # ids that are looked at together
+
+
+class Vocabulary:
+    """The ids that a tokenizer knows: documents of ids are checked, and their bytes counted.
+
+    Attributes:
+        seen: facts on the documents that were checked: their number, the largest id, and how many began or ended with end of text.
+    """
+
+    def __init__(self, spec: AnyTokenizer):
+        self.tokenizer, self.name = tokenizer_of(spec), spec.end_of_text
+        self.end_of_text = self.tokenizer.token_to_id(spec.end_of_text)
+        self.bytes = token_bytes(self.tokenizer)
+        self.known = np.zeros(vocab_size(self.tokenizer), bool)
+        self.known[list(self.tokenizer.get_vocab().values())] = True
+        self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
+
+    def document(self, ids: Plain | np.ndarray, where: str, n_bytes: int = 0) -> np.ndarray:
+        """The ids of a document, without an end of text before or after it: uint32 (tokens,); none for null.
+
+        Raises:
+            Unreadable: `ids` are no whole numbers, or not the tokenizer's, or end of text stands among them.
+        """
+        ids = _array(ids, where, n_bytes)
+        for begin in range(0, len(ids), _BLOCK):
+            block = ids[begin : begin + _BLOCK]
+            wrong = (block < 0) | (block >= len(self.known))
+            wrong |= ~self.known[np.where(wrong, 0, block)]
+            if wrong.any():
+                place = begin + int(wrong.argmax())
+                reason = f"token {place:,} has the id {ids[place]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
+                raise Unreadable(f"{where}: {reason}; {OTHER_TOKENIZER}", n_bytes)
+        first = int(len(ids) > 0 and ids[0] == self.end_of_text)
+        last = int(len(ids) > first and ids[-1] == self.end_of_text)
+        found = ids[first : len(ids) - last].astype(np.uint32)
+        if len(inside := np.flatnonzero(found == self.end_of_text)):
+            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {first + inside[0]:,}"
+            remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
+            raise Unreadable(f"{where}: {reason}; {remedy}", n_bytes)
+        self.seen["documents"] += 1
+        self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
+        self.seen["end_of_text_first"] += first
+        self.seen["end_of_text_last"] += last
+        return found
+
+    def n_bytes(self, ids: np.ndarray) -> int:
+        """UTF-8 bytes of the text that ids stand for."""
+        if self.bytes is None:
+            return len(decode(self.tokenizer, ids.tolist()).encode())
+        return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
+
+
+def _array(ids: Plain | np.ndarray, where: str, n_bytes: int) -> np.ndarray:
+    """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
+    try:
+        found = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        found = np.empty(0, object)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise Unreadable(f"{where} does not hold a list of token ids; remove the row or set data.source.column", n_bytes)
+    return found
+
+
+# ---------------------------------------------------------------- sources of ids
+
+
+def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
+    """The documents of ids in the files that `source.paths` names."""
+    kind = FORMATS[source.format]
+    for path in kind.files(source):
+        try:
+            yield from kind.documents(path, source, vocabulary, on_error)
+        except Unreadable as error:
+            on_error(error)
+        except OSError as error:
+            on_error(damaged(str(path), error, path.stat().st_size if path.is_file() else 0))
+
+
+def held_out(source: Tokens) -> Tokens | None:
+    """The files that are held out whole as a source, if the configuration names any."""
+    return dataclasses.replace(source, paths=source.validation_paths, validation_paths=[]) if source.validation_paths else None
+
+
+def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    """The format, and the files with the hashes of their content, those that are held out apart."""
+    kind = FORMATS[source.format]
+
+    def hashed(part: Tokens | None) -> list[Plain]:
+        paths = [path for given in (kind.files(part) if part else []) for path in kind.parts(given)]
+        return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
+
+    column = {"column": source.column} if source.format in ("column", "saved") else {}
+    return {"format": source.format, "files": hashed(source), "validation_files": hashed(held_out(source)), **column}
+
+
+@dataclass(frozen=True)
+class TokenFormat:
+    """A format of ids: which files it has, what to hash for each, and how its documents are read."""
+
+    files: Callable[[Tokens], list[Path]]
+    documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
+    parts: Callable[[Path], list[Path]] = lambda path: [path]
+
+
+def _with_suffix(suffix: str) -> Callable[[Tokens], list[Path]]:
+    """Find the files of a source that have the suffix; others are ignored in folders, and refused if they are named."""
+
+    def files(source: Tokens) -> list[Path]:
+        named = [path for path in map(Path, source.paths) if path.is_file() and path.suffix.lower() != suffix]
+        found = [] if named else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+        if not found:
+            where = named[0] if named else source.paths[0]
+            raise DataError(f"{where}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        return found
+
+    return files
+
+
+# ---------------------------------------------------------------- streams: documents are separated by end of text
+
+
+HEADER = 256  # int32 numbers: magic, version, number of ids, zeros
+HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): ids, as of llm.c's data for GPT-2 and for Llama 3
+
+
+def _header(path: Path) -> tuple[int, int, int]:
+    """Magic, version and number of ids, if the file has a header; else zeros."""
+    header = np.fromfile(path, "<i4", HEADER)
+    return tuple(header[:3].tolist()) if len(header) == HEADER else (0, 0, 0)
+
+
+def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """The documents of uint16 ids without a header, each followed by end of text."""
+    if _header(path)[:2] in HEADERS:
+        raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that", path.stat().st_size)
+    if path.with_suffix(".idx").exists():
+        raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron", path.stat().st_size)
+    if (size := path.stat().st_size) % 2:
+        raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format", size)
+    yield from _separated(path, np.memmap(path, "<u2", "r"), vocabulary, on_error, after=1)
+
+
+def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """The documents of ids after a header, each preceded by end of text."""
+    *kind, count = _header(path)
+    size = path.stat().st_size
+    if (dtype := HEADERS.get(tuple(kind))) is None:
+        known = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
+        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known}: damaged, or of another format", size)
+    expected = 4 * HEADER + count * np.dtype(dtype).itemsize
+    if size != expected or count < 1:
+        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected:,} of {count:,} ids that its header says: damaged", size)
+    yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, after=0)
+
+
+def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, after: int) -> Iterator[np.ndarray]:
+    """The documents of a stream; end of text is the last token of each (`after` 1) or the first (0)."""
+    begin, number = 0, 0
+    for end in _borders(ids, vocabulary.end_of_text, after):
+        if end > begin:
+            number += 1
+            yield from _checked(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on", vocabulary, on_error)
+        begin = end
+
+
+def _borders(ids: np.ndarray, end_of_text: int, after: int) -> Iterator[int]:
+    """Where documents of a stream end, the last one included."""
+    for begin in range(0, len(ids), _BLOCK):
+        yield from (begin + after + np.flatnonzero(ids[begin : begin + _BLOCK] == end_of_text)).tolist()
+    yield len(ids)
+
+
+def _checked(ids: np.ndarray, where: str, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """The document, if it can be read."""
+    try:
+        found = vocabulary.document(ids, where, ids.nbytes)
+    except Unreadable as error:
+        on_error(error)
+    else:
+        yield found
+
+
+# ---------------------------------------------------------------- Megatron: an index
+
+
+MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = 34  # bytes: magic, version (8), code of the ids (1), sequences (8), borders of documents (8)
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
+
+
+def _index_and_ids(path: Path) -> list[Path]:
+    """The .idx file, and the .bin file beside it. Raises DataError if that is missing."""
+    if not (data := path.with_suffix(".bin")).is_file():
+        raise DataError(f"{path}: its ids are missing; put {data.name} beside it")
+    return [path, data]
+
+
+def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` has them."""
+    _, data = _index_and_ids(path)
+    size = path.stat().st_size + data.stat().st_size
+
+    def refused(reason: str) -> Unreadable:
+        return Unreadable(f"{path}: {reason}", size)
+
+    head = np.fromfile(path, np.uint8, INDEX_HEADER).tobytes()
+    if len(head) < INDEX_HEADER or not head.startswith(MAGIC):
+        raise refused("is no index of Megatron (it begins otherwise): damaged, or of another format")
+    version, code = int.from_bytes(head[9:17], "little"), head[17]
+    n_sequences, n_borders = (int.from_bytes(head[begin : begin + 8], "little") for begin in (18, 26))
+    if version != 1 or code not in CODES:
+        raise refused(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
+    expected = INDEX_HEADER + 12 * n_sequences + 8 * n_borders
+    if path.stat().st_size == expected + n_sequences:
+        raise refused("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
+    if path.stat().st_size != expected:
+        counts = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
+        raise refused(f"has {path.stat().st_size:,} bytes, not the {expected:,} of {counts}: damaged")
+    sizes = np.fromfile(path, "<i4", n_sequences, offset=INDEX_HEADER).astype(np.int64)
+    pointers = np.fromfile(path, "<i8", n_sequences, offset=INDEX_HEADER + 4 * n_sequences)
+    borders = np.fromfile(path, "<i8", n_borders, offset=INDEX_HEADER + 12 * n_sequences)
+    dtype = np.dtype(CODES[code])
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    if (sizes < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
+        raise refused("its sequences do not follow each other: damaged")
+    if n_borders < 1 or borders[0] != 0 or borders[-1] != n_sequences or (np.diff(borders) < 0).any():
+        raise refused(f"its documents do not divide its {n_sequences:,} sequences: damaged")
+    if data.stat().st_size != starts[-1] * dtype.itemsize:
+        raise refused(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
+    ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
+    for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
+        yield from _checked(ids[begin:end], f"{data}: document {number:,}", vocabulary, on_error)
+
+
+# ---------------------------------------------------------------- columns of ids
+
+
+def _column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    yield from text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
+
+
+def _folders(source: Tokens) -> list[Path]:
+    """The folders that `Dataset.save_to_disk` wrote."""
+    paths = sorted(Path(given).expanduser() for given in source.paths)
+    for path in paths:
+        splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
+        if not (path / "state.json").is_file():
+            remedy = f"name the folder of a split: {', '.join(splits)}" if splits else "it has no state.json"
+            raise DataError(f"{path}: is no folder of `Dataset.save_to_disk`; {remedy} (data.source.paths)")
+    return paths
+
+
+def _saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    import datasets
+
+    size = sum(file.stat().st_size for file in files_in(path))
+    try:
+        dataset = datasets.load_from_disk(os.fspath(path))
+        check_column(str(path), source.column, dataset.column_names, size)
+        tables = dataset.select_columns([source.column]).with_format("arrow").iter(ROWS)
+        yield from column_texts(tables, source.column, str(path), on_error, parse=vocabulary.document)
+    except DataError:
+        raise
+    except Exception as error:  # the library has no common base class
+        raise damaged(str(path), error, size) from None
+
+
+FORMATS: dict[str, TokenFormat] = {
+    "nanogpt": TokenFormat(_with_suffix(".bin"), _nanogpt),
+    "modded-nanogpt": TokenFormat(_with_suffix(".bin"), _modded),
+    "megatron": TokenFormat(_with_suffix(".idx"), _megatron, _index_and_ids),
+    "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _column),
+    "saved": TokenFormat(_folders, _saved, lambda path: sorted(files_in(path))),
+}

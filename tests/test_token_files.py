@@ -1,0 +1,329 @@
+"""Token ids of other programs: every format gives the same store, and what is damaged or does not fit is one line."""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import lm
+from test_tokenizer import write_tokenizer
+from texts import TEXTS, files_config, write_texts
+
+from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
+from lm.config.load import load
+from lm.data.inspect import describe
+from lm.data.prepare import prepare, summary
+from lm.data.sources import documents
+from lm.data.store import Store
+from lm.data.text_files import Unreadable
+from lm.data.token_files import CODES, FORMATS, Vocabulary
+from lm.data.tokenizer import encode, tokenizer_of
+from lm.errors import ConfigError, DataError
+
+END = 290  # the id of end of text in these files
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> TokenizerFile:
+    return TokenizerFile(str(write_tokenizer(tmp_path / "tokenizer.json")), "</s>")
+
+
+@pytest.fixture
+def ids(tokenizer: TokenizerFile) -> list[list[int]]:
+    """The ids of each text."""
+    return encode(tokenizer_of(tokenizer), TEXTS)
+
+
+# ---------------------------------------------------------------- writers, after the programs that write these files
+
+
+def nanogpt(folder: Path, ids: list[list[int]]) -> Path:
+    np.array([token for document in ids for token in (*document, END)], "<u2").tofile(folder / "train.bin")
+    return folder / "train.bin"
+
+
+def modded(folder: Path, ids: list[list[int]], magic: int = 20240520, version: int = 1, dtype: str = "<u2") -> Path:
+    stream = np.array([token for document in ids for token in (END, *document)], dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(stream)
+    (folder / "train.bin").write_bytes(header.tobytes() + stream.tobytes())
+    return folder / "train.bin"
+
+
+def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True, cut: int = 10) -> Path:
+    """Sequences of up to `cut` ids, of which a document may have several."""
+    dtype, sequences, borders = np.dtype(CODES[code]), [], [0]
+    for document in ids:
+        whole = [*document, END] if end else document
+        sequences += [whole[begin : begin + cut] for begin in range(0, len(whole), cut)]
+        borders.append(len(sequences))
+    sizes = np.array([len(sequence) for sequence in sequences], "<i4")
+    pointers = np.append([0], np.cumsum(sizes.astype("<i8"))[:-1]) * dtype.itemsize
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sizes), len(borders))
+    np.concatenate(sequences).astype(dtype).tofile(folder / "train.bin")
+    (folder / "train.idx").write_bytes(head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.array(borders, "<i8").tobytes())
+    return folder / "train.idx"
+
+
+def jsonl(folder: Path, ids: list[list[int]]) -> Path:
+    (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in ids))
+    return folder / "ids.jsonl"
+
+
+def parquet(folder: Path, ids: list[list[int]], dtype: str = "uint16", column: str = "input_ids") -> Path:
+    kind = pyarrow.list_(getattr(pyarrow, dtype)())
+    pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array(ids, kind)}), folder / "ids.parquet", row_group_size=7)
+    return folder / "ids.parquet"
+
+
+def saved(folder: Path, ids: list[list[int]]) -> Path:
+    datasets.Dataset.from_dict({"text": ["" for _ in ids], "input_ids": ids}).save_to_disk(folder / "saved", num_shards=2)
+    return folder / "saved"
+
+
+WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
+    "nanogpt": ("nanogpt", nanogpt),
+    "modded-nanogpt": ("modded-nanogpt", modded),
+    "llm.c of Llama 3": ("modded-nanogpt", lambda folder, ids: modded(folder, ids, 20240801, 7, "<u4")),
+    **{f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code)) for code in CODES if code > 2},
+    "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, cut=10**6)),
+    "jsonl": ("column", jsonl),
+    **{f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind)) for kind in ("int32", "uint64")},
+    "saved": ("saved", saved),
+}
+
+
+def config(tmp_path: Path, tokenizer: TokenizerFile, kind: str, path: Path, **changes) -> DataConfig:
+    return files_config(tmp_path, tmp_path, source=Tokens([str(path)], kind, **changes), tokenizer=tokenizer)
+
+
+def test_every_format_is_written_here():
+    assert {kind for kind, _ in WRITERS.values()} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str):
+    kind, write = WRITERS[name]
+    data = config(tmp_path, tokenizer, kind, write(tmp_path, ids))
+    vocabulary = Vocabulary(tokenizer)
+    assert [document.tolist() for document in documents(data.source, vocabulary=vocabulary)] == ids
+    assert vocabulary.seen["documents"] == len(TEXTS)
+    marked = len(TEXTS) if "out end" not in name and kind not in ("column", "saved") else 0
+    assert vocabulary.seen["end_of_text_first"] + vocabulary.seen["end_of_text_last"] == marked
+    assert vocabulary.seen["largest_id"] == (END if marked else max(map(max, ids)))
+    store = prepare(data)
+    stored = [split.document(n).tolist() for split in (store.train, store.val) for n in range(split.n_documents)]
+    assert sorted(stored) == sorted([END, *document] for document in ids)
+    assert store.manifest["token_bytes"] == "exact"
+    assert store.train.n_bytes + store.val.n_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert store.manifest["ids"] == vocabulary.seen
+    assert any(line.startswith(f"ids          {len(TEXTS)} documents") for line in describe(store, 1))
+
+
+def test_ids_make_the_tokens_that_their_text_makes(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    """Held out by other hashes, so the splits are taken together."""
+    stores = [
+        prepare(config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, ids))),
+        prepare(files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path, tokenizer=tokenizer)),
+    ]
+    first, second = (
+        sorted(split.document(n).tolist() for split in (store.train, store.val) for n in range(split.n_documents)) for store in stores
+    )
+    assert first == second
+    assert np.array_equal(stores[0].token_bytes, stores[1].token_bytes)
+
+
+def test_files_of_their_own_are_held_out_whole(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    (tmp_path / "val").mkdir()
+    val = nanogpt(tmp_path / "val", ids[:5])
+    data = config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, ids), validation_paths=[str(val)])
+    store = prepare(data)
+    assert [store.val.document(n)[1:].tolist() for n in range(5)] == ids[:5]
+    assert [store.train.document(n)[1:].tolist() for n in range(store.train.n_documents)] == ids[5:]
+    assert "data.val_fraction" not in summary(store)
+
+
+def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    """As nanoGPT prepares Shakespeare."""
+    for name, part in (("train", ids[:30]), ("val", ids[30:])):
+        np.concatenate(part).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    store = prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "train.bin", validation_paths=[str(tmp_path / "val.bin")]))
+    assert (store.train.n_documents, store.val.n_documents) == (1, 1)
+    assert store.train.document(0)[1:].tolist() == [token for document in ids[:30] for token in document]
+
+
+def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    folder = write_texts(tmp_path / "texts", [f"{text} again" for text in TEXTS])
+    parts = [WeightedSource(0.5, Files([str(folder)])), WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column"))]
+    for workers in (1, 2):
+        root = str(tmp_path / f"stores{workers}")
+        store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, prepare_workers=workers, root=root))
+        assert store.manifest["token_bytes"] == "exact"
+        assert sum(source.n_documents for source in store.train.sources + store.val.sources) == 2 * len(TEXTS)
+    assert len({Store.open(path).fingerprint for path in tmp_path.glob("stores*/*") if path.is_dir()}) == 1
+
+
+def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    store = prepare(config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, [*ids[:20], [], *ids])))
+    assert store.manifest["left_out"] == {"blank": 1, "short": 0, "long": 0, "copies": 20}
+
+
+def test_a_prepared_store_is_opened_again_and_another_file_makes_another(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    data = config(tmp_path, tokenizer, "megatron", megatron(tmp_path, ids))
+    store = prepare(data)
+    assert prepare(data).path == store.path
+    megatron(tmp_path, ids[1:])
+    assert prepare(data).path != store.path
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    path.write_bytes(change(path.read_bytes()))
+    return path
+
+
+def packed(place: int, form: str, value: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+
+
+def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Callable[[], Path], str]]:
+    """Format, a function that writes the file, and words of the refusal."""
+
+    def index(change: Callable[[bytes], bytes]) -> Callable[[], Path]:
+        return lambda: changed(megatron(folder, ids), change)
+
+    def without_ids() -> Path:
+        path = megatron(folder, ids)
+        (folder / "train.bin").unlink()
+        return path
+
+    def ids_of_index(change: Callable[[bytes], bytes]) -> Callable[[], Path]:
+        def write() -> Path:
+            path = megatron(folder, ids)
+            changed(folder / "train.bin", change)
+            return path
+
+        return write
+
+    def row(content: bytes) -> Callable[[], Path]:
+        return lambda: changed(jsonl(folder, ids), lambda _: content)
+
+    n = sum(-(-(len(document) + 1) // 10) for document in ids)  # sequences
+    strange, inside = [*ids[:3], [5, 291, 292, 7]], [*ids[:3], [5, END, 7]]
+    return {
+        "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
+        "odd": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: content[:-1]), "not 2 for each id"),
+        "headed": ("nanogpt", lambda: modded(folder, ids), "set that"),
+        "indexed": ("nanogpt", lambda: megatron(folder, ids).with_suffix(".bin"), "set data.source.format=megatron"),
+        "unknown id": ("nanogpt", lambda: nanogpt(folder, strange), "document 4, from id"),
+        "negative id": ("megatron", lambda: megatron(folder, [*ids, [5, -1]], 4), "token 1 has the id -1"),
+        "unknown id in a column": ("column", lambda: jsonl(folder, strange), "line 4: column 'input_ids': token 2 has the id 292"),
+        "end inside": ("megatron", lambda: megatron(folder, inside), "inside the document, at token 1; split the document there"),
+        "end inside a row": ("column", lambda: parquet(folder, inside), "row 4: column 'input_ids': the end of text </s> (id 290)"),
+        "end inside a saved row": ("saved", lambda: saved(folder, inside), "row 4: column 'input_ids': the end of text </s> (id 290)"),
+        "no header": ("modded-nanogpt", lambda: nanogpt(folder, ids), "damaged, or of another format"),
+        "wrong magic": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(0, "<i", 20240521)), "begins with 20240521 1"),
+        "wrong version": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(4, "<i", 2)), "begins with 20240520 2"),
+        "wrong count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", -3)), "that its header says"),
+        "cut": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:-2]), "that its header says"),
+        "cut header": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:700]), "begins with 0 0"),
+        "no index": ("megatron", lambda: megatron(folder, ids).with_suffix(".bin"), "is or has no .idx file"),
+        "no such files": ("megatron", lambda: jsonl(folder, ids).parent, "is or has no .idx file"),
+        "no ids": ("megatron", without_ids, "put train.bin beside it"),
+        "magic": ("megatron", index(packed(0, "<Q", 1)), "is no index of Megatron"),
+        "index header cut": ("megatron", index(lambda content: content[:33]), "is no index of Megatron"),
+        "index version": ("megatron", index(packed(9, "<Q", 2)), "has version 2"),
+        **{f"code {code}": ("megatron", index(packed(17, "<B", code)), f"ids of type {code}") for code in (0, 6, 7, 9)},
+        "index cut": ("megatron", index(lambda content: content[:-1]), "damaged"),
+        "index long": ("megatron", index(lambda content: content + b"\0"), "damaged"),
+        "modes": ("megatron", index(lambda content: content + b"\0" * n), "multimodal"),
+        "more sequences": ("megatron", index(packed(18, "<Q", 2**63)), "damaged"),
+        "more documents": ("megatron", index(packed(26, "<Q", 2**63)), "damaged"),
+        "size": ("megatron", index(packed(34, "<i", 3)), "do not follow each other"),
+        "negative size": ("megatron", index(packed(34, "<i", -10)), "do not follow each other"),
+        "pointer": ("megatron", index(packed(34 + 4 * n, "<q", 2)), "do not follow each other"),
+        "border": ("megatron", index(packed(34 + 12 * n, "<q", 1)), "do not divide"),
+        "border beyond": ("megatron", index(packed(34 + 12 * n + 8, "<q", n + 1)), "do not divide"),
+        "ids cut": ("megatron", ids_of_index(lambda content: content[:-2]), "train.bin has"),
+        "ids long": ("megatron", ids_of_index(lambda content: content + b"\0\0"), "train.bin has"),
+        "ids empty": ("megatron", ids_of_index(lambda content: b""), "train.bin has"),
+        "text": ("column", row(b'{"input_ids": "a"}'), "line 1: column 'input_ids' does not hold"),
+        "numbers": ("column", row(b'{"input_ids": [0.5]}'), "does not hold a list of token ids"),
+        "one number": ("column", row(b'{"input_ids": 5}'), "does not hold a list of token ids"),
+        "lists": ("column", row(b'{"input_ids": [[1], [1, 2]]}'), "does not hold a list"),
+        "large": ("column", row(b'{"input_ids": [1e400, 2]}'), "does not hold a list"),
+        "huge": ("column", row(f'{{"input_ids": [{10**30}]}}'.encode()), "does not hold a list"),
+        "null inside": ("column", lambda: parquet(folder, [[1, None, 2]]), "does not hold a list of token ids"),
+        "no column": ("column", lambda: parquet(folder, ids, column="ids"), "one of: ids"),
+        "parquet cut": ("column", lambda: changed(parquet(folder, ids), lambda content: content[:-9]), "can't be read (damaged?)"),
+        "other file": ("column", lambda: nanogpt(folder, ids), "can't read files of this kind"),
+        "splits": ("saved", lambda: saved(folder, ids).parent, "name the folder of a split: saved"),
+        "no saved": ("saved", lambda: folder / "nowhere", "it has no state.json"),
+        "saved damaged": (
+            "saved",
+            lambda: changed(sorted(saved(folder, ids).glob("*.arrow"))[1], lambda content: content[:100]).parent,
+            "can't be read (damaged?)",
+        ),
+        "saved without the column": ("saved", lambda: saved(folder, ids), "no column 'labels'"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", refused_files(Path(), [[1]] * 4))
+def test_files_that_are_damaged_or_do_not_fit_are_one_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str):
+    (tmp_path / "files").mkdir()
+    kind, write, expected = refused_files(tmp_path / "files", ids)[name]
+    path = write()
+    data = config(tmp_path, tokenizer, kind, path, **({"column": "labels"} if "labels" in expected else {}))
+    with pytest.raises(DataError) as caught:
+        prepare(data)
+    assert expected in str(caught.value)
+    assert str(path.with_suffix("")) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(Path(data.root).glob("*-*"))
+    assert not list(Path(data.root).glob(".*.partial"))
+
+
+def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_skipped(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
+):
+    path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
+    errors: list[Unreadable] = []
+    kept = list(documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer)))
+    assert [document.tolist() for document in kept] == ids
+    assert [error.n_bytes for error in errors] == [6]
+    store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))
+    assert store.manifest["unreadable"]["count"] == 1
+    assert store.manifest["ids"]["documents"] == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("{name: tokens, paths: [a.bin], format: nanogpt}", "data.tokenizer = 'train': token ids have a tokenizer already"),
+        ("{name: mixture, of: [{source: {name: tokens, paths: [a.bin], format: nanogpt}}]}", "data.tokenizer = 'train': token ids have"),
+        ("{name: tokens, paths: [a.bin]}", "data.source.format = null: no format given"),
+        ("{name: tokens, format: megatron}", "data.source.paths"),
+        ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: [a.bin]}", "data.source.validation_paths = 'a.bin': is among"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_named(source: str, path: str):
+    with pytest.raises(ConfigError) as caught:
+        load(["configs/softmax.yaml", f"data.source={source}"])
+    assert path in str(caught.value)
+
+
+def test_a_model_is_trained_on_ids_from_the_command_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    given = [f"data.source={{name: tokens, format: modded-nanogpt, paths: [{modded(tmp_path, ids)}]}}", f"data.root={tmp_path / 'stores'}"]
+    given += [f"data.tokenizer={{name: file, path: {tokenizer.path}, end_of_text: </s>}}", "data.seq_len=32", "data.val_fraction=0.3"]
+    done = lm("prepare", "configs/softmax.yaml", *given)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(TEXTS)} documents" in done.stdout
+    assert lm("data", "inspect", "configs/softmax.yaml", *given).returncode == 0
