@@ -39,6 +39,8 @@ class Recall:
         matters: smallest difference of interest, as a fraction.
         tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are compared.
         picture: whether accuracy by length is drawn, docs/NAME.svg.
+        task: whose accuracy it is.
+        layers: heading of the arms' column, the layers that differ.
     """
 
     name: str
@@ -49,12 +51,14 @@ class Recall:
     matters: float
     tuned: bool = False
     picture: bool = False
+    task: str = "mqar"
+    layers: str = "layer 2"
 
     @cached_property
     def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
         """(seeds,) the accuracy of the final runs by arm, rate and length."""
         data = pd.read_csv(RESULTS / self.name / "seeds.csv").query(
-            "stage == 'final' and metric == 'mqar accuracy' and setting == 'as trained'"
+            f"stage == 'final' and metric == '{self.task} accuracy' and setting == 'as trained'"
         )
         return {key: lines.sort_values("seed").value.to_numpy() for key, lines in data.groupby(["arm", "rate", "x"])}
 
@@ -94,8 +98,8 @@ class Recall:
 
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
-        against = f"minus {self.labels[self.baseline].removesuffix(' at 64')}"
-        heads = ["learning rate", "layer 2", *(f"{length:,}" for length in self.lengths)]
+        against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
+        heads = ["learning rate", self.layers, *(f"{length:,}" for length in self.lengths)]
         heads += [f"{against}, at {length:,}" for length in self.deciding]
         places = [(arm, rate) for arm in self.labels for rate in self.rates(arm)]
         lines = [
@@ -153,6 +157,17 @@ SHOWN = (
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True),
+    Recall(
+        "needle",
+        "retrieval.md",
+        LABELS | {"ssmax_fixed": "SSMax, n fixed at 256"},
+        "ssmax_fixed",
+        (4096,),
+        0.25,
+        tuned=True,
+        task="needle",
+        layers="layers 2, 3",
+    ),
 )
 
 

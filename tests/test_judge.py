@@ -1,0 +1,135 @@
+"""`lm judge` and `lm.judge`: verdicts on tables of anybody's runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import ROOT
+from conftest import lm as command
+from test_documents import blocks
+
+import lm
+from lm.errors import ConfigError, RunError
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import recompute
+
+QUESTIONS = {
+    "recall": (["--baseline", "softmax", "--by", "rate", "--by", "x"], "[2048]"),
+    "recall-control": (["--baseline", "ssmax_fixed", "--by", "rate", "--by", "x"], "[2048, 8192]"),
+    "recall-tuned": (["--baseline", "ssmax_fixed"], "[16384]"),
+    "needle": (["--baseline", "ssmax_fixed"], "[4096]"),
+}
+
+
+@pytest.mark.parametrize("shown", recompute.SHOWN, ids=lambda shown: shown.name)
+def test_committed_results_give_their_committed_verdicts(shown):
+    options, lengths = QUESTIONS[shown.name]
+    where = f"setting == 'as trained' and x in {lengths}"
+    question = ["--metric", f"{shown.task} accuracy", "--better", "higher", "--matters", f"{shown.matters:g}", "--where", where]
+    asked = ["judge", str(ROOT / "results" / shown.name / "seeds.csv"), *options, *question, "--json"]
+    lines = json.loads(command(*asked).stdout)["arms"]
+    judged = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
+    assert len(judged) == len(shown.verdicts)
+    for (arm, rate, length), verdict in shown.verdicts.items():
+        line = judged["" if shown.tuned else f"rate {rate}, x {length}", arm]
+        assert (line["verdict"], line["reason"], line["p"]) == (verdict.words, verdict.reason, verdict.p)
+        assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.listed()]
+        assert line["rate"] == (rate if shown.tuned else None)
+
+
+RUNS = pd.DataFrame(
+    [{"arm": arm, "seed": seed, "value": 4 - 0.1 * (arm == "b") + 0.001 * seed * (arm == "b")} for arm in "ab" for seed in (1, 2, 3)]
+)
+
+
+def grid(part: bool) -> pd.DataFrame:
+    """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those that report."""
+    rates = [RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))]
+    table = pd.concat(rates)
+    return pd.concat([table.assign(part="selects"), table.assign(part="reports", value=table["value"] + 1)]) if part else table
+
+
+def test_a_table_is_judged_as_an_experiment_is():
+    base, other = lm.judge(RUNS).to_dict("records")
+    assert (base["arm"], other["arm"], other["verdict"], other["runs"]) == ("a", "b", "better", 3)
+    assert other["difference"] == pytest.approx(-0.098)
+    assert lm.judge(RUNS, baseline="b")["verdict"].tolist()[1:] == ["worse"]
+    assert lm.judge(RUNS, better="higher")["verdict"].tolist()[1:] == ["worse"]
+    assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["different but below what matters"]
+
+
+def test_rates_are_chosen_on_the_lines_that_select():
+    assert lm.judge(grid(True))["rate"].tolist() == [2e-3, 2e-3]
+    assert lm.judge(grid(True))["mean"].tolist() == pytest.approx([5, 4.902])
+    edge = grid(True)
+    edge.loc[(edge["part"] == "selects") & (edge["arm"] == "b") & (edge["rate"] == 4e-3), "value"] = 1.0
+    assert lm.judge(edge)["verdict"].tolist()[1:] == ["not tuned"]
+
+
+def test_units_are_averaged_and_paired_over():
+    units = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for unit in range(10)])
+    shuffled = units.sample(frac=1, random_state=1).sort_values("arm", kind="stable")
+    assert shuffled.pipe(lm.judge)["mean"].tolist() == pytest.approx([4.45, 4.352])
+    columns = ["difference", "difference low", "over_seeds_and_documents", "over_seeds_and_documents low"]
+    assert lm.judge(shuffled)[columns].iloc[1].tolist() == pytest.approx(lm.judge(units)[columns].iloc[1].tolist())
+    with pytest.raises(RunError, match="same units"):
+        lm.judge(units[(units["unit"] != 3) | (units["arm"] != "a")])
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "said"),
+    [
+        (RUNS.rename(columns={"seed": "run"}), {}, "has no column seed; there is arm, run, value"),
+        (RUNS, {"by": ["length"]}, "has no column length; there is arm, seed, value"),
+        (RUNS, {"where": "x == 1"}, "name 'x' is not defined; columns: arm, seed, value"),
+        (RUNS, {"where": "seed > 3"}, "no line with seed > 3"),
+        (RUNS, {"baseline": "c"}, "no arm c; there is a, b"),
+        (RUNS[RUNS["arm"] == "a"], {}, "a verdict takes two arms; there is a"),
+        (RUNS[1:], {}, "a: no seed 1; every arm needs the same seeds"),
+        (pd.concat([RUNS, RUNS[:1]]), {}, "2 lines are of a seed 1; drop all but one"),
+        (pd.concat([RUNS.assign(x=1), RUNS.assign(x=2)]), {}, "2 lines are of a seed 1; they differ in x"),
+        (RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)), {}, "2 lines have no finite value, the first of a seed 2"),
+        (RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)), {}, "2 lines have no finite seed"),
+        (RUNS.assign(metric=["loss", "error"] * 3), {}, "name the metric; there is loss, error"),
+        (RUNS.assign(metric="loss"), {"metric": "error"}, "no metric error; there is loss"),
+        (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),
+        (grid(True).query("arm == 'a' or rate != 0.001"), {}, "arms are tuned over different rates: a 0.001, 0.002, 0.004; b 0.002, 0.004"),
+        (grid(True).query("part == 'reports' or seed == 1"), {}, "a has 1 seed at 0.001; tuning takes 2"),
+        (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it reports"),
+        (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
+        (RUNS.assign(part="selects"), {}, "no line reports"),
+    ],
+)
+def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, said):
+    with pytest.raises(RunError) as error:
+        lm.judge(table, **options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RUNS.to_csv("runs.csv", index=False)
+    out = command("judge", "runs.csv", "--spread", "0.01").stdout
+    assert "b: better: the interval leaves out 0" in out
+    assert "power: 3 seeds find a difference of 0.01" in out
+    Path("empty.csv").write_text("")
+    refused = command("judge", "empty.csv")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: empty.csv: no CSV table")
+    with pytest.raises(ConfigError, match="matters"):
+        lm.judge(RUNS, matters=-1)
+
+
+def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch):
+    code = next(block for block in blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block)
+    values = {f"{arm}-seed{seed} - eval/loss": [5.0, value] for arm, seed, value in RUNS.itertuples(index=False)}
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame({"Step": [100, 200], **values}).to_csv("wandb_export.csv", index=False)
+    exec(code, names := {})
+    assert names["verdicts"]["verdict"].tolist()[1:] == ["better"]
+    assert Path("runs.csv").is_file()
