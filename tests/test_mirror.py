@@ -47,9 +47,9 @@ def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_mode(LogConfig()) == "offline"
+    assert (wandb_mode(LogConfig()), wandb_mode(LogConfig(), in_experiment=True)) == ("offline", "disabled")
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert wandb_mode(LogConfig()) == "online"
+    assert (wandb_mode(LogConfig()), wandb_mode(LogConfig(), in_experiment=True)) == ("online", "online")
     assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_mode(LogConfig()) == "offline"

@@ -176,12 +176,14 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 
-@pytest.mark.parametrize(("wandb", "drawn"), [("disabled", [8]), ("offline", [4, 8])])
-def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(tiny, monkeypatch, wandb: str, drawn: list[int]):
+@pytest.mark.parametrize(("wandb", "experiment", "drawn"), [("disabled", "", [8]), ("disabled", "any", []), ("offline", "any", [4, 8])])
+def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
+    tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
+):
     monkeypatch.setattr(PAINTING, unpainted)
     monkeypatch.setenv("WANDB_MODE", wandb)
     options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5, 1]"]
-    config = tiny("name=drawn", f"log.wandb={wandb}", *options, "eval.needle.heads_at=null")
+    config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options, "eval.needle.heads_at=null")
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
     assert [path.stem for path in sorted(folder.glob("needle.*.json"))] == ["needle.step-000004", "needle.step-000008"]

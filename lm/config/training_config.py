@@ -293,7 +293,9 @@ class LogConfig:
         "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of `score_sequences`",
     )
     score_sequences: int = key(2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6)
-    wandb: Literal["auto", "online", "offline", "disabled"] = key("auto", "`auto`: online with credentials, else offline")
+    wandb: Literal["auto", "online", "offline", "disabled"] = key(
+        "auto", "`auto`: online with credentials, else offline; in an experiment disabled"
+    )
     project: str = key("lm", "wandb project")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 

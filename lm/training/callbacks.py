@@ -238,8 +238,9 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
 
-    Its picture is drawn where wandb is sent it, and at the last step. Training time excludes all of it. A measurement that fails, or
-    exceeds its time limit, is logged, and training continues unless `eval.on_error` is stop.
+    Its picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes longer than a short run's
+    start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues unless
+    `eval.on_error` is stop.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -258,7 +259,7 @@ class Evaluations(StepCallback):
             if trainer.is_global_zero:
                 scores = logged(result)  # before the file, which says that nothing of it is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
-                drawn = step == self.max_steps or self.record.mirror is not None
+                drawn = self.record.mirror is not None or (step == self.max_steps and not self.config.experiment.name)
                 path = measurement.write(self.config.run_folder, result, drawn)
                 measurement.cache(self.config.run_folder, result, where)
                 self.record.evaluation(result, path.with_suffix(".png"))

@@ -68,7 +68,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     main = process.rank == 0  # the process that writes files
     planned = measurements(config, store)
     accelerator, device = resolve_device(config)
-    mode = wandb_mode(config.log)
+    mode = wandb_mode(config.log, bool(config.experiment.name))
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
         keep_freed_memory()

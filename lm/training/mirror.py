@@ -56,8 +56,9 @@ class Mirror:
         self.run.finish()
 
 
-def wandb_mode(log: LogConfig) -> str:
-    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials.
+def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
+    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials; without them a run of an experiment,
+    of which there are many and which has a report, is not logged there.
 
     Raises:
         ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
@@ -69,7 +70,7 @@ def wandb_mode(log: LogConfig) -> str:
         raise ConfigError([Problem("WANDB_MODE", asked, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
     if log.wandb != "auto":
         return log.wandb
-    return asked or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline")
+    return asked or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline")
 
 
 def _netrc_has_key() -> bool:
