@@ -238,9 +238,9 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
 
-    Its picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes longer than a short run's
-    start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues unless
-    `eval.on_error` is stop.
+    Its picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes as long as a short
+    run's start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues
+    unless `eval.on_error` is stop.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
