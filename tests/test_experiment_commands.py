@@ -15,6 +15,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import commands
 from lm.experiments.summary import summary
+from lm.report.frame import results as lm_results
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import read_config, read_json
 from lm.runs.same_run import config_problems
@@ -52,6 +53,8 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     assert [one.outcome.state for one in procedure.known()] == ["finished"] * 3
     assert [commands(one, procedure.experiment.folder) for one in procedure.known()] == [[]] * 3
     assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
+    places = lm_results(*(run.config.run_folder for run in procedure.known()))[["arm", "experiment"]].drop_duplicates()
+    assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], "not those of the runs that weights come from"
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
     _, ours, theirs = summary(procedure)

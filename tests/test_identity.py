@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from reported import build_run, compared
 
+from lm.config.tree import ExperimentConfig
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
 from lm.report.comparison import compare
@@ -114,8 +115,9 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
 def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
     runs, once = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):
-        assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2")) == 0
+        assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2", "experiment.name=e", "experiment.arm=base")) == 0
         swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", once)
+        assert read_config(runs / f"swapped-{seed}").experiment == ExperimentConfig(), "a swap by hand is no run of the experiment"
         for name, normalizer, source in (("soft", "softmax", "base"), ("scalable", "ssmax", "swapped")):
             more = f"init_from={runs}/{source}-{seed}", f"model.normalizer={normalizer}", "trainer.max_steps=2", f"seed={seed}"
             assert train(tiny(f"name={name}-{seed}", *more)) == 0

@@ -45,7 +45,9 @@ class Config:
     eval: EvalConfig = section(
         EvalConfig, "what is measured while training and by `lm eval`", {"affects": "evaluation", "acts_in": ("train", "eval", "swap")}
     )
-    experiment: ExperimentConfig = section(ExperimentConfig, "the place of the run in an experiment", {"affects": "label"})
+    experiment: ExperimentConfig = section(
+        ExperimentConfig, "the place of the run in an experiment", {"affects": "label", "acts_in": ("train", "swap")}
+    )
     log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
 
     @property

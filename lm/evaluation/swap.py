@@ -312,7 +312,7 @@ def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overri
         normalizer["init"] = first if init in (None, "fit") else init
         with suppress(ValueError):
             normalizer["init"] = float(normalizer["init"])
-    plain = merge(to_plain(loaded.config), {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
+    plain = merge({**to_plain(loaded.config), "experiment": {}}, {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
     plain = merge(merge(plain, {"model": {"normalizer": normalizer}}), changes)
     own = {"name": out.name, "runs": str(out.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
     return parse({**plain, **own})

@@ -125,6 +125,8 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
         initial = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of the options' own
         normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
         options = [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
+        place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
+        options += [f"experiment.{name}={json.dumps(value)}" for name, value in place.items()]  # else lm.results has the source's arm
         steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *initial, *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):  # it measures what a kill left unmeasured
