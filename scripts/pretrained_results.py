@@ -1,4 +1,4 @@
-"""The numbers of docs/pretrained.md, from the results of scripts/pretrained_parts.py. A part that is not there gives none."""
+"""The numbers of docs/smollm2.md, from the results of scripts/pretrained_parts.py. A part that is not there gives none."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -291,9 +291,9 @@ def remarks(results: Results, context: int) -> list[str]:
         _needles_found(results),
         _match_by_length(results, context),
         _shape_or_scale(results),
+        _best_constant(results),
         _s_trained(results),
         _all_trained(results),
-        _arms_beyond_context(results, context),
     )
     return [said for said in sentences if said]
 
@@ -308,8 +308,8 @@ def _loss_beyond_context(results: Results, context: int) -> str | None:
         return f"Up to {rows[-1]['high']:,} tokens the loss stays within {RISE} nats of that in the last octave of the context."
     first, last = worse[0]["low"], worse[-1]
     return (
-        f"Loss stays within {RISE} nats of that in the last octave of the context up to {first:,} tokens, {first / context:.1f} contexts, "
-        f"and is {last['loss'] - within:.1f} nats above it from {last['low']:,} to {last['high']:,}."
+        f"Up to {first:,} tokens ({first / context:.1f} contexts) the loss stays within {RISE} nats of that in the context's last octave. "
+        f"From {last['low']:,} to {last['high']:,} tokens it is {last['loss'] - within:.1f} nats above."
     )
 
 
@@ -318,8 +318,8 @@ def _needles_found(results: Results) -> str | None:
     said = []
     for row in rows:
         exact, asked = np.sum([cell for what, cell in row["cells"].items() if what != "no needle"], axis=0)
-        said.append(f"{exact} of {asked} at {row['length']:,} tokens")
-    return f"Needles are found, over the depths, {', '.join(said)}." if said else None
+        said.append(f"{exact} of {asked} at {row['length']:,}")
+    return f"Needles found, by tokens: {', '.join(said)}." if said else None
 
 
 def _match_by_length(results: Results, context: int) -> str | None:
@@ -328,22 +328,29 @@ def _match_by_length(results: Results, context: int) -> str | None:
         return None
     means = [math.lgamma(length + 1) / length for length in (*results.swap_lengths, context)]  # of ln n
     each = [
-        f"{change.mean:+.2f} nats at {length:,} tokens, where the factor is {mean / means[-1]:.2f} on average"
+        f"{change.mean:+.2f} nats at {length:,} tokens (mean factor {mean / means[-1]:.2f})"
         for length, change, mean in zip(results.swap_lengths, row["changes"], means[:-1], strict=True)
     ]
-    return f"SSMax by `match` has a factor of 1 on the logits as a mean over {context:,} tokens. In shorter sequences: {'; '.join(each)}."
+    return f"SSMax by `match` has a mean factor of 1 on the logits over {context:,} tokens. Shorter sequences: {', '.join(each)}."
 
 
 def _shape_or_scale(results: Results) -> str | None:
     if results.scales is None:
         return None
-    every, later, slope = results.scales.by_shape(), results.scales.by_shape(FIRST), results.scales.slope(FIRST)
+    every, later = results.scales.by_shape(), results.scales.by_shape(FIRST)
     verdict = "costs" if every.low > 0 else "gains" if every.high < 0 else "neither costs nor gains resolvably"
-    grows = "grows with ln n" if slope.low > 0 else "falls with ln n" if slope.high < 0 else "does not resolvably change with ln n"
     return (
-        f"Growing with n {verdict}: SSMax at its best mean factor less softmax at its best constant is {shown(every, 4)} nats over all "
-        f"positions and {shown(later, 4)} from {FIRST} on. By position, the best constant {grows}: {shown(slope)} for each unit."
+        f"Growing with n {verdict}. SSMax at its best mean factor, less softmax at its best constant, is {shown(every, 4)} nats over all "
+        f"positions and {shown(later, 4)} from {FIRST} on."
     )
+
+
+def _best_constant(results: Results) -> str | None:
+    if results.scales is None:
+        return None
+    slope = results.scales.slope(FIRST)
+    grows = "grows with ln n" if slope.low > 0 else "falls with ln n" if slope.high < 0 else "does not resolvably change with ln n"
+    return f"By position, the best constant {grows}: {shown(slope)} for each unit."
 
 
 def _s_trained(results: Results) -> str | None:
@@ -352,8 +359,8 @@ def _s_trained(results: Results) -> str | None:
         return None
     s = np.array(results.parts["train_s"].facts["s"])
     return (
-        f"Training s alone takes the swapped model from {shown(before)} to {shown(found)} nats from softmax; s is then {s.mean():.3f} on "
-        f"average, from {s.min():.3f} to {s.max():.3f}."
+        f"Training s alone takes the swapped model from {shown(before)} to {shown(found)} nats from softmax. Its mean s is then "
+        f"{s.mean():.3f}, from {s.min():.3f} to {s.max():.3f}."
     )
 
 
@@ -362,14 +369,3 @@ def _all_trained(results: Results) -> str | None:
     return (
         None if found is None else f"All weights trained under SSMax are {shown(found)} nats from those trained under softmax for as long."
     )
-
-
-def _arms_beyond_context(results: Results, context: int) -> str | None:
-    said = []
-    for arm in ("ssmax", "log_n", "s trained", "ssmax trained", "softmax trained"):
-        if change := results.change(f"beyond_{slug(arm)}", "beyond_softmax", context, math.inf):
-            said.append(f"{WORDS[arm]} {shown(change)}")
-    if not said:
-        return None
-    last = int(results.loss("beyond_softmax").axis.values[-1])
-    return f"Beyond the context, from {context:,} to {last:,} tokens, minus softmax in nats: {'; '.join(said)}."

@@ -1,4 +1,4 @@
-"""docs/pretrained.md as scripts/pretrained.py makes it, from a small random model."""
+"""docs/smollm2.md as scripts/pretrained.py makes it, from a small random model."""
 
 import importlib
 from dataclasses import replace
@@ -137,7 +137,7 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     assert "Not measured yet; the same command goes on with it: positions, diagnostics," in empty
     script("pretrained").main(arguments, sizes)
     written = page.read_text()
-    assert written.startswith("# Models\n\nAbove.\n\n## A worked example")
+    assert written.startswith("# Models\n\nAbove.\n\n# A pretrained model")
     assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in written]
     assert {path.name for path in tmp_path.glob("pretrained*")} == {
         "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained.csv",
