@@ -1,18 +1,28 @@
-"""Models out: transformers loads them without code of ours and computes the same; what it can't compute is refused with the reason."""
+"""Models out: transformers loads them, with the code that they bring where it needs some, and computes the same; others are refused."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import lm
+import yaml
+from conftest import ROOT, lm
+from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm.attention import options as opt
 from lm.attention.catalogue import Layers
-from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
+from lm.attention.layout import AttentionLayout
+from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
+from lm.data.batches import Batch
 from lm.evaluation.generation import generate
+from lm.huggingface.exporting import COMPUTED
+from lm.huggingface.modeling_lm import FACTORS
 from lm.model.decoder import Decoder
 from lm.runs.loading import load, save_model
 from lm.training.train import train
@@ -67,11 +77,11 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     train(config)
     ours, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    text = "some words of text <|endoftext|>"
-    assert tokenizer(text.removesuffix("<|endoftext|>")).input_ids == ours.tokenizer.encode(text.removesuffix("<|endoftext|>")).ids
-    start = ours.tokenizer_and_start()[1]
+    text, start = "some words of text ", ours.tokenizer_and_start()[1]
+    assert tokenizer(text).input_ids == [start, *ours.tokenizer.encode(text).ids]
+    assert tokenizer(text, add_special_tokens=False).input_ids == ours.tokenizer.encode(text).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, theirs.config.bos_token_id) == (start, start, start)
-    prompt = [start, *tokenizer("some words").input_ids]
+    prompt = tokenizer("some words").input_ids
     there = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(generate(ours.decoder, prompt, 8, temperature=0)) == there[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
@@ -86,25 +96,219 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         assert told in card, card
 
 
+MODERN = yaml.safe_load((ROOT / "configs" / "recipes" / "modern.yaml").read_text())["model"]
+
+
+def shape(normalizer: opt.Options, **changes: object) -> ModelConfig:
+    """The recipe `modern`, small, with grouped queries, and with changes."""
+    recipe = MODERN | {"position": Rope()} | changes
+    return ModelConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, normalizer=normalizer, **recipe)
+
+
+LISTED = Layers([opt.Window(size=20), opt.SSMax(bias=True), opt.Sink()])
+PLAIN = {"embedding_norm": None, "value_residual": None, "logit_softcap": None, "qk_norm": False, "mlp": "swiglu"}
+OWN_CODE = {
+    "softmax": shape(opt.Softmax(temperature=0.5)),
+    "temperature alone": shape(opt.Softmax(temperature=0.5), **PLAIN),
+    "ssmax": shape(opt.SSMax()),
+    "ssmax with b": shape(opt.SSMax(bias=True)),
+    "ssmax without s": shape(opt.SSMax(scale="none")),
+    "ssmax, n fixed": shape(opt.SSMax(n="fixed:100")),
+    "log_n": shape(opt.LogN()),
+    "log_n, clipped": shape(opt.LogN(clip=True, base=20.0)),
+    "sqrt_log_n": shape(opt.SqrtLogN()),
+    "llama4": shape(opt.Llama4(floor_scale=16.0)),
+    "yarn": shape(opt.YaRN(n="visible", base=50.0)),
+    "infoscale": shape(opt.InfoScale()),
+    "cosine": shape(opt.Cosine()),
+    "cosine, log n": shape(opt.Cosine(log_n=True)),
+    "p_n": shape(opt.PN()),
+    "qassmax": shape(opt.QASSMax()),
+    "softmax1": shape(opt.Softmax1()),
+    "sink": shape(opt.Sink()),
+    "window, layers": shape(LISTED),
+    "value embeddings": shape(opt.SSMax(), value_residual="embedding", norm="layer", bias=True, tied=True, mlp="gelu"),
+    "p-RoPE, rescaled": shape(opt.SSMax(), **PLAIN | {"position": Rope(fraction=0.5, scaling=LinearScaling(factor=3.0))}),
+    "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
+    "no positions": shape(opt.Softmax(), **PLAIN | {"position": NoPosition(), "qkv_bias": True, "mlp_bias": True}),
+}
+
+
+def moved(model: ModelConfig, length: int, folder: Path) -> tuple[Decoder, Path]:
+    """A decoder whose parameters have been moved off their initial values, and its export."""
+    decoder, generator = Decoder(model, V, length, seed=3).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in dict.fromkeys(decoder.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_model(decoder, folder / "ours")
+    return decoder, exported(folder / "ours", folder / "hf")
+
+
+def of_transformers(folder: Path, kernel: str = "sdpa", **given: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **given).eval()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", OWN_CODE)
+@torch.no_grad()
+def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, kernel: str, tmp_path: Path):
+    decoder, folder = moved(OWN_CODE[case], 128, tmp_path)
+    theirs, given = of_transformers(folder, kernel), tokens()[:, :128]
+    assert theirs.config.model_type == "lm_decoder"
+    whole = decoder.logits(given)
+
+    def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+    near(theirs(given).logits, whole)
+    positions = torch.cat((torch.arange(50), torch.arange(78))).expand(2, -1)
+    near(theirs(given, position_ids=positions).logits, decoder.head(decoder(given, AttentionLayout.from_positions(positions))))
+    padding = torch.ones_like(given)
+    padding[0, :30] = 0
+    near(theirs(given, attention_mask=padding).logits[0, 30:], decoder.logits(given[:1, 30:])[0])
+    out = theirs(given[:, :60], use_cache=True)
+    parts = [out.logits]
+    for part in given[:, 60:].split([1, 7, 30, 1, 29], 1):
+        out = theirs(part, past_key_values=out.past_key_values)
+        parts.append(out.logits)
+    near(torch.cat(parts, 1), whole)
+
+
+def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
+    assert set(COMPUTED) == set(FACTORS) == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalizer", [opt.SSMax(bias=True), LISTED], ids=["ssmax", "layers"])
+@torch.no_grad()
+def test_logits_of_2048_tokens_are_ours(normalizer: opt.Options, tmp_path: Path):
+    decoder, folder = moved(shape(normalizer), 2048, tmp_path)
+    given = torch.randint(V, (2, 2048), generator=torch.Generator().manual_seed(1))
+    theirs, expected = of_transformers(folder), decoder.logits(given)
+    padding, positions = torch.ones_like(given), torch.cat((torch.arange(700), torch.arange(1348))).expand(2, -1)
+    padding[0, :600] = 0
+    packed = decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
+    cached = theirs(given[:, :2000], use_cache=True)
+    last = theirs(given[:, 2000:], past_key_values=cached.past_key_values).logits
+    for actual, wanted in (
+        (theirs(given).logits, expected),
+        (theirs(given, position_ids=positions).logits, packed),
+        (theirs(given, attention_mask=padding).logits[0, 600:], decoder.logits(given[:1, 600:])[0]),
+        (torch.cat((cached.logits, last), 1), expected),
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-4)
+
+
+WITHOUT_LM = """
+import sys, json
+sys.modules["lm"] = None  # any import of it raises
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+batch = tokenizer(["some words of a text", "words"], return_tensors="pt", padding=True)
+out = model.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=None)
+print(json.dumps([batch.input_ids.tolist(), batch.attention_mask.tolist(), out.tolist()]))
+"""
+
+
+def test_an_exported_run_generates_where_lm_can_not_be_imported(tiny, tmp_path: Path):
+    config = tiny("name=run", "model.normalizer=ssmax", "eval.sequences=4", *(f"model.{key}={value}" for key, value in MODERN.items()))
+    train(config)
+    ours, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
+    environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-P", "-c", WITHOUT_LM, str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    given, masks, written = json.loads(ended.stdout.splitlines()[-1])
+    for prompt, mask, text in zip(given, masks, written, strict=True):
+        seen = [token for token, real in zip(prompt, mask, strict=True) if real]
+        assert seen[0] == ours.tokenizer_and_start()[1]
+        assert text[len(prompt) :] == list(generate(ours.decoder, seen, 12, temperature=0))
+    assert "trust_remote_code=True" in (out / "README.md").read_text()
+
+
+def test_gradients_are_ours_with_blocks_recomputed(tmp_path: Path):
+    decoder, folder = moved(shape(opt.SSMax()), 128, tmp_path)
+    theirs, given = of_transformers(folder).train(), tokens()[:, :65]
+    theirs.gradient_checkpointing_enable()
+    theirs(given, labels=given).loss.backward()
+    decoder.loss(Batch.of(given)).div(2 * 64).backward()
+    ours, names = dict(decoder.named_parameters()), dict(theirs.named_parameters())
+    for name, parameter in ours.items():
+        there = names["lm_head.weight" if name == "head.weight" else f"model.{name}"]
+        torch.testing.assert_close(there.grad, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_parameters_of_normalizers_stay_in_fp32(tmp_path: Path):
+    _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
+    theirs = of_transformers(folder, dtype=torch.bfloat16)
+    assert {parameter.dtype for name, parameter in theirs.named_parameters() if ".normalizer." in name} == {torch.float32}
+    assert theirs(tokens()[:, :64]).logits.isfinite().all()
+
+
+def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp_path: Path):
+    """What vLLM asks: a base model by `auto_map`, arguments passed down to the kernel of a registered name, and what it reads there."""
+    decoder, folder = moved(shape(opt.SSMax()), 64, tmp_path)
+    calls = []
+
+    def attend(module, query, key, value, attention_mask, attention_instances=None, scaling=None, **kwargs):
+        calls.append((module.layer_idx, module.is_causal, attention_mask, attention_instances))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling)
+
+    ALL_ATTENTION_FUNCTIONS.register("ours", attend)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, attn_implementation="ours").eval()
+    assert model.is_backend_compatible()
+    given = tokens()[:1, :64]
+    embedded = model.get_input_embeddings()(given)
+    positions = torch.arange(64)[None]
+    with torch.no_grad():
+        out = model(inputs_embeds=embedded, position_ids=positions, use_cache=False, attention_instances="them", return_dict=False)[0]
+        torch.testing.assert_close(out, decoder(given), rtol=0, atol=1e-4)
+    assert calls == [(layer, True, None, "them") for layer in range(3)]
+    _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
+    with pytest.raises(ValueError, match="ours has no attention sinks; set it to eager or sdpa"):
+        of_transformers(folder, "ours")(given)
+
+
+def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **given: calls.append((name, given)) or f"https://hub/{name}")
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: calls.append(given))
+    save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
+    pushed = lm("export", str(tmp_path / "ours"), "--format", "hf", "-o", str(tmp_path / "hf"), "--push", "me/it")
+    assert (pushed.returncode, pushed.stdout) == (0, f"{tmp_path / 'hf'}\nhttps://hub/me/it\n"), pushed.stderr
+    assert calls == [("me/it", {"exist_ok": True}), {"repo_id": "me/it", "folder_path": tmp_path / "hf"}]
+
+    def refuse(self, name: str, **given: object) -> None:
+        raise PermissionError("not\nyours")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "kept"), "--push", "me/it")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "me/it: the hub does not take it: not yours; the folder is written" in refused.stderr
+    assert (tmp_path / "kept" / "lm.json").is_file()
+
+
 REFUSED = {
-    "another normalizer": (ModelConfig(2, normalizer=opt.SSMax()), r"normalizer.name = softmax (here ssmax)"),
-    "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.LogN()])), r"normalizer."),
-    "no positions": (ModelConfig(2, position=NoPosition()), "position.name = rope (here none)"),
-    "part of a head": (ModelConfig(2, position=Rope(fraction=0.5)), "position.fraction = 1.0 (here 0.5)"),
-    "another mlp": (ModelConfig(2, mlp="relu2"), "mlp = swiglu (here relu2)"),
-    "gau": (ModelConfig(2, n_head=1, block=GAUBlock()), "block.name = attention (here gau)"),
-    "two windows": (ModelConfig(2, qk_norm=True, normalizer=Layers([opt.Window(size=4), opt.Window(size=5)])), "normalizer."),
-    "no biases": (ModelConfig(2, norm="layer", position=Learned(), mlp="gelu"), "bias = true (here false)"),
-    "uneven width": (ModelConfig(2, n_head=3, n_embd=32, head_size=16), "a width that is a multiple of its heads"),
+    "gau": (ModelConfig(2, n_head=1, block=GAUBlock()), "written for model.block = attention, not gau"),
+    "elementwise": (ModelConfig(2, normalizer=opt.Relu2()), f"for the normalizers {', '.join(COMPUTED)}, not relu2"),
+    "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
+    "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
+    "two windows": (
+        ModelConfig(2, normalizer=Layers([opt.Window(size=4), opt.Window(size=5)])),
+        "windows of one size a model, not of",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_transformers_does_not_compute_is_refused_with_the_reason(case: str, tmp_path: Path):
+def test_what_is_not_computed_is_refused_with_the_reason(case: str, tmp_path: Path):
     model, reason = REFUSED[case]
     save_model(Decoder(model, 20, 16), tmp_path / "ours")
     result = lm("export", str(tmp_path / "ours"), "--format", "hf", "-o", str(tmp_path / "hf"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
-    assert "no architecture of transformers computes this model without code of ours; the nearest, " in result.stderr
     assert reason in result.stderr
     assert not (tmp_path / "hf").exists()

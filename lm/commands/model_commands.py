@@ -176,9 +176,10 @@ def export(
     source: Source,
     out: New,
     checkpoint: Checkpoint = "last",
-    format: Annotated[
-        Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: of transformers, for models that it computes without other code")
-    ] = "lm",
+    format: Annotated[Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")] = "lm",
+    push: Annotated[
+        str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name", show_default=False)
+    ] = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Export a trained model.
@@ -190,10 +191,14 @@ def export(
         from lm.huggingface.exporting import export_for_transformers
 
         print(export_for_transformers(source, checkpoint, out))
-        return
-    from lm.runs.loading import export
+    else:
+        from lm.runs.loading import export
 
-    print(export(source, checkpoint, out))
+        print(export(source, checkpoint, out))
+    if push:
+        from lm.data.hub import upload
+
+        print(upload(out, push))
 
 
 def generate(

@@ -42,6 +42,24 @@ def downloaded(name: str, revision: str | None, wanted: list[str], where: str = 
         raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{where}") from None
 
 
+def upload(folder: Path, name: str) -> str:
+    """Upload a folder to the hub as the model `name`, which is created if it is not there; returns its address.
+
+    Raises:
+        DataError: no network, no permission, or not a name.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # many kinds: offline, no such user, no permission
+        remedy = f"the folder is written: once that is mended, `hf upload {name} {folder}`"
+        raise DataError(f"{name}: the hub does not take it: {one_line(error, 200)}; {remedy}") from None
+    return str(address)
+
+
 def documents(source: Hub, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
     """The texts in a column of the dataset."""
     dataset = _call(source, lambda datasets: _dataset(datasets, source))

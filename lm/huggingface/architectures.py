@@ -73,9 +73,9 @@ class Architecture(ABC):
     def write(self, shape: Shape) -> dict[str, Plain]:
         """The configuration of the model that is nearest to one of ours: `read` of it says what that is."""
 
-    def unfit(self, shape: Shape) -> str:
-        """Why a model can't be built by transformers although `read` and `write` describe it; empty if it can."""
-        return ""
+    def fits(self, shape: Shape) -> bool:
+        """Whether transformers can build a model that `read` and `write` describe."""
+        return True
 
     @abstractmethod
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
@@ -201,8 +201,8 @@ class Llama(Architecture):
         """The fields that `own` takes."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
-    def unfit(self, shape: Shape) -> str:
-        return "" if shape.model.n_embd % shape.model.n_head == 0 else "a width that is a multiple of its heads"
+    def fits(self, shape: Shape) -> bool:
+        return shape.model.n_embd % shape.model.n_head == 0
 
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
         model = shape.model
@@ -241,8 +241,8 @@ class Qwen2(Llama):
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
         return _written_windows(model)
 
-    def unfit(self, shape: Shape) -> str:
-        return ""
+    def fits(self, shape: Shape) -> bool:
+        return True
 
 
 class Qwen3(Qwen2):

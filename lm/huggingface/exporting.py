@@ -1,4 +1,4 @@
-"""`lm export --format hf`: a model and its card as a plain GPT-2, Llama or Qwen folder that transformers loads without code of ours."""
+"""`lm export --format hf`: a model and its card for transformers, as a plain GPT-2, Llama or Qwen, else with the code that computes it."""
 
 import json
 from collections.abc import Iterator
@@ -7,21 +7,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.attention.options import shown
+from lm.attention.normalizer import Normalizer
+from lm.attention.options import Window
 from lm.config.effects import function_of
 from lm.config.load import to_yaml
+from lm.config.model_config import AttentionBlock
 from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import RunError
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, SINGLE
+from lm.huggingface.tokenizer_files import starting_documents
+from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, write_weights
 from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
 MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
 
@@ -44,7 +48,9 @@ def model_card(loaded: Loaded, kind: str) -> str:
         "vocabulary": f"{spec.vocab_size:,}",
     }
     if loaded.tokenizer is not None:
-        rows["documents start with"] = f"`{spec.end_of_text}`: put it before a text, as in training; the tokenizer does not"
+        rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
+    if kind == OWN["model_type"]:
+        rows["code"] = f"`{MODELLING}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
     parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded.folder.resolve().name}", _table(rows)]
     parts += ["## Training", _training(loaded)]
     if figures := _figures(loaded):
@@ -108,43 +114,41 @@ def export_for_transformers(source: Path, checkpoint: str, out: Path) -> Path:
     """
     loaded = load(source, checkpoint)
     shape = Shape(loaded.spec.model, loaded.spec.vocab_size, loaded.spec.seq_len)
-    architecture, config = _architecture(shape, source)
-    described, tensors = _tensors(architecture, shape, config, loaded)
+    if plain := _architecture(shape, source):
+        architecture, config = plain
+        described, tensors = _tensors(architecture, shape, config, loaded)
+    else:
+        if problem := _uncomputed(loaded):
+            raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
+        config = _own_config(loaded)
+        described, tensors = _own_tensors(loaded)
     with new_folder(out) as folder:
         with replacing(folder / SINGLE, "the weights") as file:
             write_weights(file, described, tensors)
-        files = {CONFIG: {**config, **_tokens(loaded)}}
+        files = {CONFIG: _json({**config, **_tokens(loaded)}), "README.md": model_card(loaded, config["model_type"])}
+        if plain is None:
+            files[MODELLING] = Path(__file__).with_name(MODELLING).read_text()
         if loaded.tokenizer is not None:
-            with replacing(folder / TOKENIZER) as file:
-                file.write((loaded.folder / TOKENIZER).read_bytes())
-            files[TOKENIZER_CONFIG] = _tokenizer_config(loaded.spec)
+            files[TOKENIZER] = starting_documents((loaded.folder / TOKENIZER).read_text(), loaded.spec.end_of_text)
+            files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded.spec))
         for name, content in files.items():
             with replacing(folder / name) as file:
-                file.write((json.dumps(content, indent=2) + "\n").encode())
-        with replacing(folder / "README.md") as file:
-            file.write(model_card(loaded, architecture.model_type).encode())
+                file.write(content.encode())
     return out
 
 
-def _architecture(shape: Shape, source: Path) -> tuple[Architecture, dict[str, Plain]]:
-    """The architecture that holds such a model, and its configuration. Raises RunError with how the nearest one differs."""
-    ours, differences = function_of(shape.model), {}
-    for name, architecture in ARCHITECTURES.items():
+def _json(content: dict[str, Plain]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _architecture(shape: Shape, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+    """The architecture of transformers that computes such a model, and its configuration; None: there is none."""
+    for architecture in ARCHITECTURES.values():
         config = architecture.write(shape)
-        theirs = function_of(architecture.read(Fields(config, source)).model)
-        apart = [
-            f"{key} = {shown(theirs.get(key))} (here {shown(ours.get(key))})"
-            for key in dict.fromkeys((*ours, *theirs))
-            if ours.get(key) != theirs.get(key) and ("." not in key or (key in ours and key in theirs))  # else another variant's option
-        ]
-        apart += [reason] if (reason := architecture.unfit(shape)) else []
-        if not apart:
+        theirs = architecture.read(Fields(config, source)).model
+        if function_of(theirs) == function_of(shape.model) and architecture.fits(shape):
             return architecture, config
-        differences[name] = apart
-    name, apart = min(differences.items(), key=lambda item: len(item[1]))
-    nearest = f"the nearest, {name}, has {', '.join(apart)}"
-    remedy = "without --format hf it is exported for lm"
-    raise RunError(f"{source}: no architecture of transformers computes this model without code of ours; {nearest}; {remedy}")
+    return None
 
 
 def _tensors(
@@ -183,6 +187,75 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
         "eos_token": end,
+        "pad_token": end,
+        "padding_side": "left",
         "model_max_length": spec.seq_len,
         "clean_up_tokenization_spaces": False,
     }
+
+
+# ---------------------------------------------------------------- with code of its own
+
+
+MODELLING = "modeling_lm.py"  # beside this module; copied into the folder
+OWN = {"model_type": "lm_decoder", "architectures": ["LmForCausalLM"]} | {
+    "auto_map": {
+        auto: f"{MODELLING.removesuffix('.py')}.{name}"
+        for auto, name in {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}.items()
+    }
+}
+COMPUTED = (
+    "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
+)  # fmt: skip
+
+
+def _uncomputed(loaded: Loaded) -> str:
+    """The part of a model that the modelling file does not compute, in words; empty if it computes all."""
+    model, layers = loaded.spec.model, [normalizer.options for normalizer in loaded.decoder.normalizers()]
+    if model.block.name != AttentionBlock.name:
+        return f"code for transformers is written for model.block = attention, not {model.block.name}"
+    if others := [options.name for options in layers if options.name not in COMPUTED]:
+        return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {others[0]}"
+    if unknown := [options.name for options in layers if getattr(options, "n", "") == "sample"]:
+        return f"normalizer.n = sample of {unknown[0]} is a length that generation in transformers does not know; visible and fixed:N are"
+    if len(sizes := {options.size for options in layers if options.name == Window.name}) > 1:
+        return f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}"
+    return ""
+
+
+def _own_config(loaded: Loaded) -> dict[str, Plain]:
+    """The config.json of the modelling file: `LmConfig` there says what the fields are."""
+    spec, model, rope, layers = loaded.spec, loaded.spec.model, loaded.spec.model.position, loaded.decoder.normalizers()
+    rotation = {}
+    if rope.rotates:
+        radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
+        rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
+    windows = [normalizer.options.name == Window.name for normalizer in layers]
+    return {
+        **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
+        "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
+        "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
+        "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
+        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.ends, "embedding_norm": model.embedding_norm,
+        "value_residual": model.value_residual, "logit_softcap": model.logit_softcap, "tie_word_embeddings": model.tied,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": next((normalizer.options.size for normalizer in layers if normalizer.options.name == Window.name), None),
+        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_own_normalizer(normalizer) for normalizer in layers],
+    }  # fmt: skip
+
+
+def _own_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
+    """A normalizer's options with the numbers that training fixed, and the shapes of its parameters by name."""
+    shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
+    return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
+
+
+def _own_tensors(loaded: Loaded) -> tuple[dict[str, Described], Iterator[tuple[str, Tensor]]]:
+    """Types and shapes of the tensors by lm's names, after `model.` but for the head, and the tensors."""
+    state = {
+        "lm_head.weight" if name == "head.weight" else f"model.{name}": value
+        for name, value in loaded.decoder.state_dict().items()
+        if name != "head.weight" or not loaded.spec.model.tied
+    }
+    described = {name: (torch.float32, tuple(value.shape)) for name, value in state.items()}
+    return described, ((name, value.float().contiguous()) for name, value in state.items())

@@ -53,6 +53,16 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
     return size
 
 
+def starting_documents(content: str, end_of_text: str) -> str:
+    """A tokenizer.json whose tokenizer puts the token that starts a document before each text, and no other special token."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = parse_tokenizer(content, end_of_text)
+    start = (end_of_text, tokenizer.token_to_id(end_of_text))
+    tokenizer.post_processor = TemplateProcessing(single=f"{end_of_text} $A", pair=f"{end_of_text} $A $B", special_tokens=[start])
+    return tokenizer.to_str()
+
+
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:
     """The content of tokenizer_config.json; {} if there is none."""
     return read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}

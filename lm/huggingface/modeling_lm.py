@@ -1,0 +1,472 @@
+"""The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
+
+`lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
+Queries are scaled from `position_ids`, which begin at 0 with each document: left padding and packed documents keep their n.
+
+Shapes: B sequences, T query positions, S key positions, H heads of queries, K of keys and values, D head size, C width, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import can_return_tuple
+
+SLIDING = "sliding_attention"
+
+
+class LmConfig(PreTrainedConfig):
+    """The decoder's shape.
+
+    Args:
+        normalizers: options of each layer's normalizer, `name` and others, and `parameters`, the shapes of its parameters by name.
+        rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
+        rope_amplitude: multiplies cos and sin.
+        learned_positions: a vector for each position below `max_position_embeddings`.
+    """
+
+    model_type = "lm_decoder"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        hidden_size: int = 64,
+        intermediate_size: int = 256,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 4,
+        head_dim: int = 16,
+        max_position_embeddings: int = 1024,
+        hidden_act: str = "relu2",
+        norm: str = "rms",
+        norm_eps: float = 1e-5,
+        bias: bool = False,
+        qkv_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        rope_frequencies: list[float] | None = None,
+        rope_amplitude: float = 1.0,
+        learned_positions: bool = False,
+        embedding_norm: str | None = None,
+        value_residual: str | None = None,
+        logit_softcap: float | None = None,
+        normalizers: list[dict] | None = None,
+        layer_types: list[str] | None = None,
+        sliding_window: int | None = None,
+        tie_word_embeddings: bool = False,
+        **kwargs: object,
+    ):
+        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.hidden_act, self.norm, self.norm_eps = hidden_act, norm, norm_eps
+        self.bias, self.qkv_bias, self.mlp_bias, self.qk_norm = bias, qkv_bias, mlp_bias, qk_norm
+        self.rope_frequencies, self.rope_amplitude, self.learned_positions = rope_frequencies, rope_amplitude, learned_positions
+        self.embedding_norm, self.value_residual, self.logit_softcap = embedding_norm, value_residual, logit_softcap
+        self.normalizers = normalizers or [{"name": "softmax"}] * num_hidden_layers
+        self.layer_types = layer_types or ["full_attention"] * num_hidden_layers
+        self.sliding_window = sliding_window
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+# ---------------------------------------------------------------- normalizers
+
+
+def _affine(own: "Normalizer", growth: Tensor) -> Tensor:
+    """s growth + b, of the parameters that there are."""
+    scaled = own.head("s") * growth if hasattr(own, "s") else growth
+    return scaled + own.head("b") if hasattr(own, "b") else scaled
+
+
+def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
+    hidden = F.gelu(F.linear(x, layers.hidden.weight, layers.hidden.bias))
+    return F.linear(hidden, layers.out.weight, layers.out.bias)
+
+
+def _qassmax(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    base = _mlp(own.base, n.log()).unflatten(-1, (q.size(1), -1))[:, 0].transpose(1, 2)  # (B, H, T, D)
+    return base * (1 + _mlp(own.gate, q).tanh())
+
+
+def _infoscale(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    power = -2 / q.size(-1)
+    return ((1 - n.double() ** power).sqrt() / math.sqrt(1 - own.options["base"] ** power)).float()
+
+
+def _cosine(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    return own.head("g") * (n.log() if own.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
+
+
+def _log_n(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    growth = n.log() / math.log(own.options["base"])
+    return growth.clamp(min=1.0) if own.options["clip"] else growth
+
+
+def _llama4(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    return 1 + own.options["attn_scale"] * torch.log1p(torch.floor(n / own.options["floor_scale"]))
+
+
+# The factor on the queries q (B, H, T, D) that makes plain softmax of each normalizer; n: (B, 1, T, 1) fp32.
+FACTORS = {
+    "softmax": lambda own, n, q: torch.full_like(n, 1 / own.options.get("temperature", 1.0)),
+    "ssmax": lambda own, n, q: _affine(own, n.log()),
+    "log_n": _log_n,
+    "sqrt_log_n": lambda own, n, q: own.head("c") * (2 * n.log()).sqrt(),
+    "llama4": _llama4,
+    "yarn": lambda own, n, q: (0.1 * (n / own.options["base"]).clamp(min=1.0).log() + 1).square(),
+    "infoscale": _infoscale,
+    "cosine": _cosine,
+    "p_n": lambda own, n, q: _affine(own, own.p[(n.long() - 1).clamp(max=len(own.p) - 1)]),
+    "qassmax": _qassmax,
+    **dict.fromkeys(("window", "sink", "softmax1"), lambda own, n, q: torch.ones_like(n)),
+}
+
+
+class Normalizer(nn.Module):
+    """Changes queries and keys, in fp32, so that plain softmax gives the weights of a layer's normalizer."""
+
+    def __init__(self, options: dict):
+        super().__init__()
+        self.options, self.factor = options, FACTORS[options["name"]]
+        self.unit = options["name"] == "cosine"
+        for name, shape in options.get("parameters", {}).items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+    def head(self, name: str) -> Tensor:
+        """A parameter with one number for each head, (H, 1, 1)."""
+        return getattr(self, name).view(-1, 1, 1)
+
+    def sink(self, q: Tensor) -> Tensor | None:
+        """The logit of the attention sink of each head, (H,); None: there is no sink."""
+        return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, H, T, D) and keys (B, K, T, D) for plain softmax of q.k / sqrt(D); positions: (B, T), 0-based in the document."""
+        if self.unit:
+            q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
+        policy = self.options.get("n", "visible")
+        n = positions + 1 if policy == "visible" else torch.full_like(positions, int(policy.removeprefix("fixed:")))
+        q = q.float()
+        with torch.autocast(q.device.type, enabled=False):
+            return q * self.factor(self, n.float()[:, None, :, None], q), k
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    sink: Tensor | None = None, **kwargs: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax in fp32 with all its weights: (B, T, H, D) and (B, H, T, S)."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = query.float() @ key.float().transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    if sink is not None:
+        scores = torch.cat((sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores), -1)
+    weights = scores.softmax(-1)[..., scores.size(-1) - key.size(2) :]
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
+
+
+def sdpa_with_sink(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, sink: Tensor,
+    **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """PyTorch's fused attention with one more key in front, of the sink's logit and of value 0, which every query sees."""
+    size, length = query.size(-1), query.size(2)
+    logit = sink.float() / scaling
+    high = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
+    both = torch.stack((high, (logit - high.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
+    query = torch.cat((query, F.pad(both, (0, 6))), -1)
+    first = F.pad(torch.ones_like(key[:, :, :1, :2]), (size, 6))
+    key, value = torch.cat((first, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
+    if attention_mask is None and length > 1:
+        query = F.pad(query, (0, 0, 1, 0))  # one more query in front keeps the triangle square
+    elif attention_mask is not None:
+        attention_mask = F.pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
+    out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return out[:, -length:, :, :size], None
+
+
+WITH_SINK = {"eager": eager_attention, "sdpa": sdpa_with_sink}
+
+
+# ---------------------------------------------------------------- layers
+
+
+def make_norm(config: LmConfig, kind: str | None = None) -> nn.Module:
+    """RMSNorm (`rms`) or LayerNorm (`layer`) over the width; kind: None: as the model's norms."""
+    size, eps = config.hidden_size, config.norm_eps
+    return nn.RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head's queries or keys, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, D) turned by RoPE's angles, (B, 1, T, rotated / 2), in fp32: the first half of the rotated dimensions with the second."""
+    half, x = cos.size(-1), x.float()
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries, by the kernel that `attn_implementation` names."""
+
+    def __init__(self, config: LmConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling, self.is_causal = config.head_dim**-0.5, True
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
+        self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        self.normalizer = Normalizer(config.normalizers[layer_idx])
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None, position_ids: Tensor,
+        past_key_values: Cache | None, other_values: Tensor | None, **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """The output (B, T, C), the weights if the kernel gives them, and the layer's values before its cache, (B, K, T, D)."""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
+        if self.value_mix is not None:
+            v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
+        values = v
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        kernel, sink, kind = eager_attention, self.normalizer.sink(q), self.config._attn_implementation
+        if sink is not None:
+            if kind not in WITH_SINK:
+                raise ValueError(f"attn_implementation {kind} has no attention sinks; set it to {' or '.join(WITH_SINK)}")
+            kernel, kwargs = WITH_SINK[kind], {**kwargs, "sink": sink}
+        elif kind != "eager":
+            kernel = ALL_ATTENTION_FUNCTIONS[kind]
+        out, weights = kernel(
+            self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
+            sliding_window=self.sliding_window, **kwargs,
+        )  # fmt: skip
+        return self.out(out.reshape(*x.shape[:2], -1)), weights, values
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+ACTIVATIONS = {
+    "swiglu": _swiglu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class MLP(nn.Module):
+    """SwiGLU (gate and value in one matrix), GELU, its approximation by tanh, or ReLU^2."""
+
+    def __init__(self, config: LmConfig):
+        super().__init__()
+        hidden = config.intermediate_size
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.up = nn.Linear(config.hidden_size, 2 * hidden if config.hidden_act == "swiglu" else hidden, bias=config.mlp_bias)
+        self.out = nn.Linear(hidden, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.activation(self.up(x)))
+
+
+class Block(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LmConfig, layer_idx: int):
+        super().__init__()
+        self.attention_norm, self.attention = make_norm(config), Attention(config, layer_idx)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+
+    def forward(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
+        out, weights, values = self.attention(self.attention_norm(x), **kwargs)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), weights, values
+
+
+# ---------------------------------------------------------------- models
+
+
+class LmPreTrainedModel(PreTrainedModel):
+    """Answers to the questions that transformers, and vLLM's backend for its models, ask of a class."""
+
+    config_class = LmConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _keep_in_fp32_modules_strict = ("normalizer",)
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+
+class LmModel(LmPreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: LmConfig):
+        super().__init__(config)
+        layers, width = config.num_hidden_layers, config.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
+        self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(layers))
+        values = config.num_key_value_heads * config.head_dim
+        tables = (nn.Embedding(config.vocab_size, values) for _ in range(layers))
+        self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
+        self.norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embedding = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: object,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states (B, T, C) of tokens (B, T), after the last norm.
+
+        Args:
+            attention_mask: (B, S), 0 for padding.
+            position_ids: (1, T) or (B, T), 0-based in each document; None: as `attention_mask` and the cache say.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if input_ids is None and self.value_embedding is not None:
+            raise ValueError("value embeddings need input_ids")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, seen : seen + x.size(1)]
+        elif position_ids is None:
+            position_ids = torch.arange(seen, seen + x.size(1), device=x.device)[None]
+        given = (self.config, x, attention_mask, past_key_values, position_ids)  # without a cache made here, which would hide packing
+        masks = {"full_attention": create_causal_mask(*given)}
+        if self.config.sliding_window is not None:
+            masks[SLIDING] = create_sliding_window_causal_mask(*given)
+        if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
+            past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        x = self.embedding_norm(x)
+        if self.position is not None:
+            x = x + self.position(position_ids)
+        weights, states, rotation, first = (), (), self._rotation(position_ids), None
+        for layer, block in enumerate(self.blocks):
+            states += (x,) if output_hidden_states else ()
+            others = first
+            if self.value_embedding is not None:
+                others = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            x, layer_weights, values = block(
+                x, rotation=rotation, attention_mask=masks[self.config.layer_types[layer]], position_ids=position_ids,
+                past_key_values=past_key_values, other_values=others, **kwargs,
+            )  # fmt: skip
+            first = values if first is None else first
+            weights += (layer_weights,) if output_attentions else ()
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x) if output_hidden_states else None,
+            attentions=weights if output_attentions else None,
+        )
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of RoPE's angles, (B, 1, T, rotated / 2), from angles in float64."""
+        if self.config.rope_frequencies is None:
+            return None
+        frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=positions.device)
+        angles = positions.double()[:, None, :, None] * frequencies
+        amplitude = self.config.rope_amplitude
+        return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
+
+
+class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LmConfig):
+        super().__init__(config)
+        self.model = LmModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: object,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, T, V), and the loss of `labels` (B, T), shifted here."""
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        if self.config.logit_softcap is not None:
+            logits = self.config.logit_softcap * torch.tanh(logits.float() / self.config.logit_softcap)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
