@@ -17,7 +17,17 @@ from functools import cache
 from lm.errors import Problem
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
-fields = cache(dataclasses.fields)  # of a class: each configuration asks for them many times
+
+
+@cache  # each configuration asks for them many times
+def fields(schema: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a dataclass with their types, also where its module has `from __future__ import annotations`."""
+    specs = dataclasses.fields(schema)
+    if any(isinstance(spec.type, str) for spec in specs):
+        hints = typing.get_type_hints(schema)
+        for spec in specs:
+            spec.type = hints[spec.name]
+    return specs
 
 
 @dataclass(frozen=True)

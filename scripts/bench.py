@@ -30,12 +30,11 @@ import numpy as np
 import torch
 
 from lm.attention import catalogue
-from lm.attention import options as opt
-from lm.attention.elementwise_sums import elementwise_attention, why_tiles
+from lm.attention import catalogue as opt
+from lm.attention.catalogue import make_normalizer
+from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
-from lm.attention.tiles import tiles
+from lm.attention.normalizer import LayerSpec
 from lm.config.eval_config import DiagnosticsConfig, Statistics
 from lm.config.model_config import Learned, ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
@@ -209,7 +208,7 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     return step
 
 
-def elementwise_alone(route: Callable[..., torch.Tensor], f: ScoreFunction, arguments: argparse.Namespace) -> Step:
+def elementwise_alone(route: Callable[..., torch.Tensor], f: str, arguments: argparse.Namespace) -> Step:
     """Forward and backward of one `route` of `lm.attention.elementwise_sums.elementwise_attention`, as `attention`."""
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     q, k, v, grad = torch.randn(4, 1, arguments.n_head, arguments.seq_len, 64, device=arguments.device).to(dtype)
@@ -228,10 +227,8 @@ def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tupl
     sides = {name: attention(option(), arguments) for name, option in catalogue.SINGLE.items()}
     if sequences.is_cuda:
         print("elementwise attention:", why_tiles(sequences.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
-        for f in (Relu2(), Relu(), Sigmoid()):
-            sides |= {
-                f"{f.kind} alone, {route.__name__}": elementwise_alone(route, f, arguments) for route in (elementwise_attention, tiles)
-            }
+        for f in SCORE_FUNCTIONS:
+            sides |= {f"{f} alone, {route.__name__}": elementwise_alone(route, f, arguments) for route in (elementwise_attention, tiles)}
     return sides | {f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
 
 

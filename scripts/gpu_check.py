@@ -26,9 +26,10 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import catalogue
+from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import why_tiles
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
+from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import QueryScale
 from lm.config.load import load
 from lm.config.model_config import ModelConfig

@@ -22,7 +22,7 @@ from pretrained_pictures import attention_picture, loss_picture, scale_picture
 from pretrained_results import FIRST, Results, remarks, shown
 from theory_statements import TRAINED, UNTRAINED, Described, Statement, compared
 
-from lm.attention.options import Softmax
+from lm.attention.catalogue import Softmax
 from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.files import write_together

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lm.attention.options import LogN, Options, Softmax, SSMax
+from lm.attention.catalogue import LogN, Softmax, SSMax
+from lm.attention.options import Options
 from lm.config.load import load as load_config
 from lm.config.load import merge, overrides_in, parse
 from lm.config.tree import Config

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.attention.options import Linear, Options
+from lm.attention.catalogue import Linear
+from lm.attention.options import Options
 from lm.diagnostics.attention_rows import NO_FIRST
 from lm.runs.series import Series
 

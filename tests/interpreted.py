@@ -10,24 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.attention import catalogue as opt
 from lm.attention import elementwise_sums
-from lm.attention import options as opt
+from lm.attention.catalogue import make_normalizer
 from lm.attention.contract import gradients
-from lm.attention.elementwise_sums import elementwise_attention, why_tiles
+from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
-from lm.attention.tiles import tiles
+from lm.attention.normalizer import LayerSpec
 
-every_function = pytest.mark.parametrize("f", [Relu2(), Relu(), Sigmoid()], ids=lambda f: f.kind)
+every_function = pytest.mark.parametrize("f", SCORE_FUNCTIONS)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
 either_sum = pytest.mark.parametrize("over_sum", [False, True], ids=["plain", "over its sum"])
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
-def dense(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
+def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
     """The definition."""
-    w = f(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype)).tril()
+    w = SCORE_FUNCTIONS[f].value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype)).tril()
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if over_sum else w) @ v
 
 
@@ -44,7 +43,7 @@ def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 
 
 
 def results(
-    route: Callable[..., Tensor], f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor, over_sum: bool = False
+    route: Callable[..., Tensor], f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor, over_sum: bool = False
 ) -> list[Tensor]:
     """Output and gradients of q, k, v and the shift."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
@@ -55,7 +54,7 @@ def results(
 @either_sum
 @every_function
 @every_size
-def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: ScoreFunction, length: int, size: int, width: int, over_sum: bool):
+def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, length: int, size: int, width: int, over_sum: bool):
     given = inputs(length, size, width, torch.float32)
     found, tiled = (results(route, f, *given, over_sum) for route in (elementwise_attention, tiles))
     for a, b, exact in zip(found, tiled, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
@@ -67,7 +66,7 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: ScoreFunct
 @either_sum
 @every_function
 @every_size
-def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: ScoreFunction, length: int, size: int, width: int, over_sum: bool):
+def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: str, length: int, size: int, width: int, over_sum: bool):
     given = inputs(length, size, width, torch.bfloat16)
     found, plain = (results(route, f, *given, over_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32]
@@ -77,7 +76,7 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: ScoreFunc
 
 
 @every_function
-def test_without_a_shift_and_with_strided_inputs(f: ScoreFunction):
+def test_without_a_shift_and_with_strided_inputs(f: str):
     *given, shift, grad = inputs(50, 16, 32, torch.float32, batch=2)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
     leaves = [x.detach().requires_grad_() for x in strided]
@@ -100,25 +99,22 @@ def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object
 
 
 def test_a_function_that_the_kernel_does_not_have_is_an_error():
-    class Cube(Relu):
-        kind = "cube"
-
     q, k, v, shift, _ = inputs(40, 16, 16, torch.float32)
     with pytest.raises(Exception, match="no function of this kind"):
-        elementwise_attention(Cube(), q, k, v, shift)
+        elementwise_attention("cube", q, k, v, shift)
 
 
 def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
     """Its weight is 1 whatever the score: what is left of a difference of gradients must not be their rounding."""
     q, k, v, grad = (x[..., :1, :].contiguous() for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:])
     q = k * 1e-2  # a small positive score
-    found = results(elementwise_attention, Relu2(), q, k, v, torch.zeros(2, 1), grad, over_sum=True)
+    found = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, over_sum=True)
     assert torch.equal(found[0], v)
     assert found[1].abs().max() < 1e-2 * grad.abs().max()
 
 
 @every_function
-def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: ScoreFunction):
+def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: str):
     q, k, v, shift, grad = inputs(40, 16, 16, torch.float32)
     for x in results(elementwise_attention, f, 1e4 * q, 1e4 * k, v, shift, grad):
         assert x.isfinite().all()
@@ -144,9 +140,9 @@ def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(mon
     trial = elementwise_sums._trial
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
-    monkeypatch.setattr(triton_kernels, "elementwise_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))
+    monkeypatch.setattr(triton_kernels, "fused_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))
     with pytest.warns(UserWarning, match="tiles take its place"):
         assert "not those of the tiles" in trial(torch.device("cpu"))
-    monkeypatch.setattr(triton_kernels, "elementwise_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="tiles take its place"):
         assert "ZeroDivisionError" in trial(torch.device("cpu"))

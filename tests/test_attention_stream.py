@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting, Interpolation
@@ -171,9 +171,9 @@ def largest_tensor() -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
     length = 1024
-    for where in ("attention.query_blocks", "model.attention_stream"):
+    for where in ("attention.routes", "model.attention_stream"):
         monkeypatch.setattr(f"lm.{where}.BLOCK_WEIGHTS", 2**16)
-    monkeypatch.setattr("lm.attention.tiles.TILE", 64)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
     decoder, tokens = make_decoder(catalogue.OPTIONS[name]()), batch(length).tokens[:1]
     with largest_tensor() as found:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):

@@ -11,7 +11,7 @@ from conftest import lm
 from test_diagnostics import VOCAB, make_decoder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig

@@ -7,12 +7,12 @@ import torch
 from test_normalizers import CASES
 from torch import Tensor
 
+from lm.attention import catalogue as opt
 from lm.attention import contract
-from lm.attention import options as opt
+from lm.attention.catalogue import make_normalizer
+from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
-from lm.attention.score_functions import Relu2 as Square
-from lm.attention.tiles import tiles
+from lm.attention.normalizer import LayerSpec
 from lm.config.model_config import ModelConfig, NoPosition, Rope
 from lm.model.blocks import Attention, ForwardContext, HeadNorm
 from lm.model.rope import rope_rotation
@@ -106,8 +106,8 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
 @pytest.mark.parametrize("name", CASES)
 def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monkeypatch: pytest.MonkeyPatch):
     """A key's gradient is a sum over blocks of queries: in bf16 it would lose what is small beside what is summed already."""
-    monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", HEADS * 512 * 4)
-    monkeypatch.setattr("lm.attention.tiles.TILE", 16)
+    monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", HEADS * 512 * 4)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     check_errors(name, 512, rope=False, size=48)
 
@@ -166,7 +166,7 @@ def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
 @pytest.mark.parametrize("route", ["blocks", "tiles"])
 def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: str, monkeypatch: pytest.MonkeyPatch):
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
-    monkeypatch.setattr("lm.attention.tiles.TILE", 16)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = []
@@ -174,7 +174,7 @@ def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: st
         for backward in (False, True):
             q, k, v = (one.detach().requires_grad_() for one in given[:3])
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                out = entmax(q, k, v, AttentionLayout.full(40)) if route == "blocks" else tiles(Square(), q, k, v)
+                out = entmax(q, k, v, AttentionLayout.full(40)) if route == "blocks" else tiles("relu2", q, k, v)
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
                 found.append((out, *torch.autograd.grad(out, (q, k, v), given[3])))
     for other in found[1:]:

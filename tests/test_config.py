@@ -341,8 +341,8 @@ def test_every_key_has_a_description_and_a_valid_default():
 
 def test_every_normalizer_has_a_formula_and_a_source():
     for name, entry in catalogue.ENTRIES.items():
-        assert entry.options.name == name
-        assert entry.options.full_formula
+        assert entry.name == name
+        assert entry.full_formula
         assert entry.source
 
 

@@ -10,12 +10,13 @@ from conftest import lm
 from torch import Tensor, nn
 
 from lm.attention import contract
+from lm.attention.catalogue import Softmax
 from lm.attention.contract import CHECKS, results
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
-from lm.attention.options import Options, Softmax
+from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
-from lm.attention.query_scale import Softmax as FusedSoftmax
+from lm.attention.query_scale import QueryScale
 
 
 class Drawn(SoftmaxNormalizer):
@@ -26,12 +27,12 @@ class Drawn(SoftmaxNormalizer):
         return super().define_scores(q, k, layout) * self.b.to(q.dtype).view(-1, 1, 1)
 
 
-class OtherForward(FusedSoftmax):
+class OtherForward(QueryScale):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return super().forward(1.01 * q, k, v, layout)
 
 
-class NoGradient(FusedSoftmax):
+class NoGradient(QueryScale):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return super().forward(q.detach(), k, v, layout)
 
@@ -108,7 +109,7 @@ class HalfPrecision(SoftmaxNormalizer):
         return self.normalize(self.define_scores(q, k, layout), layout)
 
 
-class Coarse(FusedSoftmax):
+class Coarse(QueryScale):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return super().forward(q, k, v.to(torch.float8_e4m3fn).bfloat16() if v.dtype == torch.bfloat16 else v, layout)
 

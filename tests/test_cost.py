@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, lm
 from folders import differences, kill_after, metrics
 
-from lm.attention.precision import counted_on
+from lm.attention.routes import counted_on
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -107,7 +107,7 @@ def test_all_that_a_run_needs_is_counted(tiny):
 
 def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
     config = tiny(*LARGER, "model.normalizer=softpick")
-    monkeypatch.setattr("lm.attention.query_blocks.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**17)
+    monkeypatch.setattr("lm.attention.routes.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**17)
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     assert on_cpu == pytest.approx(measured(config), rel=0.15)
     with counted_on(torch.device("cuda")):

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
+from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, make_normalizer
+from lm.attention.normalizer import LayerSpec, Normalizer
 
 HEADS, SIZE, WIDTH, TRAIN, LENGTH = 3, 6, 5, 11, 23
 MATCH = TRAIN / math.lgamma(TRAIN + 1)  # 1 / mean ln n over a sequence of the training length
@@ -302,7 +303,7 @@ def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
     assert DEFINITIONS.keys() == catalogue.ENTRIES.keys()
     for name, entry in catalogue.ENTRIES.items():
         mine = [options for options in CASES if options.name == name]
-        for option in fields(entry.options):
+        for option in fields(entry):
             assert len({getattr(options, option.name) for options in mine}) >= 2, f"{name}.{option.name}"
 
 

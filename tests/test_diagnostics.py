@@ -14,7 +14,7 @@ from reported import build_run, write_series
 from torch import Tensor
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig

@@ -7,7 +7,7 @@ import torch
 from folders import differences, kill_after, metrics
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.training_config import Dynamics
 from lm.data.batches import Batch

@@ -15,7 +15,7 @@ from test_import import CASES, T, V, imported, save
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.catalogue import Layers
 from lm.attention.layout import AttentionLayout
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope

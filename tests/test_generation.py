@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import lm
 
-from lm.attention.options import SSMax
+from lm.attention.catalogue import SSMax
 from lm.config.model_config import ModelConfig
 from lm.errors import RunError
 from lm.evaluation.generation import generate, sample

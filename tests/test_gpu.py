@@ -13,10 +13,8 @@ from torch import Tensor
 
 from lm.attention import catalogue
 from lm.attention.contract import inputs, randomized
-from lm.attention.documents import by_documents
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
-from lm.attention.layout import AttentionLayout
-from lm.attention.score_functions import ScoreFunction
+from lm.attention.layout import AttentionLayout, by_documents
 from lm.model.cross_entropy import linear_cross_entropy
 from lm.model.head import Head
 from lm.training.callbacks import StopOnSignal
@@ -76,7 +74,7 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "size", "width"), [*SIZES, (1000, 64, 64), (1000, 128, 128), (300, 128, 1536)])
 def test_the_triton_kernel_is_the_definition_forward_and_backward(
-    f: ScoreFunction, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
+    f: str, dtype: torch.dtype, length: int, size: int, width: int, over_sum: bool
 ):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
     assert why_tiles(torch.device("cuda"), dtype, size) == ""

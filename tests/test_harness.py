@@ -19,7 +19,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
-from lm.attention import options as opt  # noqa: E402
+from lm.attention import catalogue as opt  # noqa: E402
 from lm.commands.model_commands import print_tasks  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import ENTRIES, make_normalizer
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, make_normalizer
+from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 
 KEYS = 24
@@ -32,7 +32,7 @@ def scores_with_ties(rows: int, keys: int, seed: int) -> Tensor:
 
 def made(name: str) -> tuple[Normalizer, AttentionLayout]:
     """A normalizer of two heads in fp64, and the layout of the last 4 of `KEYS` queries."""
-    normalizer = make_normalizer(ENTRIES[name].options(), LayerSpec(2, 8, 16, 64)).double()
+    normalizer = make_normalizer(ENTRIES[name](), LayerSpec(2, 8, 16, 64)).double()
     return normalizer, AttentionLayout.full(KEYS).select(torch.arange(KEYS - 4, KEYS), KEYS)
 
 

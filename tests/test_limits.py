@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import LimitsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
@@ -135,7 +135,7 @@ CASES = [
     (opt.Softmax(), "attention", {}), (opt.Softmax(), "attention", {"vectors": "value", "unit": False}),
     (opt.Sink(), "attention", {"vectors": "input", "first_token": False}), (opt.Relu2(), "gau", {"vectors": "value"}),
 ]  # fmt: skip
-SLOW = [(entry.options(), block, {}) for entry in catalogue.ENTRIES.values() for block in ("attention", "gau")]
+SLOW = [(entry(), block, {}) for entry in catalogue.ENTRIES.values() for block in ("attention", "gau")]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import yaml
 from folders import same, weights
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
 from lm.config.load import parse, to_yaml

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.attention import catalogue, contract, query_blocks
-from lm.attention import options as opt
+from lm.attention import catalogue, contract, routes
+from lm.attention import catalogue as opt
+from lm.attention.catalogue import make_normalizer
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, inputs, randomized
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, _Definition, make_normalizer
+from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
-from lm.attention.query_blocks import by_query_blocks
+from lm.attention.routes import by_query_blocks
 from lm.attention.sparse import entmax15_threshold
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
@@ -90,8 +91,8 @@ def test_weights_are_not_negative(options: Options):
 
 @every_case
 def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(options: Options, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.attention.query_blocks.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
-    monkeypatch.setattr("lm.attention.tiles.TILE", 16)
+    monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
     contract.fast_path(options)
 
@@ -102,13 +103,13 @@ def test_blocks_are_as_large_as_a_gpus_free_memory_allows(gib: int, monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (gib * 2**30 * (index == 0), 512 * 2**30))
-    query_blocks._of_gpu.cache_clear()
-    weights = query_blocks.block_weights(torch.device("cuda"))
+    routes._of_gpu.cache_clear()
+    weights = routes.block_weights(torch.device("cuda"))
     assert weights == {0: 2**21, 1: 2**21, 8: 2**23, 23: 2**24, 78: 2**26, 139: 2**27, 500: 2**27}[gib]
-    assert query_blocks.block_weights(torch.device("cpu")) == query_blocks.block_weights(torch.device("cuda", 1)) == 2**21
+    assert routes.block_weights(torch.device("cpu")) == routes.block_weights(torch.device("cuda", 1)) == 2**21
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
-    assert query_blocks.block_weights(torch.device("cuda", 0)) == weights, "the same in the whole process"
-    query_blocks._of_gpu.cache_clear()
+    assert routes.block_weights(torch.device("cuda", 0)) == weights, "the same in the whole process"
+    routes._of_gpu.cache_clear()
 
 
 @every_case
@@ -116,8 +117,8 @@ def test_a_block_takes_no_more_memory_for_a_weight_than_its_size_reckons_with(op
     normalizer, layout, length = randomized(options, torch.float32), AttentionLayout.full(256), 256
     q, k, v = (x.requires_grad_() for x in inputs(length, normalizer=normalizer, dtype=torch.float32))
     with TensorMemory() as memory:
-        by_query_blocks(_Definition(normalizer), q, k, v, layout).sum().backward()
-    assert memory.peak - 20 * q.nbytes < query_blocks.WEIGHT_BYTES * q.size(0) * q.size(1) * length**2
+        by_query_blocks(normalizer, q, k, v, layout).sum().backward()
+    assert memory.peak - 20 * q.nbytes < routes.WEIGHT_BYTES * q.size(0) * q.size(1) * length**2
 
 
 def test_row_length_policies():

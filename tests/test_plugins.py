@@ -202,6 +202,12 @@ def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[
         load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
 
 
+def test_options_whose_annotations_are_kept_as_text_are_read(powers: Path, arguments: list[str]):
+    code = powers / "attention.py"
+    code.write_text("from __future__ import annotations\n" + code.read_text())
+    assert load([*arguments, NAMED]).model.normalizer.power == 3.0
+
+
 @pytest.mark.parametrize(("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")])
 def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: Path, arguments: list[str], owner: str, attribute: str):
     head = "from dataclasses import dataclass\nfrom lm.attention.normalizer import SoftmaxNormalizer\n"

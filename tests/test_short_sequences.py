@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.fused import fused_softmax, softmax_route
 from lm.attention.layout import AttentionLayout
-from lm.attention.short_sequences import BLOCK, BLOCK_WEIGHTS, LONGEST, short_attention
+from lm.attention.routes import LONGEST, SHORT_BLOCK, SHORT_WEIGHTS, fused_softmax, short_attention, softmax_route
 
-LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 257, LONGEST)
+LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, LONGEST)
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
@@ -41,7 +40,7 @@ def test_it_is_softmax_attention(length: int, size: int, width: int):
 
 
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
-    given = [x.double() for x in inputs(LONGEST, 4, 4, heads=BLOCK_WEIGHTS // BLOCK // LONGEST // 2 + 1)]
+    given = [x.double() for x in inputs(LONGEST, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // LONGEST // 2 + 1)]
     for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):
         torch.testing.assert_close(ours, theirs)
 

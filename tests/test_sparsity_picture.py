@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_diagnostics import LENGTH, VOCAB, make_decoder
 
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics.attention_rows import HEAD

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
@@ -53,7 +53,7 @@ CASES = [
     (opt.Linear(features="identity", n="visible"), "attention", False), (opt.ALiBi(), "attention", True),
     (opt.Entmax15(), "attention", False),
 ]  # fmt: skip
-EVERY = [entry.options() for entry in catalogue.ENTRIES.values()]
+EVERY = [entry() for entry in catalogue.ENTRIES.values()]
 SLOW = [(options, block, isolated) for options in EVERY for block in ("attention", "gau") for isolated in (False, True)]
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import lm as command
 
 import lm
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare

@@ -12,9 +12,10 @@ from folders import curve, same, series, weights
 
 import lm
 from lm.attention import catalogue
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
+from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, make_normalizer
+from lm.attention.normalizer import LayerSpec
 from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError

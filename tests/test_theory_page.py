@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_half_length import LENGTH, made
 
-from lm.attention.options import Linear, Softmax
+from lm.attention.catalogue import Linear, Softmax
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.diagnostics.retrieval_length import half_length, median_weights

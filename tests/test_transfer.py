@@ -14,7 +14,7 @@ from reported import build_run
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lm.attention import options as opt
+from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options

@@ -1,145 +1,32 @@
-"""The catalogue of normalizers: which there are, the class that implements each, its source and what is known of it.
+"""The catalogue of normalizers: which there are, by name, and how one is made for a layer.
 
-A new normalizer is an options class (`lm.attention.options`), the class that implements it (in a module of this package)
-and one row here. Nothing in this module imports torch.
+An entry is two classes in the module of its family: its options, with formula, source and what is known, and the normalizer that has
+them as its `schema`. A new one is these two and its options' name here. Nothing in this module imports torch.
 """
 
-import importlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lm.attention import options
+from lm.attention.distance import ALiBi, Forget, ScaleInvariant, Window
+from lm.attention.elementwise import Relu, Relu2, Sigmoid
+from lm.attention.linear import Linear
+from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options, labelled
 from lm.attention.plugins import PLUGINS
+from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
+from lm.attention.sinks import Sink, Softmax1
+from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
 from lm.errors import Problem
 from lm.schema import Plain, build, reference, variants
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One normalizer: the options' dataclass, the class that implements it, and what the docs say."""
-
-    options: type[Options]
-    implementation: str  # "module:Class"
-    parameters: str
-    kernel: str  # what computes a training step
-    source: str
-    known: str  # published figures, with their source
-
-    def load(self) -> type:
-        """The implementing `Normalizer` class (imports torch)."""
-        module, name = self.implementation.split(":")
-        return getattr(importlib.import_module(f"lm.attention.{module}"), name)
-
-
-SDPA, TILES, BLOCKS, CHUNKS = "fused softmax", "tiles", "query blocks", "chunks, O(T)"
-
-_ROWS = (
-    Entry(
-        options.Softmax, "query_scale:Softmax", "none", SDPA, "baseline",
-        "entropy grows as ln n: attention fades with length",
-    ),
-    Entry(
-        options.SSMax, "query_scale:SSMax", "s (and b) per layer and head", SDPA,
-        "Nakanishi 2025, arXiv 2501.19399, Eq. 2",
-        "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points downstream "
-        "(2605.20798, secondary)",
-    ),
-    Entry(
-        options.LogN, "query_scale:LogN", "none", SDPA, "Su 2021, kexue.fm 8823",
-        "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 times the length: under "
-        "a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)",
-    ),
-    Entry(
-        options.SqrtLogN, "query_scale:SqrtLogN", "c per layer and head", SDPA,
-        "Gaussian logits (extreme values)",
-        "largest weight of Gaussian logits, c = 1: .46, .39, .35 at n = 64, 1,024, 16,384",
-    ),
-    Entry(
-        options.Llama4, "query_scale:Llama4", "none", SDPA, "Llama 4's code",
-        "used there in layers without positions",
-    ),
-    Entry(
-        options.YaRN, "query_scale:YaRN", "none", SDPA, "Peng et al. 2023, arXiv 2309.00071",
-        "one factor for each document; softmax up to the training length m",
-    ),
-    Entry(
-        options.InfoScale, "query_scale:InfoScale", "none", SDPA, "arXiv 2501.08570",
-        "made for models trained without it",
-    ),
-    Entry(
-        options.Cosine, "query_scale:Cosine", "g per layer and head", SDPA,
-        "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859",
-        "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text (kexue.fm 9859)",
-    ),
-    Entry(
-        options.PN, "query_scale:PN", "s, b per layer and head; p_n for each n, shared by all", SDPA,
-        "Nakanishi 2025, arXiv 2501.19399, sec. 2.1", "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)",
-    ),
-    Entry(
-        options.QASSMax, "query_scale:QASSMax", "two MLPs, 64 hidden, per layer", SDPA,
-        "TabICLv2's code", "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)",
-    ),
-    Entry(
-        options.Softmax1, "sinks:Softmax1", "none", SDPA, "Miller 2023", "removes attention sinks",
-    ),
-    Entry(
-        options.Sink, "sinks:Sink", "b per layer and head", SDPA, "gpt-oss's code",
-        "softmax times sigmoid(lse - b)",
-    ),
-    Entry(
-        options.Relu2, "elementwise:Relu2Normalizer", "none", TILES, "Hua et al. 2022, arXiv 2202.10447",
-        "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)",
-    ),
-    Entry(
-        options.Relu, "elementwise:ReluNormalizer", "none", TILES, "Wortsman et al. 2023, arXiv 2309.08586",
-        "no figures known to us",
-    ),
-    Entry(
-        options.Sigmoid, "elementwise:SigmoidNormalizer", "none (or b per layer and head)", TILES,
-        "arXiv 2409.04431",
-        "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)",
-    ),
-    Entry(
-        options.Sparsemax, "sparse:Sparsemax", "none", BLOCKS, "Martins and Astudillo 2016, arXiv 1602.02068", "exact zeros",
-    ),
-    Entry(
-        options.Entmax15, "sparse:Entmax15", "none", BLOCKS, "Peters et al. 2019, arXiv 1905.05702", "exact zeros",
-    ),
-    Entry(
-        options.ASEntmax, "sparse:ASEntmax", "w_b, w_g (width C) per layer and head", BLOCKS,
-        "arXiv 2506.16640",
-        "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract)",
-    ),
-    Entry(
-        options.Softpick, "sparse:Softpick", "none", BLOCKS, "softpick's code, 2025",
-        "no sinks and 47 % exact zeros at 340 M (secondary)",
-    ),
-    Entry(
-        options.ALiBi, "distance:ALiBi", "none", BLOCKS, "Press et al. 2021, arXiv 2108.12409",
-        "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is no power of 2, for "
-        "which its authors' code interleaves two series",
-    ),
-    Entry(
-        options.Window, "distance:Window", "none", SDPA, "Beltagy et al. 2020, arXiv 2004.05150",
-        "for local layers: `[window, window, ssmax]`",
-    ),
-    Entry(
-        options.ScaleInvariant, "distance:ScaleInvariant", "none", BLOCKS, "arXiv 2505.17083",
-        "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), same paper",
-    ),
-    Entry(
-        options.Forget, "distance:Forget", "w (width C) and b per layer and head", BLOCKS, "arXiv 2503.02130",
-        "good extrapolation, needles near-perfect within the training length (abstract)",
-    ),
-    Entry(
-        options.Linear, "linear:Linear", "none", CHUNKS,
-        "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621",
-        "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)",
-    ),
-)  # fmt: skip
-
-ENTRIES: dict[str, Entry] = {entry.options.name: entry for entry in _ROWS}
+ENTRIES: dict[str, type[Options]] = {
+    options.name: options
+    for options in (
+        Softmax, SSMax, LogN, SqrtLogN, Llama4, YaRN, InfoScale, Cosine, PN, QASSMax, Softmax1, Sink, Relu2, Relu, Sigmoid,
+        Sparsemax, Entmax15, ASEntmax, Softpick, ALiBi, Window, ScaleInvariant, Forget, Linear,
+    )
+}  # fmt: skip
 
 
 class OptionsByName(dict[str, type[Options]]):
@@ -149,7 +36,7 @@ class OptionsByName(dict[str, type[Options]]):
         return PLUGINS.options(str(name))
 
 
-SINGLE = OptionsByName({name: entry.options for name, entry in ENTRIES.items()})  # options of one layer's normalizer
+SINGLE = OptionsByName(ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
@@ -189,9 +76,17 @@ def _listed(labels: Iterable[str]) -> str:
 OPTIONS = OptionsByName({**SINGLE, Layers.name: Layers})
 
 
-def implementation(name: str) -> type:
-    """The `Normalizer` class of options of this name (imports torch)."""
-    return ENTRIES[name].load() if name in ENTRIES else PLUGINS.implementation(name)
+def implementation(name: str) -> type[Normalizer]:
+    """The class of the normalizer whose options have this name."""
+    if name not in ENTRIES:
+        return PLUGINS.implementation(name)
+    family = vars(sys.modules[ENTRIES[name].__module__]).values()
+    return next(entry for entry in family if getattr(entry, "schema", None) is ENTRIES[name])
+
+
+def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
+    """The normalizer that `options` describe, for a layer (imports torch)."""
+    return implementation(options.name)(options, layer)
 
 
 def read(plain: Mapping[str, Plain]) -> Options | None:
@@ -236,8 +131,8 @@ def markdown() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.options.over_sum else "yes" if entry.options.sums_to_one else "no"
-        cells = (f"`{name}`", entry.options.full_formula, entry.parameters, sums, entry.kernel, entry.source, entry.known)
+        sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
+        cells = (f"`{name}`", entry.full_formula, entry.learned, sums, implementation(name).kernel, entry.source, entry.known)
         lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():

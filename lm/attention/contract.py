@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lm.attention.documents import by_documents
-from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
-from lm.attention.options import Options, Softmax
-from lm.attention.score_functions import SCORE_MAPS
+from lm.attention.catalogue import Softmax, make_normalizer
+from lm.attention.elementwise_sums import SCORE_MAPS
+from lm.attention.layout import AttentionLayout, by_documents
+from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
+from lm.attention.options import Options
 from lm.errors import one_line
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
@@ -338,7 +338,7 @@ def one_device(options: Options) -> None:
 def extreme_scores(options: Options) -> None:
     """extreme and identical scores give finite outputs and gradients in fp32
 
-    a row's largest score is subtracted before exp; `lm.attention.row_sums.divided` divides by sums that may be 0
+    a row's largest score is subtracted before exp; `lm.attention.routes.divided` divides by sums that may be 0
     """
     for fill in (0.0, 1e4, -1e4):
         normalizer = randomized(options, torch.float32)

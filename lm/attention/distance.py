@@ -1,21 +1,40 @@
 """Softmax of position-dependent scores: they depend on how far back a key is."""
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from __future__ import annotations
 
-from lm.attention import options
-from lm.attention.fused import fused_softmax
-from lm.attention.layout import AttentionLayout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from lm.attention.normalizer import SoftmaxNormalizer, logits
-from lm.attention.precision import without_autocast
+from lm.attention.options import LONGEST, Options
+from lm.schema import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lm.attention.layout import AttentionLayout
 
 
-class ALiBi(SoftmaxNormalizer):
+@dataclass
+class ALiBi(Options):
+    """Options of ALiBi; use it with `model.position: none`."""
+
+    name = "alibi"
+    full_formula = "softmax(z - 2^(-8 h / H) t)"
+    source = "Press et al. 2021, arXiv 2108.12409"
+    known = (
+        "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is no power of 2, for "
+        "which its authors' code interleaves two series"
+    )
+
+
+class ALiBiNormalizer(SoftmaxNormalizer):
     """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
 
     So for any H; its authors' code interleaves two such series where H is no power of two.
     """
+
+    schema = ALiBi
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         falls = self.log_decay(layout.distance()).view(-1, 1, 1) * layout.distance()
@@ -23,22 +42,41 @@ class ALiBi(SoftmaxNormalizer):
 
     def log_decay(self, like: Tensor) -> Tensor:
         """-m_h."""
+        import torch
+
         heads = torch.arange(1, self.layer.n_head + 1, device=like.device)
         return -(2.0 ** (-8 * heads / self.layer.n_head)).to(like.dtype)
 
 
-class Window(SoftmaxNormalizer):
+@dataclass
+class Window(Options):
+    """Options of a sliding window: softmax over the latest keys alone."""
+
+    name = "window"
+    full_formula = "softmax(z), t < w"
+    source = "Beltagy et al. 2020, arXiv 2004.05150"
+    known = "for local layers: `[window, window, ssmax]`"
+    size: int = key(256, "keys a query sees, its own among them", ge=1, le=LONGEST)
+
+
+class WindowNormalizer(SoftmaxNormalizer):
     """softmax(z) over the latest w keys, the query's own among them: sliding windows, for local layers.
 
     A sequence is cut into blocks of w queries, which see their own block and the one before: O(T w) time and memory on the fused kernel.
     """
 
-    options: options.Window
+    schema = Window
+    kernel = "fused softmax"
 
     def visible(self, layout: AttentionLayout) -> Tensor:
         return layout.visible() & (layout.distance() < self.options.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from lm.attention.routes import fused_softmax
+
         if not layout.causal:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
@@ -67,32 +105,59 @@ class Window(SoftmaxNormalizer):
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 
 
-class ScaleInvariant(SoftmaxNormalizer):
+@dataclass
+class ScaleInvariant(Options):
+    """Options of scale-invariant attention; the paper adds `model.qk_norm` and p-RoPE."""
+
+    name = "scale_invariant"
+    full_formula = "softmax(a_t z + m_t)"
+    source = "arXiv 2505.17083"
+    known = "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), same paper"
+    tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=LONGEST)
+
+
+class ScaleInvariantNormalizer(SoftmaxNormalizer):
     """softmax(a_t z + m_t), t tokens back: total attention to each octave of distance stays the same, arXiv 2505.17083.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
     """
 
-    options: options.ScaleInvariant
+    schema = ScaleInvariant
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         distance = layout.distance().clamp(min=0.0)
-        square = 2 * (torch.log1p(distance / self.options.tau) - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
+        square = 2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
         return logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
 
 
-class Forget(SoftmaxNormalizer):
+@dataclass
+class Forget(Options):
+    """Options of forgetting attention."""
+
+    name = "forget"
+    full_formula = "softmax(z + c_i - c_j)"
+    learned = "w (width C) and b per layer and head"
+    source = "arXiv 2503.02130"
+    known = "good extrapolation, needles near-perfect within the training length (abstract)"
+
+
+class ForgetNormalizer(SoftmaxNormalizer):
     """softmax(z + c_i - c_j), c the running sum of ln f, f = sigmoid(w.x + b) a gate of each token and head: arXiv 2503.02130.
 
     Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %.
     """
 
+    schema = Forget
+
     def initialise(self) -> None:
-        self.w = nn.Parameter(torch.zeros(self.layer.n_head, self.layer.width))
-        self.b = nn.Parameter(torch.full((self.layer.n_head,), 5.0))
+        self.w, self.b = self.per_head(0.0, self.layer.width), self.per_head(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
         """ln f, (B, H, T, 1)."""
+        import torch.nn.functional as F
+
+        from lm.attention.routes import without_autocast
+
         with without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)

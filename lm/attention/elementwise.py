@@ -1,23 +1,31 @@
 """Elementwise attention: each weight is a function of its own score, and of n or the sum of its row."""
 
-import torch
-from torch import Tensor, nn
+from __future__ import annotations
 
-from lm.attention import options
-from lm.attention.elementwise_sums import elementwise_attention, why_tiles
-from lm.attention.layout import AttentionLayout
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
 from lm.attention.normalizer import DividedNormalizer, logits
-from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
+from lm.attention.options import N_HELP, Options
+from lm.errors import Problem
+from lm.schema import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lm.attention.layout import AttentionLayout
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """f(z + b(n)) r(n): a function of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
+    """f(z + b(n)) r(n): the function `score_map` of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
 
-    f: ScoreFunction
+    kernel = "tiles"
 
-    @property
-    def score_map(self) -> str:
-        return self.f.kind
+    def f(self, scores: Tensor) -> Tensor:
+        from lm.attention.elementwise_sums import SCORE_FUNCTIONS
+
+        return SCORE_FUNCTIONS[self.score_map].value(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
         """b as fp32, broadcastable to (B, H, T); None for 0."""
@@ -28,48 +36,103 @@ class ElementwiseNormalizer(DividedNormalizer):
         return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        from lm.attention.elementwise_sums import elementwise_attention
+
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        out = elementwise_attention(self.f, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
+        out = elementwise_attention(self.score_map, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
+        import torch
+
+        from lm.attention.elementwise_sums import why_tiles
+
         why = why_tiles(torch.device(device), torch.float32, self.layer.head_size)
         kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
         return f"{kernel}: elementwise attention needs no row statistics"
 
 
+@dataclass
+class Relu2(Options):
+    """Options of relu^2, as in GAU."""
+
+    name = "relu2"
+    full_formula = "relu(z)^2 / n"
+    source = "Hua et al. 2022, arXiv 2202.10447"
+    known = "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)"
+    over_sum = True
+    sums_to_one = False
+    n: str = key("visible", "row length n: `visible` keys, length of the `sample`, `fixed:N`; or `sum`: divide each row by its sum")
+    form: Literal["1/(n d)", "1/n^2"] = key("1/(n d)", "relu(q.k)^2 / (n d), d the head size; or relu(q.k / n)^2, as in GAU's own code")
+
+    def problems(self) -> list[Problem]:
+        problems = super().problems()
+        if self.n == "sum" and self.form != "1/(n d)":
+            problems.append(Problem("form", self.form, "rows divided by their sum have no n", "drop it"))
+        return problems
+
+
 class Relu2Normalizer(ElementwiseNormalizer):
     """relu(z)^2 / n, GAU's (arXiv 2202.10447); or relu(q.k / n)^2; or normalised by its sum (Su, kexue.fm 9019)."""
 
-    options: options.Relu2
-    f = Relu2()
+    schema = Relu2
+    score_map = "relu2"
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
         return super().factor(layout) if self.options.form == "1/(n d)" else self.layer.head_size / self.row_length(layout).square()
 
 
+@dataclass
+class Relu(Options):
+    """Options of relu."""
+
+    name = "relu"
+    full_formula = "relu(z) / n"
+    source = "Wortsman et al. 2023, arXiv 2309.08586"
+    known = "no figures known to us"
+    sums_to_one = False
+    n: str = key("visible", N_HELP)
+
+
 class ReluNormalizer(ElementwiseNormalizer):
     """relu(z) / n, arXiv 2309.08586."""
 
-    options: options.Relu
-    f = Relu()
+    schema = Relu
+    score_map = "relu"
+
+
+@dataclass
+class Sigmoid(Options):
+    """Options of sigmoid attention."""
+
+    name = "sigmoid"
+    full_formula = "sigmoid(z - ln n (+ b))"
+    learned = "none (or b per layer and head)"
+    source = "arXiv 2409.04431"
+    known = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
+    sums_to_one = False
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"bias": "decides whether there is a b to learn"}
+    bias: bool = key(False, "add a learned b, one per layer and head, from 0")
+    n: str = key("visible", N_HELP)
 
 
 class SigmoidNormalizer(ElementwiseNormalizer):
     """sigmoid(z - ln n + b), arXiv 2409.04431; b, from 0, is learned per layer and head if asked."""
 
-    options: options.Sigmoid
-    f = Sigmoid()
+    schema = Sigmoid
+    score_map = "sigmoid"
 
     def initialise(self) -> None:
         if self.options.bias:
-            self.b = nn.Parameter(torch.zeros(self.layer.n_head))
+            self.b = self.per_head(0.0)
 
     def shift(self, layout: AttentionLayout) -> Tensor:
         shift = -self.row_length(layout).log()
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
     def factor(self, layout: AttentionLayout) -> Tensor:
+        import torch
+
         return torch.ones_like(layout.positions, dtype=torch.float32).unsqueeze(-2)

@@ -1,19 +1,149 @@
-"""Elementwise attention, sums of f(q.k / sqrt(D) + b) v: by the Triton kernel where it is supported and works, else by tiles."""
+"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v: by the Triton kernel where it is supported and works, else by tiles.
 
+Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
+"""
+
+import math
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.score_functions import Relu, Relu2, ScoreFunction, Sigmoid
-from lm.attention.tiles import tiles
+from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, without_autocast
 
+TILE = 256  # queries and keys of one tile
 LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
 OLDEST_TRITON = (3, 4)
+
+
+# ---------------------------------------------------------------- functions of a single score
+
+
+class ScoreFunction(NamedTuple):
+    """A function f of a score, as defined, and in place for tiles."""
+
+    value: Callable[[Tensor], Tensor]  # f(z)
+    value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
+    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of z and grad: (f(z), grad x f'(z)); overwrites both
+
+
+def _relu_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return z.relu_(), grad.mul_(z > 0)
+
+
+def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    z.relu_()
+    grad.mul_(z).mul_(2)
+    return z.square_(), grad
+
+
+def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    z.sigmoid_()
+    grad.mul_(z)
+    return z, grad.addcmul_(grad, z, value=-1)
+
+
+SCORE_FUNCTIONS = {  # by the names that the Triton kernels have for them, too
+    "relu2": ScoreFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_derivative_),
+    "relu": ScoreFunction(torch.relu, torch.relu_, _relu_derivative_),
+    "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
+}
+# By `Normalizer.score_map`. Scores that are products of non-negative features are their own map, and have closed forms of their own.
+SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    **{kind: f.value for kind, f in SCORE_FUNCTIONS.items()},
+    "identity": lambda z: z,
+    "features": lambda z: z,
+}
+
+
+# ---------------------------------------------------------------- tiles
+
+
+def _tiles(length: int) -> list[tuple[int, int]]:
+    return [(a, min(a + TILE, length)) for a in range(0, length, TILE)]
+
+
+class _ElementwiseAttention(torch.autograd.Function):
+    """Causal tiles of f(q.k / sqrt(D) + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None.
+
+    `over_sum`: rows are divided by their sums. Scores, f and sums are in fp32 (or wider), weights as wide as v.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+        wide = torch.promote_types(v.dtype, torch.float32)
+        out = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
+        sums = torch.empty((*v.shape[:2], 1), dtype=wide, device=v.device) if over_sum else None
+        qw, kw = q.to(wide), k.to(wide)
+        summed = v.to(out.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
+        with without_autocast(v.device):  # as in the backward pass
+            for a, b in _tiles(q.size(1)):
+                total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
+                row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide, device=v.device)
+                for c, d in _tiles(b):
+                    w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
+                    w = (w.tril_() if c == a else w).to(out.dtype)
+                    total += w @ summed[:, c:d]
+                    if over_sum:
+                        row_sum += w.sum(-1, keepdim=True)
+                if over_sum:
+                    sums[:, a:b] = row_sum.masked_fill_(row_sum < SMALLEST_SUM, torch.inf)
+                    total /= row_sum
+                out[:, a:b] = total
+        ctx.save_for_backward(q, k, v, shift, *((out, sums) if over_sum else ()))
+        ctx.kind = kind
+        return out.to(v.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, shift, *of_sums = ctx.saved_tensors
+        grad, mean = gradient_of_sums(grad, v.dtype, *of_sums) if of_sums else (grad, None)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        qw, kw, vw, gw = (x.to(wide) for x in (q, k, v, grad))
+        dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
+        dshift = None if shift is None else torch.zeros_like(shift)
+        with without_autocast(v.device):
+            for a, b in _tiles(q.size(1)):
+                for c, d in _tiles(b):
+                    dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
+                    if mean is not None:
+                        dw -= mean[:, a:b]
+                    w, dz = SCORE_FUNCTIONS[ctx.kind].derivative_(_scores(qw, kw, shift, a, b, c, d), dw)
+                    if c == a:
+                        w, dz = w.tril_(), dz.tril_()
+                    if dshift is not None:
+                        dshift[:, a:b] += dz.sum(-1)
+                    w, dz = w.to(v.dtype), dz.to(v.dtype)
+                    dq[:, a:b] += dz @ k[:, c:d]
+                    dk[:, c:d] += dz.transpose(1, 2) @ q[:, a:b]
+                    dv[:, c:d] += w.transpose(1, 2) @ grad[:, a:b]
+        dq, dk = (x.div_(math.sqrt(q.size(-1))) for x in (dq, dk))
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
+
+
+def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
+    """q.k / sqrt(D) + shift of queries a to b and keys c to d, (N, b - a, d - c)."""
+    factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
+    return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
+
+
+def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+    """`elementwise_attention` on any device, holding one tile of weights a head."""
+    if shift is not None:
+        shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
+    return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
+
+
+# ---------------------------------------------------------------- the Triton kernel, or tiles
 
 
 def interpreted() -> bool:
@@ -57,8 +187,8 @@ def _trial(device: torch.device) -> str:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
             shift = x[0][..., 0].float()
-            cases = product((Relu2(), Relu(), Sigmoid()), (None, shift), (False, True))
-            wrong = [f.kind for f, b, over_sum in cases if not _agree(f, x, b, over_sum, grad)]
+            cases = product(SCORE_FUNCTIONS, (None, shift), (False, True))
+            wrong = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
         if not wrong:
             return ""
         problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong))})"
@@ -68,26 +198,27 @@ def _trial(device: torch.device) -> str:
     return f"the Triton kernel does not work here: {problem}"
 
 
-def _agree(f: ScoreFunction, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
+def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
     """True if the Triton kernel gives what the tiles give, forward and backward, for bf16 `x` (q, k, v)."""
     from lm.attention import triton_kernels
 
     leaves = [tensor.detach().requires_grad_() for tensor in (*x, *([] if shift is None else [shift]))]
-    outs = [route(f, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.elementwise_attention, tiles)]
+    outs = [route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)]
     fused, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
     return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(fused, expected, strict=True))
 
 
 @torch.compiler.disable
-def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 
-    q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or None for 0.
+    kind: of f, in `SCORE_FUNCTIONS`; q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or
+    None for 0.
     1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`. `over_sum`: each row divided by
     its sum of f, which f must keep from being negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
-        return tiles(f, q, k, v, shift, over_sum)
+        return tiles(kind, q, k, v, shift, over_sum)
     from lm.attention import triton_kernels
 
-    return triton_kernels.elementwise_attention(f, q, k, v, shift, over_sum)
+    return triton_kernels.fused_attention(kind, q, k, v, shift, over_sum)

@@ -1,5 +1,6 @@
 """Where queries and keys stand in their documents, and n: the length of a row of attention weights, from positions alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +33,7 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """Documents of similar size side by side, by the number of sequences: `lm.attention.documents` caches them here."""
+        """Documents of similar size side by side, by the number of sequences: `by_documents` caches them here."""
         return {}
 
     @classmethod
@@ -89,3 +90,47 @@ class AttentionLayout:
         if policy == "sample":
             return self.lengths.expand_as(self.positions).float()
         return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)
+
+
+@torch.compiler.disable
+def by_documents(
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """`attend(q, k, v, layout)` where a sequence holds several documents, (B, H, T, E): each document computed as it would be alone.
+
+    Documents of similar size (up to a factor of 2) are batched, padded at their ends, where none of their queries looks: there is no
+    T x T mask, and time grows with the documents' lengths. At most log2(T) calls.
+    """
+    b, _, t, _ = q.shape
+    if b not in layout.document_groups:  # the same for all layers
+        layout.document_groups[b] = _document_groups(layout, b)
+    index_in_outputs, groups = layout.document_groups[b]
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
+    outs = []
+    for index, alone in groups:
+        parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat)
+        outs.append(attend(*parts, alone).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
+
+
+def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
+    """The index of each token of the flattened sequences (B T,) in the groups' concatenated outputs; and for each group the index of
+    its documents' tokens (N, P) and their layout."""
+    device = layout.positions.device
+    positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
+    lengths = layout.lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()
+    starts = (positions == 0).nonzero().flatten()
+    sizes = torch.diff(starts, append=torch.tensor([len(positions)]))
+    classes = sizes.clamp(min=16).double().log2().ceil()
+    index_in_outputs, groups, before = torch.empty_like(positions), [], 0
+    for size_class in classes.unique():
+        first, size = starts[classes == size_class].unsqueeze(1), sizes[classes == size_class].unsqueeze(1)
+        offset = torch.arange(int(size.max()))
+        index = first + torch.minimum(offset, size - 1)
+        real = offset < size
+        index_in_outputs[index[real]] = before + torch.arange(index.numel()).view_as(index)[real]
+        before += index.numel()
+        index = index.to(device)
+        at = offset.to(device).expand_as(index)
+        groups.append((index, AttentionLayout(at, at, lengths[index[:, :1]], causal=True)))
+    return index_in_outputs.to(device), groups

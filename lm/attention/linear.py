@@ -1,33 +1,55 @@
 """Linear attention: weights are products of features, so that a sequence of T tokens costs O(T)."""
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from __future__ import annotations
 
-from lm.attention import options
-from lm.attention.layout import AttentionLayout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
 from lm.attention.normalizer import DividedNormalizer
-from lm.attention.precision import without_autocast
-from lm.attention.row_sums import divided
+from lm.attention.options import Options
+from lm.errors import Problem
+from lm.schema import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lm.attention.layout import AttentionLayout
 
 CHUNK = 128  # tokens whose weights are formed at a time
 
-FEATURES = {
-    "identity": lambda x: x,
-    "elu": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
-    "exp": lambda x: x.clamp(max=20.0).exp(),
-}
+
+@dataclass
+class Linear(Options):
+    """Options of linear attention."""
+
+    name = "linear"
+    full_formula = "phi(q).phi(k) (g^t) / sum, or / n"
+    source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
+    known = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
+    over_sum = True
+    sums_to_one = False
+    features: Literal["elu", "relu", "exp", "identity"] = key(
+        "elu", "phi: elu + 1, relu, exp (of 20 at most), or the identity (weights may then be negative)"
+    )
+    decay: bool = key(False, "weights fade by 1 - 2^(-5 - h) a token for heads h = 0, 1 ... (RetNet's rates)")
+    n: str = key("sum", "divide each row by its `sum`, or by n: `visible`, `sample` or `fixed:N`")
+
+    def problems(self) -> list[Problem]:
+        problems = super().problems()
+        if self.features == "identity" and self.n == "sum":
+            problems.append(Problem("n", self.n, "weights of either sign may sum to 0", "set it to visible"))
+        return problems
 
 
-class Linear(DividedNormalizer):
+class LinearNormalizer(DividedNormalizer):
     """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each (our choice).
 
     phi: elu + 1 (arXiv 2006.16236), relu, exp (of 20 at most, so that sums stay finite), or the identity. With `decay` a fixed
     g = 1 - 2^(-5 - h) for heads h = 0 ... H - 1 (RetNet, arXiv 2307.08621).
     """
 
-    options: options.Linear
+    schema = Linear
+    kernel = "chunks, O(T)"
 
     @property
     def score_map(self) -> str:
@@ -35,13 +57,23 @@ class Linear(DividedNormalizer):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """phi(q), phi(k)."""
-        phi, root = FEATURES[self.options.features], q.size(-1) ** 0.25
+        from torch.nn.functional import elu
+
+        maps = {
+            "identity": lambda x: x,
+            "elu": lambda x: elu(x) + 1,
+            "relu": lambda x: x.relu(),
+            "exp": lambda x: x.clamp(max=20.0).exp(),
+        }
+        phi, root = maps[self.options.features], q.size(-1) ** 0.25
         return phi(q / root), phi(k / root)
 
     def log_decay(self, like: Tensor) -> Tensor:
         """ln g of each head."""
+        import torch
+
         heads = torch.arange(self.layer.n_head, device=like.device, dtype=like.dtype)
-        return torch.log1p(-(2.0 ** (-5 - heads))) if self.options.decay else torch.zeros_like(heads)
+        return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(like)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """The product of features with its decay: what is divided."""
@@ -54,6 +86,11 @@ class Linear(DividedNormalizer):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state is one D x E matrix for each query head, whatever the number of tokens."""
+        import torch
+        import torch.nn.functional as F
+
+        from lm.attention.routes import divided, without_autocast
+
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
@@ -67,6 +104,8 @@ class Linear(DividedNormalizer):
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk, weights within and a D x E state from before; and the state after."""
+        import torch
+
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
         index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
         within = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)

@@ -1,23 +1,30 @@
-"""Normalizers: how attention scores become weights. The base of every family, and how one is made.
+"""Normalizers: how attention scores become weights. The base of every family.
 
 Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
 the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
+
+A family's options stand beside its classes and are read where there is no torch to wait for, so no module of a family imports it at its
+top: methods import what they compute with, and the first normalizer of a class is where `torch.nn.Module` becomes its base, too.
 """
+
+from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from lm.attention.catalogue import implementation
-from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
-from lm.attention.precision import without_autocast
-from lm.attention.query_blocks import by_query_blocks
-from lm.attention.row_sums import divided
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import Module
+
+    from lm.attention.layout import AttentionLayout
+else:
+    Module = object
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,20 @@ class LayerSpec:
     train_length: int
 
 
-class Normalizer(nn.Module, ABC):
-    """Base of every normalizer; one instance per layer, its parameters per head.
-
-    One from outside (`lm.attention.plugins`) names the dataclass of its options in `schema`.
+class Normalizer(ABC, Module):
+    """Base of every normalizer, a `torch.nn.Module`; one instance per layer, its parameters per head.
 
     Args:
-        options: the entry's options (`lm.attention.options`).
+        options: the entry's options, of the class `schema`.
         layer: the layer it is made for.
     """
 
     schema: ClassVar[type[Options]]
+    kernel: ClassVar[str] = "query blocks"  # what computes a training step, in the table of docs/normalizers.md
     score_map: str = ""  # in `SCORE_MAPS`: a row's weights are this function of its scores, times a factor of the row; empty: none is
+
+    def __new__(cls, *arguments: object) -> Normalizer:
+        return object.__new__(_as_module(cls))
 
     def __init__(self, options: Options, layer: LayerSpec):
         super().__init__()
@@ -58,10 +67,16 @@ class Normalizer(nn.Module, ABC):
     def initialise(self) -> None:
         """Create the parameters with their initial values."""
 
-    def tie_parameters(self, first: "Normalizer") -> None:
+    def per_head(self, first: float, width: int | None = None) -> nn.Parameter:
+        """A parameter of fp32 numbers that start at `first`: (H,), or (H, `width`)."""
+        from torch import full, nn
+
+        return nn.Parameter(full((self.layer.n_head,) if width is None else (self.layer.n_head, width), float(first)))
+
+    def tie_parameters(self, first: Normalizer) -> None:
         """Take over the parameters that all layers share from those of the first layer."""
 
-    def init_from(self, other: "Normalizer") -> None:
+    def init_from(self, other: Normalizer) -> None:
         """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
 
         The closed form over sequences of the training length, where there is one; the initial values stay otherwise.
@@ -81,7 +96,7 @@ class Normalizer(nn.Module, ABC):
 
     def log_decay(self, like: Tensor) -> Tensor:
         """ln of the factor by which weights fall with each token back, whatever the tokens: (H,) <= 0, dtype of `like`; 0 for none."""
-        return torch.zeros(self.layer.n_head, device=like.device, dtype=like.dtype)
+        return like.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
@@ -96,6 +111,12 @@ class Normalizer(nn.Module, ABC):
         """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""
         return layout.n(self.options.n).unsqueeze(-2)
 
+    def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
+        """The layout of a training sequence that is one document."""
+        from lm.attention.layout import AttentionLayout
+
+        return AttentionLayout.full(self.layer.train_length, device)
+
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
 
@@ -104,6 +125,8 @@ class Normalizer(nn.Module, ABC):
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
+        from lm.attention.routes import without_autocast
+
         scores = self.scores(q, k, layout)
         with without_autocast(q.device):
             return self.normalize(scores, layout)
@@ -114,6 +137,10 @@ class Normalizer(nn.Module, ABC):
         Everything that depends on q, k and their features is in the scores, temperatures included. Keys that a query does not
         see have scores, too. q, k: as in `weights`.
         """
+        import torch
+
+        from lm.attention.routes import without_autocast
+
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
         with without_autocast(q.device):
             return self.define_scores(q.to(wide), k.to(wide), layout)
@@ -144,7 +171,9 @@ class Normalizer(nn.Module, ABC):
         q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). The default computes the
         definition for some queries at a time and recomputes it in the backward pass.
         """
-        return by_query_blocks(_Definition(self), q, k, v, layout)
+        from lm.attention.routes import by_query_blocks
+
+        return by_query_blocks(self, q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, state).
@@ -152,6 +181,8 @@ class Normalizer(nn.Module, ABC):
         q, k, v: of the new tokens, k and v as `expand_kv_heads` takes them; layout: `AttentionLayout.continuing`;
         state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
+        import torch
+
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
         layout = replace(layout, key_positions=layout.key_positions[..., -k.size(2) :])
@@ -160,8 +191,10 @@ class Normalizer(nn.Module, ABC):
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, D + F) and values (B, H, S, E) from those that heads of queries share in groups: (B, K, S, .), H / K heads each.
 
-        The features of a key, F for each head of queries, lie side by side behind it (`grouped`).
+        The features of a key, F for each head of queries, lie side by side behind it (`group_key_features`).
         """
+        import torch
+
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
@@ -171,6 +204,17 @@ class Normalizer(nn.Module, ABC):
     def kernel_description(self, device: str = "cpu") -> str:
         """The kernel `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why."""
         return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this function"
+
+
+@cache
+def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
+    """The class that `definition` is with `torch.nn.Module` as its base."""
+    from torch import nn
+
+    if issubclass(definition, nn.Module):
+        return definition
+    described = {"__module__": definition.__module__, "__doc__": definition.__doc__}
+    return type(definition)(definition.__name__, (definition, nn.Module), described)
 
 
 class SoftmaxNormalizer(Normalizer):
@@ -198,23 +242,14 @@ class DividedNormalizer(Normalizer):
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        from lm.attention.routes import divided
+
         a = self.f(scores).masked_fill(~layout.visible(), 0.0)
         return divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of f(score)."""
         return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
-
-
-class _Definition(nn.Module):
-    """A normalizer's dense weights times values, as a module's `forward`, so that its parameters can be passed in."""
-
-    def __init__(self, normalizer: Normalizer):
-        super().__init__()
-        self.normalizer = normalizer
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
@@ -225,8 +260,3 @@ def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None
 def logits(q: Tensor, k: Tensor) -> Tensor:
     """z = q.k / sqrt(D), (B, H, T, S)."""
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-
-
-def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
-    """The normalizer that `options` describe, for a layer."""
-    return implementation(options.name)(options, layer)

@@ -118,7 +118,7 @@ def _package(reference: str) -> str:
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
     """An attribute that one of the two classes sets and only the other is asked for, and that other; None if there is none."""
-    of_options = [name for name in (*Options.__annotations__, "formula", "problems") if name != "name"]
+    of_options = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
     of_normalizer = [
         "score_map",
         "initialise",

@@ -1,16 +1,24 @@
-"""Softmax of scaled logits: one factor a query, so that the fused softmax kernel serves all of them."""
+"""Softmax of scaled logits: one factor a query, so that the fused softmax kernel serves all of them.
+
+n, of a query, is its row length by the option `n`; m the training length; D the head size.
+"""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from lm.attention import options
-from lm.attention.fused import fused_softmax, softmax_route
-from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
-from lm.attention.precision import without_autocast
+from lm.attention.options import FIRST_VALUE, LARGEST, LONGEST, N_HELP, Options
+from lm.errors import Problem
+from lm.schema import key
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lm.attention.layout import AttentionLayout
 
 
 class QueryScale(SoftmaxNormalizer):
@@ -20,13 +28,16 @@ class QueryScale(SoftmaxNormalizer):
     computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
     """
 
+    kernel = "fused softmax"
+
     def scale(self, layout: AttentionLayout) -> Tensor | None:
         """c as fp32, broadcastable to (B, H, T); None for 1."""
         return None
 
     def scale_by_position(self) -> Tensor | None:
-        device = next((p.device for p in self.parameters()), "cpu")
-        scale = self.scale(AttentionLayout.full(self.layer.train_length, device))
+        import torch
+
+        scale = self.scale(self.training_layout(next((p.device for p in self.parameters()), "cpu")))
         c = torch.ones(1, 1) if scale is None else scale.detach()
         return c.double().expand(self.layer.n_head, self.layer.train_length)
 
@@ -35,50 +46,112 @@ class QueryScale(SoftmaxNormalizer):
         return z if scale is None else z * scale.unsqueeze(-1).to(z.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        from lm.attention.routes import fused_softmax
+
         scale = self.scale(layout)
         if scale is not None:
             q = q * scale.unsqueeze(-1)
         return fused_softmax(q, k, v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
+        from lm.attention.routes import softmax_route
+
         return f"{softmax_route(device, self.layer.train_length)}, q scaled in fp32: a factor on the logits is a factor on the query"
 
 
-class Softmax(QueryScale):
+@dataclass
+class Softmax(Options):
+    """Options of softmax: the baseline."""
+
+    name = "softmax"
+    full_formula = "softmax(z / tau)"
+    source = "baseline"
+    known = "entropy grows as ln n: attention fades with length"
+    temperature: float = key(
+        1.0, "tau, a constant that divides the logits: below 1 attention is sharper from the start", omit_default=True,
+        ge=1 / LARGEST, le=LARGEST,
+    )  # fmt: skip
+
+    def formula(self) -> str:
+        return self.full_formula if self.temperature != 1 else "softmax(z)"
+
+
+class SoftmaxWithTemperature(QueryScale):
     """softmax(z / tau), z = q.k / sqrt(D); tau is a constant, 1 unless set."""
 
-    options: options.Softmax
+    schema = Softmax
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
+        import torch
+
         tau = self.options.temperature
         return None if tau == 1 else torch.full((1, 1), 1 / tau, device=layout.positions.device)
 
     def kernel_description(self, device: str = "cpu") -> str:
+        from lm.attention.routes import softmax_route
+
         plain = f"{softmax_route(device, self.layer.train_length)}: plain softmax"
         return plain if self.options.temperature == 1 else super().kernel_description(device)
 
 
-class SSMax(QueryScale):
+@dataclass
+class SSMax(Options):
+    """Options of Scalable-Softmax."""
+
+    name = "ssmax"
+    full_formula = "softmax((s ln n + b) z)"
+    learned = "s (and b) per layer and head"
+    source = "Nakanishi 2025, arXiv 2501.19399, Eq. 2"
+    known = (
+        "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points downstream "
+        "(2605.20798, secondary)"
+    )
+    fixed_by_training: ClassVar[Mapping[str, str]] = {
+        "scale": "decides whether there is an s to learn",
+        "bias": "decides whether there is a b to learn",
+        "init": FIRST_VALUE,
+    }
+    scale: Literal["learned", "none"] = key("learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)")
+    bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
+    init: Literal["match", "unit"] | float = key(
+        "match",
+        "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
+        "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
+        ge=-LARGEST,
+        le=LARGEST,
+    )
+    n: str = key("visible", N_HELP)
+
+    def formula(self) -> str:
+        text = self.full_formula if self.bias else self.full_formula.replace(" + b", "")
+        return text.replace("s ln n", "ln n") if self.scale == "none" else text
+
+    def problems(self) -> list[Problem]:
+        problems = super().problems()
+        if self.scale == "none" and self.init != "match":
+            problems.append(Problem("init", self.init, "scale: none has no s to start", "drop init, or set scale: learned"))
+        return problems
+
+
+class SSMaxNormalizer(QueryScale):
     """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
 
     s starts at 1 / mean ln n over a training sequence (the mean logit scale is then softmax's 1), at 1 (`unit`) or
     at the given number; b, if any, at 0. `scale: none` fixes s = 1.
     """
 
-    options: options.SSMax
+    schema = SSMax
 
     def initialise(self) -> None:
         if self.options.scale == "learned":
-            first = {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
-            self.s = nn.Parameter(torch.full((self.layer.n_head,), first))
+            self.s = self.per_head({"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init))
         if self.options.bias:
-            self.b = nn.Parameter(torch.zeros(self.layer.n_head))
+            self.b = self.per_head(0.0)
 
     def log_n(self) -> Tensor:
         """ln n at each position of a training sequence: (L,) float64."""
-        return AttentionLayout.full(self.layer.train_length).n(self.options.n).double().log()
+        return self.training_layout().n(self.options.n).double().log()
 
-    @torch.no_grad()
     def init_from(self, other: Normalizer) -> None:
         """With `init: match`, follow the factor c(n) of `other` over a training sequence, head by head.
 
@@ -88,16 +161,16 @@ class SSMax(QueryScale):
         c, log_n = other.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
             return
-        c = c.cpu()
-        s = torch.ones_like(c[:, 0])
+        c = c.detach().cpu()
+        s = c.new_ones(len(c))
         if self.options.scale == "learned":
             s = c.mean(-1) / log_n.mean()
             if self.options.bias:
                 centred = log_n - log_n.mean()
                 s = (c - c.mean(-1, keepdim=True)) @ centred / centred.square().sum().clamp(min=1e-12)
-            self.s.copy_(s)
+            self.s.data.copy_(s)
         if self.options.bias:
-            self.b.copy_((c - s.unsqueeze(-1) * log_n).mean(-1))
+            self.b.data.copy_((c - s.unsqueeze(-1) * log_n).mean(-1))
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         scale = self.row_length(layout).log()  # (1, T) or (B, 1, T)
@@ -109,8 +182,6 @@ class SSMax(QueryScale):
 class ScaleFromBase(QueryScale):
     """A factor that is 1 at n = m, the option `base` (`train`: the training length)."""
 
-    options: options.LogN | options.InfoScale | options.YaRN
-
     def initialise(self) -> None:
         self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
 
@@ -118,30 +189,57 @@ class ScaleFromBase(QueryScale):
         return {"base": self.base}
 
 
-class LogN(ScaleFromBase):
+@dataclass
+class LogN(Options):
+    """Options of log n, the entropy-invariant scaling."""
+
+    name = "log_n"
+    full_formula = "softmax(z ln n / ln m)"
+    source = "Su 2021, kexue.fm 8823"
+    known = (
+        "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 times the length: under "
+        "a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
+    )
+    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST)
+    clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
+    n: str = key("visible", N_HELP)
+
+
+class LogNNormalizer(ScaleFromBase):
     """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
 
     `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
     """
 
-    options: options.LogN
+    schema = LogN
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         scale = self.row_length(layout).log() / math.log(self.base)  # (1, T) or (B, 1, T)
         return scale.clamp(min=1.0) if self.options.clip else scale
 
 
-class SqrtLogN(QueryScale):
+@dataclass
+class SqrtLogN(Options):
+    """Options of sqrt log n: the largest weight of n Gaussian logits falls slowly with n."""
+
+    name = "sqrt_log_n"
+    full_formula = "softmax(c sqrt(2 ln n) z)"
+    learned = "c per layer and head"
+    source = "Gaussian logits (extreme values)"
+    known = "largest weight of Gaussian logits, c = 1: .46, .39, .35 at n = 64, 1,024, 16,384"
+    n: str = key("visible", N_HELP)
+
+
+class SqrtLogNNormalizer(QueryScale):
     """softmax(c sqrt(2 ln n) z), the growth of the largest of n Gaussian logits; c learned per layer and head.
 
     c starts at 1 / mean sqrt(2 ln n) over a training sequence.
     """
 
-    options: options.SqrtLogN
+    schema = SqrtLogN
 
     def initialise(self) -> None:
-        growth = self.growth(AttentionLayout.full(self.layer.train_length)).double().mean().item()
-        self.c = nn.Parameter(torch.full((self.layer.n_head,), 1 / growth))
+        self.c = self.per_head(1 / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """sqrt(2 ln n), (1, T) or (B, 1, T)."""
@@ -151,32 +249,70 @@ class SqrtLogN(QueryScale):
         return self.c.unsqueeze(-1) * self.growth(layout)
 
 
-class Llama4(QueryScale):
+@dataclass
+class Llama4(Options):
+    """Options of Llama 4's attention temperature."""
+
+    name = "llama4"
+    full_formula = "softmax(z (1 + a ln(1 + floor((p + 1) / f))))"
+    source = "Llama 4's code"
+    known = "used there in layers without positions"
+    floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=LONGEST)
+    attn_scale: float = key(0.1, "a", ge=0, le=LARGEST)
+
+
+class Llama4Normalizer(QueryScale):
     """softmax(z (1 + a ln(1 + floor((position + 1) / f)))): Llama 4's attention temperature tuning."""
 
-    options: options.Llama4
+    schema = Llama4
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        steps = torch.floor((layout.positions + 1).float() / self.options.floor_scale)
-        return (1 + self.options.attn_scale * torch.log1p(steps)).unsqueeze(-2)
+        steps = ((layout.positions + 1).float() / self.options.floor_scale).floor()
+        return (1 + self.options.attn_scale * steps.log1p()).unsqueeze(-2)
 
 
-class YaRN(ScaleFromBase):
+@dataclass
+class YaRN(Options):
+    """Options of YaRN's temperature for documents longer than m."""
+
+    name = "yarn"
+    full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
+    source = "Peng et al. 2023, arXiv 2309.00071"
+    known = "one factor for each document; softmax up to the training length m"
+    base: Literal["train"] | float = key(
+        "train", "m, the length up to which this is softmax; `train`: the training length", ge=2, le=LONGEST
+    )
+    n: str = key("sample", N_HELP)
+
+
+class YaRNNormalizer(ScaleFromBase):
     """softmax(z (0.1 ln(n / m) + 1)^2) where n, here the document's length, is above m: YaRN's temperature, arXiv 2309.00071.
 
     The temperature alone; RoPE's frequencies are rescaled by an inference setting.
     """
 
-    options: options.YaRN
+    schema = YaRN
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         return (0.1 * (self.row_length(layout) / self.base).clamp(min=1.0).log() + 1).square()
 
 
-class InfoScale(ScaleFromBase):
-    """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))), D the head size: arXiv 2501.08570. Equal to softmax at n = m."""
+@dataclass
+class InfoScale(Options):
+    """Options of InfoScale."""
 
-    options: options.InfoScale
+    name = "infoscale"
+    full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
+    source = "arXiv 2501.08570"
+    known = "made for models trained without it"
+    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST)
+    n: str = key("visible", N_HELP)
+
+
+class InfoScaleNormalizer(ScaleFromBase):
+    """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))): arXiv 2501.08570. Equal to softmax at n = m."""
+
+    schema = InfoScale
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         power = -2 / self.layer.head_size
@@ -184,27 +320,34 @@ class InfoScale(ScaleFromBase):
         return ((1 - n**power).sqrt() / math.sqrt(1 - self.base**power)).float()
 
 
-def unit_vectors(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last dimension, in fp32 or wider."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+@dataclass
+class Cosine(Options):
+    """Options of cosine attention."""
+
+    name = "cosine"
+    full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
+    learned = "g per layer and head"
+    source = "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859"
+    known = "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text (kexue.fm 9859)"
+    log_n: bool = key(False, "multiply the gain by ln n (Su, kexue.fm 9859)")
+    n: str = key("visible", N_HELP)
 
 
-class Cosine(QueryScale):
+class CosineNormalizer(QueryScale):
     """softmax(g cos(q, k)) or softmax(g ln n cos(q, k)): unit queries and keys (arXiv 2010.04245; Su, kexue.fm 9859: 4 ln n).
 
     The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D) (our choice).
     """
 
-    options: options.Cosine
+    schema = Cosine
 
     def initialise(self) -> None:
-        growth = self.growth(AttentionLayout.full(self.layer.train_length)).double().mean().item()
-        self.g = nn.Parameter(torch.full((self.layer.n_head,), math.sqrt(self.layer.head_size) / growth))
+        self.g = self.per_head(math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """ln n, or 1: (1, T) or (B, 1, T)."""
         n = self.row_length(layout)
-        return n.log() if self.options.log_n else torch.ones_like(n)
+        return n.log() if self.options.log_n else n.new_ones(n.shape)
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
@@ -219,20 +362,41 @@ class Cosine(QueryScale):
         return super().forward(unit_vectors(q), unit_vectors(k), v, layout)
 
 
-class PN(QueryScale):
+def unit_vectors(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last dimension, in fp32 or wider."""
+    import torch
+
+    return torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+
+
+@dataclass
+class PN(Options):
+    """Options of p_n, the experiment from which SSMax was derived: a learned table p_n."""
+
+    name = "p_n"
+    full_formula = "softmax((s p_n + b) z)"
+    learned = "s, b per layer and head; p_n for each n, shared by all"
+    source = "Nakanishi 2025, arXiv 2501.19399, sec. 2.1"
+    known = "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)"
+
+
+class PNNormalizer(QueryScale):
     """softmax((s p_n + b) z) with a table p_n, n = 1 ... training length, that all layers and heads share (arXiv 2501.19399, sec. 2.1).
 
     s and b are learned per layer and head. p starts at 1, s at 1 and b at 0 (our choice): the whole as softmax. p is
     identifiable only up to scale and offset, which s and b absorb. Beyond the training length its last entry is used.
     """
 
+    schema = PN
+
     def initialise(self) -> None:
-        self.p = nn.Parameter(torch.ones(self.layer.train_length))
-        self.s = nn.Parameter(torch.ones(self.layer.n_head))
-        self.b = nn.Parameter(torch.zeros(self.layer.n_head))
+        import torch
+
+        self.p = torch.nn.Parameter(torch.ones(self.layer.train_length))
+        self.s, self.b = self.per_head(1.0), self.per_head(0.0)
 
     def tie_parameters(self, first: Normalizer) -> None:
-        if isinstance(first, PN):
+        if isinstance(first, PNNormalizer):
             self.p = first.p
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -240,47 +404,73 @@ class PN(QueryScale):
         return self.s.unsqueeze(-1) * p + self.b.unsqueeze(-1)
 
 
-class _MLP(nn.Module):
-    """Two layers, 64 hidden, GELU; gives `start` everywhere at first."""
+@dataclass
+class QASSMax(Options):
+    """Options of query-aware SSMax: each dimension of q scaled by MLPs of ln n and of q."""
 
-    def __init__(self, size: int, out: int, start: float):
-        super().__init__()
-        self.hidden, self.out = nn.Linear(size, 64), nn.Linear(64, out)
-        for zero in (self.hidden.bias, self.out.weight):
-            nn.init.zeros_(zero)
-        nn.init.constant_(self.out.bias, start)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.gelu(self.hidden(x)))
+    name = "qassmax"
+    full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
+    learned = "two MLPs, 64 hidden, per layer"
+    source = "TabICLv2's code"
+    known = "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)"
+    n: str = key("visible", N_HELP)
 
 
-class QASSMax(SoftmaxNormalizer):
+class QASSMaxNormalizer(SoftmaxNormalizer):
     """softmax(z) with q scaled dimension by dimension: q * B(ln n) * (1 + tanh G(q)), B and G MLPs (TabICLv2).
 
     G's last layer starts at 0, as there; B starts at 1 (our choice), so that the whole starts as softmax. Both are shared
     by a layer's heads but for B's output, one a head and dimension.
     """
 
-    options: options.QASSMax
+    schema = QASSMax
+    kernel = "fused softmax"
 
     def initialise(self) -> None:
-        self.base = _MLP(1, self.layer.n_head * self.layer.head_size, 1.0)
-        self.gate = _MLP(self.layer.head_size, self.layer.head_size, 0.0)
+        self.base = _mlp(1, self.layer.n_head * self.layer.head_size, 1.0)
+        self.gate = _mlp(self.layer.head_size, self.layer.head_size, 0.0)
 
     def scaled(self, q: Tensor, layout: AttentionLayout) -> Tensor:
         """q (B, H, T, D) times both factors, in fp32 or wider."""
-        q = q.to(torch.promote_types(q.dtype, self.base.out.weight.dtype))
+        import torch
+
+        from lm.attention.routes import without_autocast
+
+        dtype = self.base["out"].weight.dtype
+        q = q.to(torch.promote_types(q.dtype, dtype))
         with without_autocast(q.device):
-            log_n = layout.n(self.options.n).log().unsqueeze(-1).to(self.base.out.weight.dtype)  # (T, 1) or (B, T, 1)
-            base = self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
-            gate = 1 + self.gate(q.to(self.gate.out.weight.dtype)).tanh()
+            log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
+            base = _output(self.base, log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
+            gate = 1 + _output(self.gate, q.to(dtype)).tanh()
         return q * base * gate
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return logits(self.scaled(q, layout), k)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        from lm.attention.routes import fused_softmax
+
         return fused_softmax(self.scaled(q, layout), k, v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
+        from lm.attention.routes import softmax_route
+
         return f"{softmax_route(device, self.layer.train_length)}, each dimension of q scaled in fp32"
+
+
+def _mlp(size: int, out: int, start: float) -> nn.ModuleDict:
+    """Two layers, 64 hidden, that give `start` everywhere at first."""
+    from torch import nn
+
+    layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, out)})
+    for zero in (layers["hidden"].bias, layers["out"].weight):
+        nn.init.zeros_(zero)
+    nn.init.constant_(layers["out"].bias, start)
+    return layers
+
+
+def _output(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+    """The output of an `_mlp`, with GELU between its layers."""
+    import torch
+
+    return layers["out"](torch.nn.functional.gelu(layers["hidden"](x)))

@@ -1,35 +1,42 @@
 """Softmax with an attention sink: one more logit whose value is zero, so that a row of weights sums to less than 1."""
 
+from __future__ import annotations
+
 import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from lm.attention import options
-from lm.attention.fused import fused_softmax, softmax_route
-from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
+from lm.attention.options import FIRST_VALUE, LARGEST, Options
+from lm.schema import key
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lm.attention.layout import AttentionLayout
 
 
-class Sink(Normalizer):
-    """e^z_j / (e^b + sum e^z): softmax with a learned logit b per layer and head whose column is dropped (gpt-oss).
+class SinkBase(Normalizer):
+    """e^z_j / (e^b + sum e^z): softmax with a logit b per head whose column is dropped.
 
     On the fused kernel: a key of logit b and value 0, seen by every query, in front of the others. It equals
     softmax times sigmoid(lse - b).
     """
 
-    options: options.Sink
+    kernel = "fused softmax"
     score_map = "exp"
+    logit: str  # b, as the run's description writes it
 
-    def initialise(self) -> None:
-        self.b = nn.Parameter(torch.full((self.layer.n_head,), self.options.init))
-
+    @abstractmethod
     def sink(self, device: torch.device) -> Tensor:
         """b, (H,), on the device of the scores."""
-        return self.b
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        import torch
+
         z = scores.masked_fill(~layout.visible(), -math.inf)
         b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
@@ -39,6 +46,11 @@ class Sink(Normalizer):
         return scores.masked_fill(~layout.visible(), -math.inf).logsumexp(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from lm.attention.routes import fused_softmax
+
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
@@ -54,17 +66,56 @@ class Sink(Normalizer):
         return fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit b and value 0"
+        from lm.attention.routes import softmax_route
+
+        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit} and value 0"
 
 
-class Softmax1(Sink):
+@dataclass
+class Softmax1(Options):
+    """Options of softmax off by one."""
+
+    name = "softmax1"
+    full_formula = "e^z / (1 + sum e^z)"
+    source = "Miller 2023"
+    known = "removes attention sinks"
+    sums_to_one = False
+
+
+class Softmax1Normalizer(SinkBase):
     """e^z_j / (1 + sum e^z), softmax off by one: a sink of logit 0 (Miller 2023)."""
 
-    def initialise(self) -> None:
-        """No parameters."""
+    schema = Softmax1
+    logit = "0"
 
     def sink(self, device: torch.device) -> Tensor:
+        import torch
+
         return torch.zeros(self.layer.n_head, device=device)
 
-    def kernel_description(self, device: str = "cpu") -> str:
-        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit 0 and value 0"
+
+@dataclass
+class Sink(Options):
+    """Options of a learned sink logit."""
+
+    name = "sink"
+    full_formula = "e^z / (e^b + sum e^z)"
+    learned = "b per layer and head"
+    source = "gpt-oss's code"
+    known = "softmax times sigmoid(lse - b)"
+    sums_to_one = False
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": FIRST_VALUE}
+    init: float = key(0.0, "initial value of b", ge=-LARGEST, le=LARGEST)
+
+
+class SinkNormalizer(SinkBase):
+    """e^z_j / (e^b + sum e^z) with b learned per layer and head (gpt-oss)."""
+
+    schema = Sink
+    logit = "b"
+
+    def initialise(self) -> None:
+        self.b = self.per_head(self.options.init)
+
+    def sink(self, device: torch.device) -> Tensor:
+        return self.b

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.row_sums import SMALLEST_SUM, gradient_of_sums
-from lm.attention.score_functions import ScoreFunction
+from lm.attention.routes import SMALLEST_SUM, gradient_of_sums
 
 FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
@@ -24,7 +23,7 @@ PIECE = 128  # values a program holds at a time; wider ones are further programs
 
 @triton.jit
 def _function(z, KIND: tl.constexpr):
-    """(f(z), f'(z)) for `ScoreFunction.kind`; NaN stays NaN."""
+    """(f(z), f'(z)) for a kind of `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
     if KIND == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
@@ -225,10 +224,10 @@ class _ElementwiseAttention(torch.autograd.Function):
         return None, None, dq, dk, dv, None if shift is None else db
 
 
-def elementwise_attention(f: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """The kernels' `lm.attention.elementwise_sums.elementwise_attention`, for tensors that `why_tiles` there has nothing against."""
+def fused_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
+    """`lm.attention.elementwise_sums.elementwise_attention` for tensors that `why_tiles` there allows."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _ElementwiseAttention.apply(f.kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])
+    return _ElementwiseAttention.apply(kind, over_sum, q, k, v, shift).unflatten(0, shape[:2])

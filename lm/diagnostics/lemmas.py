@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout
-from lm.attention.score_functions import SCORE_MAPS
 from lm.diagnostics.attention_rows import AttentionRows
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) to weights of that shape, each row by itself

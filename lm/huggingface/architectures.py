@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lm.attention.catalogue import Layers
-from lm.attention.options import Options, Softmax, Window
+from lm.attention.catalogue import Layers, Softmax, Window
+from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields, read_rope, write_rope
 from lm.schema import Plain

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention.documents import by_documents
-from lm.attention.layout import AttentionLayout
-from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features, make_normalizer
+from lm.attention.catalogue import make_normalizer
+from lm.attention.layout import AttentionLayout, by_documents
+from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
 from lm.config.model_config import ModelConfig
 from lm.model.rope import Rotation, rotate
 

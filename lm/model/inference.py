@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from lm.attention.normalizer import Normalizer, make_normalizer
+from lm.attention.catalogue import make_normalizer
+from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
 from lm.errors import ConfigError

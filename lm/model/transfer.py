@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lm.attention.normalizer import Normalizer, make_normalizer
+from lm.attention.catalogue import make_normalizer
+from lm.attention.normalizer import Normalizer
 from lm.config.model_config import ModelConfig
 
 INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the projections that a block adds to the residual stream

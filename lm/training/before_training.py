@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lm.attention.normalizer import make_normalizer
+from lm.attention.catalogue import make_normalizer
 from lm.config.effects import differences, effect_of
 from lm.config.training_config import Group
 from lm.config.tree import Config

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lm.attention.precision import counted_on
+from lm.attention.routes import counted_on
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS

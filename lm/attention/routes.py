@@ -1,0 +1,257 @@
+"""Routes of attention: how weights x values are computed, exactly, without holding T x T weights.
+
+Softmax takes PyTorch's fused kernel, or blocks of queries where a sequence is short; a definition without a fused kernel takes some
+queries at a time. Elementwise attention has routes of its own (`lm.attention.elementwise_sums`).
+
+Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lm.attention.layout import AttentionLayout
+
+SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
+
+_counted: torch.device | None = None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context in which the dtypes of operands alone decide what is computed in."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+
+
+def executing_device(tensor: Tensor) -> torch.device:
+    """The device whose routes a computation with a tensor takes: the tensor's own, unless another's are counted (`counted_on`)."""
+    return _counted or tensor.device
+
+
+@contextmanager
+def counted_on(device: torch.device) -> Iterator[None]:
+    """Take the routes and blocks of another device than the tensors', to count on fake CPU tensors what that device would keep."""
+    global _counted
+    _counted = device
+    try:
+        yield
+    finally:
+        _counted = None
+
+
+# ---------------------------------------------------------------- rows over their sums
+
+
+def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
+    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1); fp32 or wider.
+
+    A row whose total is below `SMALLEST_SUM` has weights 0: of relu^2 one whose scores are all negative, or below 1e-12.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if factor is None:
+        total = total.to(wide)
+        return rows.to(wide) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
+    return rows * factor.unsqueeze(-1).to(wide)
+
+
+def gradient_of_sums(grad: Tensor, dtype: torch.dtype, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """For rows divided by their sums, (N, T, 1), or by infinity: the gradient of the undivided output, in `dtype`, and its mean over a
+    row's weights, (N, T, 1), to be subtracted from each weight's own.
+
+    Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `out` in fp32.
+    """
+    grad = (grad / sums).to(dtype)
+    return grad, (grad.to(out.dtype) * out).sum(-1, keepdim=True)
+
+
+# ---------------------------------------------------------------- softmax
+
+
+LONGEST = 512  # tokens of a sequence that is short: beyond, the fused kernel is as fast, and does not keep the T x T weights
+SHORT_BLOCK = 64  # queries of a block
+SHORT_WEIGHTS = 2**20  # weights of a block: that many heads of a block are computed together
+
+
+def fused_softmax(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """softmax(q.k scale) v by the faster route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
+
+    The fused kernel wants values as wide as keys: wider ones are cut into pieces that are heads of their own.
+    `mask`: another than that of `layout`.
+    """
+    size, width = q.size(-1), v.size(-1)
+    scale = scale or 1 / math.sqrt(size)
+    if layout.causal and mask is None and executing_device(v).type == "cpu" and q.size(2) <= LONGEST:
+        return short_attention(q, k, v, scale)
+    pieces = -(-width // size)
+    if width != size:
+        v = F.pad(v, (0, pieces * size - width)).unflatten(-1, (pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x pieces, S, D)
+        q, k = q.repeat_interleave(pieces, 1), k.repeat_interleave(pieces, 1)
+    causal = layout.causal and mask is None
+    mask = None if causal else layout.visible() if mask is None else mask
+    out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
+    return out if width == size else out.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)[..., :width]
+
+
+def softmax_route(device: str, length: int) -> str:
+    """The route of causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for the banner."""
+    short = device == "cpu" and length <= LONGEST
+    return f"blocks of queries (faster than SDPA on a CPU, up to {LONGEST} tokens)" if short else "SDPA"
+
+
+class _ShortAttention(torch.autograd.Function):
+    """softmax(scale q.k) v on (N, T, .) tensors, blocks of queries whose weights are kept for the backward pass: on a CPU, up to some
+    hundred tokens, in half the time of the fused kernel, which computes tile by tile and recomputes all weights.
+
+    q and k are in fp32 or wider, and so are scores, their maximum and sum; v and the weights' products with it are in v's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, kept, train = torch.empty_like(v), [], any(ctx.needs_input_grad)
+        mask = q.new_full((SHORT_BLOCK, SHORT_BLOCK), -math.inf).triu_(1)
+        with without_autocast(v.device):
+            for heads, a, b in _short_blocks(q):
+                scores = torch.baddbmm(q.new_zeros(1, 1, 1), q[heads, a:b], k[heads, :b].mT, beta=0, alpha=scale)
+                scores[:, :, a:] += mask[: b - a, : b - a]
+                weights = scores.softmax(-1).to(v.dtype)
+                out[heads, a:b] = weights @ v[heads, :b]
+                if train:
+                    kept.append(weights)
+        if train:
+            ctx.save_for_backward(q.to(v.dtype), k.to(v.dtype), v, *kept)
+            ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *kept = ctx.saved_tensors
+        wide = torch.promote_types(v.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        grad = grad.contiguous()
+        scaled, v_wide = grad.to(wide) * ctx.scale, v.to(wide)
+        with without_autocast(v.device):
+            for (heads, a, b), weights in zip(_short_blocks(q), kept, strict=True):
+                dv[heads, :b] += weights.mT @ grad[heads, a:b]
+                dweights = scaled[heads, a:b] @ v_wide[heads, :b].mT
+                dscores = torch._softmax_backward_data(dweights, weights.to(wide), -1, wide).to(v.dtype)
+                dq[heads, a:b] = dscores @ k[heads, :b]
+                dk[heads, :b] += dscores.mT @ q[heads, a:b]
+        return dq, dk, dv.to(v.dtype), None
+
+
+def _short_blocks(q: Tensor) -> list[tuple[slice, int, int]]:
+    """Heads, first query and last query + 1 of each block of q (N, T, D)."""
+    n, length = q.shape[:2]
+    heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * length))
+    return [(slice(h, h + heads), a, min(a + SHORT_BLOCK, length)) for h in range(0, n, heads) for a in range(0, length, SHORT_BLOCK)]
+
+
+@torch.compiler.disable  # traced, its blocks would be unrolled: slower to compile, and to run
+def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q and k (B, H, T, D), v (B, H, T, E)."""
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide), k.to(wide), v)), scale).unflatten(0, q.shape[:2])
+
+
+# ---------------------------------------------------------------- some queries at a time, from the definition
+
+
+BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and at least
+MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
+WEIGHT_BYTES = 64  # more than the backward pass of any definition takes for a weight: softpick's takes 42
+MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
+
+
+def block_weights(device: torch.device) -> int:
+    """Weights that a block holds on a device: by the memory that a GPU has free at the first call in this process, a power of two."""
+    return _of_gpu(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
+
+
+@cache
+def _of_gpu(index: int | None) -> int:
+    """`block_weights` of a GPU, kept: blocks of other sizes would round sums otherwise. None: the current GPU."""
+    if index is None:
+        return _of_gpu(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info(index)
+    weights = free // (MEMORY_PART * WEIGHT_BYTES)
+    return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
+
+
+def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
+    """(first query, last query + 1, number of keys) of each block.
+
+    Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory.
+    """
+    length, keys = q.size(2), k.size(2)
+    step, eighth = max(1, block_weights(executing_device(q)) // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
+    ends = [(a, min(a + step, length)) for a in range(0, length, step)]
+    return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in ends]
+
+
+class _ByQueryBlocks(torch.autograd.Function):
+    """Forward block by block without a graph; the backward pass builds each block's graph again.
+
+    Both without autocast, which does not reach the backward pass: the dtypes given decide alone, so that it recomputes the same function.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, definition: nn.Module, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, *parameters)
+        ctx.definition, ctx.layout = definition, layout
+        names = [name for name, _ in definition.named_parameters()]
+        values = dict(zip(names, parameters, strict=True))
+        with without_autocast(v.device):
+            parts = [
+                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)))
+                for a, b, s in _blocks(q, k, layout)
+            ]
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *parameters = ctx.saved_tensors
+        names = [name for name, _ in ctx.definition.named_parameters()]
+        given = (q, k, v, *parameters)
+        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in given]  # sums over the blocks
+        for a, b, s in _blocks(q, k, ctx.layout):
+            leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
+            with torch.enable_grad(), without_autocast(v.device):
+                values = dict(zip(names, leaves[3:], strict=True))
+                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.select(slice(a, b), s)))
+                block_grads = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
+            slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
+            for total, value in zip(slices, block_grads, strict=True):
+                if value is not None:
+                    total += value
+        return None, None, *(total.to(x.dtype) for total, x in zip(grads, given, strict=True))
+
+
+class _Definition(nn.Module):
+    """A normalizer's dense weights times values, as a module's `forward`, so that its parameters can be passed in."""
+
+    def __init__(self, normalizer: nn.Module):
+        super().__init__()
+        self.normalizer = normalizer
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
+
+
+@torch.compiler.disable
+def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    """A normalizer's dense weights times values, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
+
+    Gradients reach q, k, v and the normalizer's parameters.
+    """
+    return _ByQueryBlocks.apply(_Definition(normalizer), layout, q, k, v, *normalizer.parameters())
