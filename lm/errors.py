@@ -82,7 +82,7 @@ class ConfigError(LMError):
     most_lines = 30
 
     def __init__(self, problems: list[Problem] | list[str] | str):
-        self.problems = [one for one in problems if isinstance(one, Problem)] if isinstance(problems, list) else []
+        self.problems = [problem for problem in problems if isinstance(problem, Problem)] if isinstance(problems, list) else []
         lines = [str(problem) for problem in problems] if isinstance(problems, list) else [problems]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
         more = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []

@@ -46,13 +46,13 @@ def _delete_abandoned(mine: Path) -> None:
     """Delete the unfinished files and folders beside `mine`, which was made just now, of processes that have ended: those of this machine,
     and of others what is `ABANDONED_SECONDS` old by the file system's clock. No file lock says so, as not all file systems have them."""
     name = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
-    for left in mine.parent.glob(f".*-{UNFINISHED}-*"):
+    for leftover in mine.parent.glob(f".*-{UNFINISHED}-*"):
         with suppress(OSError):  # deleted meanwhile
-            if match := name.fullmatch(left.name):
+            if match := name.fullmatch(leftover.name):
                 machine, pid, since = match.groups()
-                here, age = machine == _machine(), mine.stat().st_mtime - left.stat().st_mtime
+                here, age = machine == _machine(), mine.stat().st_mtime - leftover.stat().st_mtime
                 if (here and born(int(pid)) != since) or (not here and age > ABANDONED_SECONDS):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @cache

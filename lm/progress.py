@@ -96,8 +96,8 @@ class StepProgress(Progress):
         self.step = step
         if self.lines and text and (step >= self.due or step == self.max_steps):
             self.due = (step // self.every + 1) * self.every
-            left = (time.perf_counter() - self.started) / (step - self.first) * (self.max_steps - step)
-            self.say(f"step {step}/{self.max_steps}  {text['text']}  ETA {left:.0f} s")
+            remaining = (time.perf_counter() - self.started) / (step - self.first) * (self.max_steps - step)
+            self.say(f"step {step}/{self.max_steps}  {text['text']}  ETA {remaining:.0f} s")
 
     def stop(self) -> None:
         """Remove the bar."""

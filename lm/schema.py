@@ -128,17 +128,17 @@ def effect(schema: type, path: str) -> Effect | None:
     spec = _field(schema, first)
     if spec is None:
         return None
-    found = effect_within(Effect(), spec)
+    inherited = effect_within(Effect(), spec)
     for name in rest:
         table = spec.metadata.get("table") or spec.metadata.get("list_table")
         inner = list(table.values()) if table else [spec.metadata.get("item") or block_of(spec)]
         if not inner[0]:
             break
-        spec = next((known for one in inner if (known := _field(one, name))), None)
+        spec = next((known for block in inner if (known := _field(block, name))), None)
         if spec is None:
-            return found if table else None
-        found = effect_within(found, spec)
-    return found
+            return inherited if table else None
+        inherited = effect_within(inherited, spec)
+    return inherited
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
@@ -199,7 +199,7 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         if name in known:
             values[name] = _field_value(known[name], value, where, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            of = [one for one, options in (table or {}).items() if _field(options, name)]
+            of = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
             owner = f"it is an option of {', '.join(of)}: set {_join(path, 'name')}" if of else ""
             problems.append(Problem(where, value, "unknown key", owner or other or suggest(name, known)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
@@ -299,7 +299,7 @@ def type_name(hint: type) -> str:
 
 def _type_remedy(hint: type, value: Plain) -> str:
     literals = _literals(hint)
-    unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one not in literals]
+    unknown = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
     if unknown and literals:
         words = [_written(arg) for arg in literals]
         return f"write {unknown[0]} without quotes" if unknown[0] in words else suggest(unknown[0], words)
@@ -322,14 +322,14 @@ def own_problems(block, path: str = "") -> list[Problem]:
 
     A block with rules beyond those of its single keys has a method `problems() -> list[Problem]`, whose paths are relative to the block.
     """
-    found = [dataclasses.replace(one, path=_join(path, one.path)) for one in getattr(block, "problems", list)()]
+    problems = [dataclasses.replace(problem, path=_join(path, problem.path)) for problem in getattr(block, "problems", list)()]
     for spec in fields(type(block)):
         value = getattr(block, spec.name)
         items = {f"[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {"": value}
         for index, item in items.items():
             if is_dataclass(item):
-                found += own_problems(item, _join(path, spec.name) + index)
-    return found
+                problems += own_problems(item, _join(path, spec.name) + index)
+    return problems
 
 
 def to_plain(config) -> dict[str, Plain]:

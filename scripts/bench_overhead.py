@@ -17,8 +17,7 @@ from lm.config.load import load
 from lm.data.batches import Batch
 from lm.model.device import Device
 from lm.training import fit
-from lm.training.lightning import L
-from lm.training.module import TrainModule
+from lm.training.module import L, TrainModule
 from lm.training.optimizers import make_optimizer, set_rates
 from lm.training.train import train
 

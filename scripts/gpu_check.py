@@ -35,9 +35,9 @@ from lm.config.load import load
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
-from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.spec import flops_per_token
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

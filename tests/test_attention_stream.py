@@ -21,7 +21,7 @@ from lm.data.batches import Batch
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks, in_lockstep
 from lm.model.decoder import Decoder, batch_layout
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 
 VOCAB, LENGTH, SIZE = 50, 37, 8
 

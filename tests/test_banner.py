@@ -8,9 +8,8 @@ import pytest
 
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
-from lm.model.device import Resolved
+from lm.model.device import Machine, Resolved
 from lm.training.banner import banner, git_state
-from lm.training.run_context import Machine
 from lm.training.starting import start_new_run
 
 

@@ -375,7 +375,7 @@ AFTER_TRAINING = {
         "[]",
     ),
     "leaves torchmetrics to others": (
-        "import torchmetrics; from lm.training.lightning import L;"
+        "import torchmetrics; from lm.training.module import L;"
         "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), L.Trainer.__name__)",
         "torchmetrics.metric True Trainer",
     ),

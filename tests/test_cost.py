@@ -16,8 +16,8 @@ from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.machine import peak_process_bytes
-from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
+from lm.model.spec import flops_per_token
 from lm.training.callbacks import mfu, peak_flops
 from lm.training.memory import TensorMemory, estimated_memory
 from lm.training.optimizers import freeze, make_optimizer

@@ -12,9 +12,8 @@ from torch._inductor.compile_fx import compile_fx
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
-from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, argmax_tokens, linear_cross_entropy, token_nll, training_loss
+from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, linear_cross_entropy, token_nll, training_loss
 from lm.model.decoder import Decoder
-from lm.model.head import Head
 
 
 def head_of(weight: torch.Tensor, softcap: float | None = None) -> Head:
@@ -129,7 +128,7 @@ def test_memory_does_not_grow_with_the_chunks(call: str):
 import torch
 from lm.machine import peak_process_bytes
 from lm.model.cross_entropy import *
-from lm.model.head import Head
+from lm.model.cross_entropy import Head
 hidden, targets, head = torch.randn(32768, 64), torch.randint(4096, (32768,)), Head(64, 4096, None)
 torch.set_grad_enabled({call.startswith("training")})
 run = lambda x, targets: {call}

@@ -27,7 +27,7 @@ from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_e
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 from lm.runs.loading import find_checkpoint, load
 from lm.training.train import train
 

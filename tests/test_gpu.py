@@ -15,11 +15,9 @@ from lm.attention import catalogue
 from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
-from lm.model.cross_entropy import linear_cross_entropy
-from lm.model.head import Head
+from lm.model.cross_entropy import Head, linear_cross_entropy
 from lm.training.callbacks import StopOnSignal
-from lm.training.lightning import L
-from lm.training.module import TrainModule
+from lm.training.module import L, TrainModule
 from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()

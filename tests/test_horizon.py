@@ -17,8 +17,8 @@ from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
-from lm.model.counts import count_parameters, steps_of, with_steps
 from lm.model.decoder import Decoder
+from lm.model.spec import count_parameters, steps_of, with_steps
 from lm.training.train import train
 
 MODELS = sorted((ROOT / "configs" / "models").glob("*.yaml"))

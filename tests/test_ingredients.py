@@ -14,8 +14,8 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
-from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
+from lm.model.spec import count_parameters, flops_per_token
 from lm.model.swapped import swapped
 from lm.runs.loading import load, save_model
 from lm.training.optimizers import parameter_groups

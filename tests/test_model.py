@@ -21,10 +21,10 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache, ForwardContext
-from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
-from lm.model.inference import for_inference
 from lm.model.rope import frequencies, rope_rotation, rotate
+from lm.model.spec import count_parameters, flops_per_token
+from lm.model.swapped import for_inference
 from lm.runs.loading import load as load_model
 from lm.training.train import train
 

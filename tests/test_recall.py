@@ -25,9 +25,9 @@ from lm.errors import ConfigError
 from lm.evaluation.answers import Recall, read_answers
 from lm.evaluation.held_out import Validation, validation_sequences
 from lm.model.blocks import DecodingCache
+from lm.model.cross_entropy import Head
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.head import Head
 from lm.report.evaluation_tables import rows_of
 from lm.schema import build
 from lm.statistics.intervals import interval_of

@@ -13,9 +13,8 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.model.decoder import Decoder
-from lm.model.inference import for_inference
 from lm.model.spec import ModelSpec
-from lm.model.swapped import swapped
+from lm.model.swapped import for_inference, swapped
 from lm.runs.folder import read_json, read_sealed, write_sealed
 from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
 from lm.schema import to_plain

@@ -21,10 +21,9 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.held_out import HeldOut
 from lm.evaluation.swap import attention_drift, compared, swap_run
-from lm.model.cross_entropy import token_kl
+from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
-from lm.model.head import Head
 from lm.model.swapped import fit, score_factors, swapped
 from lm.report.comparison import compare
 from lm.runs.checkpoints import load_checkpoint

@@ -101,8 +101,8 @@ class MixedLengths(SequenceLengths):
         """Lengths that do not divide `data.seq_len`, or of which the run has less than a step."""
         rare = [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]
         reason = f"gives sequences of {rare[0]} less than one step of trainer.max_steps = {max_steps}" if rare else ""
-        found = [Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")] if rare else []
-        return _divisors(list(self.weights), "weights", seq_len) + found
+        problems = [Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")] if rare else []
+        return _divisors(list(self.weights), "weights", seq_len) + problems
 
 
 @dataclass
@@ -127,11 +127,11 @@ class Curriculum(SequenceLengths):
         """Lengths that do not divide `data.seq_len`, or that no step has."""
         if self.problems():
             return []
-        found = _divisors(list(self.starts.values()), "starts", seq_len)
+        problems = _divisors(list(self.starts.values()), "starts", seq_len)
         if len(self.begins(seq_len, max_steps)) < len(self.starts):
             reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
-            found.append(Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps"))
-        return found
+            problems.append(Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps"))
+        return problems
 
 
 @dataclass
@@ -147,12 +147,12 @@ class DocumentLengths(SequenceLengths):
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
         """Text that is not read by document, or a longest piece that is no power of two."""
-        found = []
+        problems = []
         if not one_source:
-            found.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
+            problems.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
         if seq_len < SHORTEST_PIECE or seq_len & (seq_len - 1):
-            found.append(f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}")
-        return [Problem("data.lengths", self.name, reason, "give other lengths") for reason in found]
+            problems.append(f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}")
+        return [Problem("data.lengths", self.name, reason, "give other lengths") for reason in problems]
 
 
 LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)}
@@ -375,11 +375,11 @@ class TiktokenTokenizer(InFiles):
 
     def problems(self) -> list[Problem]:
         """No file, or one whose name does not give the encoding."""
-        found = super().problems()
-        if not found and self.known_encoding not in get_args(Encoding):
+        problems = super().problems()
+        if not problems and self.known_encoding not in get_args(Encoding):
             reason = f"is not named after one of {', '.join(get_args(Encoding))}"
-            found.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
-        return found
+            problems.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
+        return problems
 
 
 @dataclass

@@ -21,10 +21,10 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if problems:
         return config
     resolved = {name: value for name, value in read.block.resolved(read).items() if name in model}
-    found = {**config, "model": _with_shortest_list({**model, **resolved}, read.n_layer)}
+    result = {**config, "model": _with_shortest_list({**model, **resolved}, read.n_layer)}
     if isinstance(phases := config.get("phases"), list):
-        found["phases"] = [_with_shortest_list(phase, read.n_layer) for phase in phases]
-    return found
+        result["phases"] = [_with_shortest_list(phase, read.n_layer) for phase in phases]
+    return result
 
 
 def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
@@ -33,9 +33,9 @@ def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, t
     Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`, and
     without the options of a block whose `name` differs.
     """
-    written = [flatten(one) for one in (ours, theirs)]
-    meant = [flatten(canonical(one)) for one in (ours, theirs)]
-    values = {key: tuple(one.get(key) for one in meant) for key in (*meant[0], *meant[1])}
+    written = [flatten(config) for config in (ours, theirs)]
+    meant = [flatten(canonical(config)) for config in (ours, theirs)]
+    values = {key: tuple(config.get(key) for config in meant) for key in (*meant[0], *meant[1])}
     apart = {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
     renamed = tuple(key.removesuffix("name") for key in apart if key.endswith(".name"))
     return {key: both for key, both in apart.items() if key.endswith(".name") or not key.startswith(renamed)}

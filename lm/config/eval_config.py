@@ -86,7 +86,7 @@ def too_large(path: str, value: Plain, factor: float, sequences: int, data: Data
 
 def no_tokens(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
     """A problem at `path` for each of `factors`, in training lengths, that is less than a token."""
-    return [Problem(path, one, "makes sequences of no tokens", "set it higher") for one in factors if one * data.seq_len < 1]
+    return [Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1]
 
 
 def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
@@ -142,13 +142,13 @@ class ByLengthConfig(EvaluationConfig):
 
     def problems(self) -> list[Problem]:
         """Lengths that are given twice, or that do not divide the longest."""
-        found = []
+        problems = []
         if len(set(self.lengths)) < len(self.lengths):
-            found.append(Problem("lengths", self.lengths, "must be different lengths"))
+            problems.append(Problem("lengths", self.lengths, "must be different lengths"))
         if odd := [length for length in self.lengths if max(self.lengths) % length]:
             reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
-            found.append(Problem("lengths", odd[0], reason, "give divisors of the longest"))
-        return found
+            problems.append(Problem("lengths", odd[0], reason, "give divisors of the longest"))
+        return problems
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.lengths)
@@ -183,7 +183,7 @@ class RecallConfig(EvaluationConfig):
 
     def asked_tasks(self, data: DataConfig) -> list[Task]:
         """The tasks to ask for."""
-        return self.tasks or [one.task for one in data.tasks]
+        return self.tasks or [weighted.task for weighted in data.tasks]
 
     def metric(self, task: str, length: int, setting: str) -> str:
         """The accuracy's name in metrics.jsonl, by the name of the task, length and the label of the inference setting."""
@@ -191,7 +191,7 @@ class RecallConfig(EvaluationConfig):
 
     def metrics(self, data: DataConfig) -> list[str]:
         names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_of(self.length_factors, data)
-        return [self.metric(name, length, one.label) for one in self.inference for name in names for length in lengths]
+        return [self.metric(name, length, setting.label) for setting in self.inference for name in names for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -204,7 +204,7 @@ class RecallConfig(EvaluationConfig):
                 problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
             elif data.symbolic and not task.vocab_size:
                 problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
-            elif task.vocab_size and task.vocab_size > (known := max(one.task.vocab_size for one in data.tasks)):
+            elif task.vocab_size and task.vocab_size > (known := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {known}"
                 problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
         problems += too_large("length_factors", self.length_factors, max(self.length_factors), self.sequences, data)
@@ -252,7 +252,7 @@ class NeedleConfig(EvaluationConfig):
 
     def metrics(self, data: DataConfig) -> list[str]:
         lengths, kinds = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
-        return [self.metric(control, length, one.label) for one in self.inference for control in kinds for length in lengths]
+        return [self.metric(control, length, setting.label) for setting in self.inference for control in kinds for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -316,8 +316,8 @@ class DiagnosticsConfig(EvaluationConfig):
     def problems(self) -> list[Problem]:
         """Contradictory options."""
         lists = {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}
-        found = [Problem(name, list(given), "names something twice") for name, given in lists.items() if len(set(given)) < len(given)]
-        return found + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])
+        problems = [Problem(name, list(given), "names something twice") for name, given in lists.items() if len(set(given)) < len(given)]
+        return problems + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -359,8 +359,8 @@ class EvalConfig:
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
         """The options of each kind of evaluation beside the validation, of those that are not null."""
-        found = {name: getattr(self, name) for name in self.known()[1:]}
-        return {kind: options for kind, options in found.items() if options is not None}
+        blocks = {name: getattr(self, name) for name in self.known()[1:]}
+        return {kind: options for kind, options in blocks.items() if options is not None}
 
     def wanted(self, data: DataConfig) -> dict[str, str]:
         """Who measures each kind that is asked for of a model trained on `data`, the validation first."""

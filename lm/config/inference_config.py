@@ -103,7 +103,7 @@ ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK,
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """How a model is used beyond its training length; the model itself stays as it is (`lm.model.inference.for_inference`)."""
+    """How a model is used beyond its training length; the model itself stays as it is (`lm.model.swapped.for_inference`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
@@ -128,7 +128,7 @@ class InferenceSetting:
         """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""
         problems: list[Problem] = []
         used = [options.with_changes(self.normalizer, path, problems) for options in trained]
-        known = {spec.name for options in trained for one in options.layer_options() for spec in fields(one)}
+        known = {spec.name for options in trained for single in options.layer_options() for spec in fields(single)}
         problems += [
             Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
             for name, value in self.normalizer.items()

@@ -97,8 +97,8 @@ def check(config: Config) -> list[Problem]:
     problems += no_tokens("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
-        found = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
-        problems += [replace(one, path=f"eval.{kind}.{one.path}") for one in found]
+        conflicts = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
+        problems += [replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts]
     return problems
 
 
@@ -333,7 +333,7 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     """
     changes = interpolated(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
-    refused = [(path, value) for path, _, value in parts if (found := effect(Config, path)) and command not in found.acts_in]
+    refused = [(path, value) for path, _, value in parts if (declared := effect(Config, path)) and command not in declared.acts_in]
     if refused:
         remedy = "free to change: " + ", ".join(acting_in(command))
         raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused])
@@ -342,14 +342,14 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
 
 def acting_in(command: str, schema: type = Config, above: Effect | None = None, path: str = "") -> list[str]:
     """The keys that act in a command; a block, if all of its keys do."""
-    found = []
+    paths = []
     for spec in fields(schema):
         here, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
         if command in here.acts_in:
-            found.append(where)
+            paths.append(where)
         elif block := block_of(spec):
-            found += acting_in(command, block, here, f"{where}.")
-    return found
+            paths += acting_in(command, block, here, f"{where}.")
+    return paths
 
 
 def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict[str, Plain]:
@@ -405,6 +405,6 @@ def reference_markdown() -> str:
 
 def _affects(path: str) -> str:
     """Words for the effect of a key, and whether a resumed run may change it although it affects what is learned."""
-    found = effect(Config, path)
-    strict = found.affects in ("model", "training", "seed")
-    return f"{found.affects}, *{found.on_resume}*" if strict and found.on_resume != "same" else found.affects
+    declared = effect(Config, path)
+    strict = declared.affects in ("model", "training", "seed")
+    return f"{declared.affects}, *{declared.on_resume}*" if strict and declared.on_resume != "same" else declared.affects

@@ -104,18 +104,18 @@ class MQAR(Task):
         return lists + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
 
     def problems(self) -> list[Problem]:
-        found = [Problem("queries", self.queries, f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
+        problems = [Problem("queries", self.queries, f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
         if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
             reason = f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"
-            found.append(Problem("held_out", self.held_out, reason))
+            problems.append(Problem("held_out", self.held_out, reason))
         if self.held_out == "pairs" and self.pairs * self.values > MAX_PAIRS_TIMES_VALUES:
             reason = f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"
-            found.append(Problem("held_out", self.held_out, reason))
+            problems.append(Problem("held_out", self.held_out, reason))
         if self.vocab_size > MAX_VOCABULARY:
             reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_VOCABULARY:,}"
-            found.append(Problem("joined", self.joined, reason, "lower keys or values"))
+            problems.append(Problem("joined", self.joined, reason, "lower keys or values"))
         limits = {"keys": self.keys, "values": self.values}
-        return found + [Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs]
+        return problems + [Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs]
 
 
 @dataclass

@@ -202,20 +202,20 @@ class OptimConfig:
         """Problems that involve several keys."""
         epsilons = {name: group.eps for name, group in vars(self.groups).items() if group.eps is not None}
         reason = f"{self.optimizer.name} has no epsilon there"
-        found = [
+        problems = [
             Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)
         ]
-        return found + list(self._decays_of_too_much().values())
+        return problems + list(self._decays_of_too_much().values())
 
     def _decays_of_too_much(self) -> dict[str, Problem]:
         """Weight decays, by key, with which a step would take more than the whole of a weight."""
-        found = {}
+        problems = {}
         for name, group in vars(self.groups).items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
             if (taken := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
                 reason = f"times the learning rate of {name} is {taken:.3g}: a step would take more than the whole of a weight"
-                found.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
-        return found
+                problems.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
+        return problems
 
 
 @dataclass

@@ -146,14 +146,14 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
         raise ConfigError(f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values out")
     try:
-        found = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except RecursionError:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
-    if sum(1 for _ in _texts(found, every=True)) > MAX_NODES:
+    if sum(1 for _ in _texts(resolved, every=True)) > MAX_NODES:
         raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")
-    return found
+    return resolved
 
 
 def _texts(value: Plain, every: bool = False):

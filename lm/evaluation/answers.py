@@ -31,7 +31,7 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, linear_cross_entropy, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
 from lm.runs.series import Axis, Sample, Series, Shown

@@ -22,7 +22,7 @@ from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 from lm.progress import Progress
 from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes

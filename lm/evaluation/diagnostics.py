@@ -47,7 +47,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, task_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated
 from lm.runs.evaluations import Evaluation

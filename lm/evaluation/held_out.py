@@ -22,7 +22,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.inference import for_inference
+from lm.model.swapped import for_inference
 from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, validation_series
 from lm.schema import Plain, to_plain
 

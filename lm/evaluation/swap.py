@@ -33,10 +33,10 @@ from lm.evaluation.held_out import (
 )
 from lm.files import file_sha256, new_folder, write_text
 from lm.model.attention_stream import in_lockstep
-from lm.model.counts import count_parameters
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.spec import count_parameters
 from lm.model.swapped import fit, score_factors, swapped
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation

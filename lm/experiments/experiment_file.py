@@ -129,7 +129,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
 
 def _steps(config: Config) -> int:
     """Steps of a run whose tokens are given by the number of parameters. Raises DataError if the vocabulary is not known yet."""
-    from lm.model.counts import steps_of  # torch takes seconds to import
+    from lm.model.spec import steps_of  # torch takes seconds to import
 
     if size := vocabulary(config.data):
         return steps_of(config, size)

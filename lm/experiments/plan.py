@@ -10,8 +10,8 @@ from lm.config.tree import Config
 from lm.data.prepare import vocabulary
 from lm.experiments.experiment import SHARED, Experiment, Primary
 from lm.experiments.procedure import Procedure
-from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder, group_of, is_normalizer
+from lm.model.spec import count_parameters, flops_per_token
 from lm.statistics.intervals import ALPHA
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import POWER, seeds_needed

@@ -57,7 +57,7 @@ def attention_blocks(
     """The decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     The model runs as the caller has set it: training mode, gradients and autocast are theirs; for another inference setting give
-    `lm.model.inference.for_inference` of it. Holds queries and keys of one layer, and `BLOCK_WEIGHTS` scores and weights, at a time.
+    `lm.model.swapped.for_inference` of it. Holds queries and keys of one layer, and `BLOCK_WEIGHTS` scores and weights, at a time.
 
     Args:
         queries: indices in the sequence, negative ones from the end; None: all.

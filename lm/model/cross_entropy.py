@@ -1,21 +1,44 @@
-"""Cross-entropy of the output head without the tokens x vocabulary matrix of logits."""
+"""The output head, hidden states to logits, and its cross-entropy without the tokens x vocabulary matrix of logits.
+
+Shapes: C width, V vocabulary.
+"""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lm.data.batches import IGNORED
-from lm.model.head import Head, capped
 
 # Logits held at a time. A GPU wants large products. On a CPU products of fewer tokens are slower, too, and each adds its part to the
 # gradient of the head's weights; the exponentials of some rows are formed while they are in the cache, which halves their time.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
+
+
+class Head(nn.Linear):
+    """Logits (..., V) of hidden states (..., C).
+
+    Args:
+        softcap: c of c tanh(logit / c), in fp32, which bounds logits (Gemma 2, arXiv 2408.00118); None: logits as they are.
+    """
+
+    def __init__(self, n_embd: int, vocab_size: int, softcap: float | None = None):
+        super().__init__(n_embd, vocab_size, bias=False)
+        self.softcap = softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden)
+        return logits if self.softcap is None else capped(logits.float(), self.softcap)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap tanh(logits / softcap); None: the logits."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def chunk_tokens(weight: Tensor) -> int:
@@ -126,12 +149,12 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         log_q = capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    found, size = torch.empty(len(p), device=p.device), chunk_tokens(p_head.weight)
+    divergences, size = torch.empty(len(p), device=p.device), chunk_tokens(p_head.weight)
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            found[number * size :][:size] = checkpoint(chunk, a, b, use_reentrant=False)  # in place, as `_over_logits`
-    return found
+            divergences[number * size :][:size] = checkpoint(chunk, a, b, use_reentrant=False)  # in place, as `_over_logits`
+    return divergences
 
 
 @torch.no_grad()
@@ -155,9 +178,9 @@ def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, h
 
     Filled in place: what is kept between the logits of one chunk and of the next may keep glibc from using their memory again.
     """
-    found, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
+    results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
-        for into, h, *part in zip(*(x.split(size) for x in (found, hidden, *others)), strict=True):
+        for into, h, *part in zip(*(x.split(size) for x in (results, hidden, *others)), strict=True):
             into.copy_(f(capped(h.float() @ matrix, head.softcap), *part))
-    return found
+    return results

@@ -18,8 +18,7 @@ from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, make_norm
-from lm.model.cross_entropy import training_loss
-from lm.model.head import Head
+from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
 from lm.model.transfer import initial_gain, initial_scale
 
@@ -41,7 +40,7 @@ class Decoder(nn.Module):
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block  # compiled by `compile_blocks`
-        self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.inference.for_inference`
+        self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.swapped.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(seq_len, config.n_embd) if config.position.ends else None
@@ -202,9 +201,9 @@ def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
 
     For optimizers that treat them apart. A module that fuses projections says so in `fused`: {its layer: {projection: rows}}, in order.
     """
-    found = {}
+    rows = {}
     for name, module in decoder.named_modules():
         for layer, sizes in getattr(module, "fused", {}).items():
             ends = accumulate(sizes.values())
-            found[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, ends, strict=True)}
-    return found
+            rows[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, ends, strict=True)}
+    return rows

@@ -39,6 +39,29 @@ class Resolved:
         return f"{self.value} ({self.reason})" if self.reason else self.value
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Where and how a run computes: Lightning's accelerator, the device in words, precision, whether it compiles, who started its
+    processes, and the FLOPs a second that one device can make (None: not known)."""
+
+    accelerator: str
+    device: str
+    precision: Resolved
+    compiled: Resolved
+    launcher: str = "lightning"
+    peak_flops: float | None = None
+
+    @property
+    def bf16(self) -> bool:
+        """True if precision is bf16-mixed, else it is 32."""
+        return self.precision.value != "32"
+
+    @property
+    def compiles(self) -> bool:
+        """True if the model is compiled."""
+        return self.compiled.value == "true"
+
+
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs that processes of this one may use, as CUDA_VISIBLE_DEVICES names them; does not initialise CUDA here.
 
@@ -93,8 +116,8 @@ def has_native_bf16(accelerator: str) -> str:
         flags = Path("/proc/cpuinfo").read_text().split("\n\n")[0].split()
     except OSError:
         return ""
-    found = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
-    return f"the CPU has {found[0]}" if found else ""
+    units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    return f"the CPU has {units[0]}" if units else ""
 
 
 def resolve_compile(
@@ -121,12 +144,12 @@ def resolve_compile(
         return Resolved("false", "auto: no C++ compiler found")
     if seconds is None:
         have, of_each, of_all = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
-        said, each, needed = f"{have:.1e} FLOP", f"{of_each:.0e}", f"{of_all:.0e}"
+        cost, each, needed = f"{have:.1e} FLOP", f"{of_each:.0e}", f"{of_all:.0e}"
     else:
         have, of_each, of_all = seconds, LOADING_PAYS_SECONDS, COMPILE_PAYS_SECONDS
-        said, each, needed = f"{have:.0f} s", f"{of_each} s", f"{of_all} s"
+        cost, each, needed = f"{have:.0f} s", f"{of_each} s", f"{of_all} s"
     pays = have * runs >= of_all and have >= of_each
-    have = said + (f" a run, {runs} runs" if runs > 1 else "")
+    have = cost + (f" a run, {runs} runs" if runs > 1 else "")
     needed = f"{each} a run and {needed} in all" if runs > 1 else needed
     return Resolved(str(pays).lower(), f"auto: {have}; it pays from {needed}")
 

@@ -1,15 +1,20 @@
-"""Replacing the normalizer of a trained decoder: which parameters are kept, which are initialised, which pairs are refused."""
+"""A trained decoder whose normalizers are replaced, or that is used under another inference setting."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
+from lm.config.inference_config import InferenceSetting
 from lm.data.batches import Batch
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
+from lm.model.blocks import AttentionBase
 from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
 
@@ -29,10 +34,10 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
         RunError: the two need other parameters around them, each named.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
-    kept, wanted = ({name: p.shape for name, p in one.named_parameters() if not is_normalizer(name)} for one in (old, new))
+    kept, wanted = ({name: p.shape for name, p in decoder.named_parameters() if not is_normalizer(name)} for decoder in (old, new))
     unlike = [name for name in {**kept, **wanted} if kept.get(name) != wanted.get(name)]
     if unlike:
-        before, after = (one.config.normalizer.label() for one in (old, new))
+        before, after = (decoder.config.normalizer.label() for decoder in (old, new))
         raise RunError(
             f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
         )
@@ -96,3 +101,33 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
                 parameter.copy_(before[name])
     new.requires_grad_(True)
     return start, min(start, end)
+
+
+# ---------------------------------------------------------------- another inference setting
+
+
+def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
+    """A copy of `decoder` that is used as `setting` says, in the same mode, and shares its parameters; the decoder stays as it is.
+
+    Raises:
+        ConfigError: options that none of its normalizers has, or that training has fixed.
+    """
+    (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
+    if problems:
+        raise ConfigError(problems)
+    used = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
+    used.rope_scaling, used.config = setting.rope, replace(decoder.config, normalizer=normalizer)
+    for layer, attention in enumerate(module for module in used.modules() if isinstance(module, AttentionBase)):
+        if setting.normalizer:
+            attention.normalizer = _with_options(attention.normalizer, normalizer.of_layer(layer))
+    return used
+
+
+def _with_options(trained: Normalizer, options: Options) -> Normalizer:
+    """A normalizer with other options and the same parameters."""
+    with torch.random.fork_rng():  # initial values may be drawn
+        fresh = make_normalizer(options, trained.layer)
+    for name, tensor in (*trained.named_parameters(), *trained.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(fresh.get_submodule(owner), own, tensor)
+    return fresh.train(trained.training)

@@ -23,14 +23,14 @@ from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
 from lm.evaluation.held_out import validation_sequences
-from lm.model.counts import count_parameters, flops_per_token
 from lm.model.decoder import Decoder
+from lm.model.device import Machine
+from lm.model.spec import count_parameters, flops_per_token
 from lm.runs.folder import command_line
 from lm.runs.series import selecting
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups
-from lm.training.run_context import Machine
 from lm.training.starting import PhaseStart
 
 # Below a quarter of the 20 tokens a parameter that use compute best (Hoffmann et al. 2022) a run is warned.
@@ -108,11 +108,11 @@ def _peak(machine: Machine) -> str:
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
     """The estimate of what the tensors of a training step take."""
     try:
-        found = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
+        n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
     except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
         return f"not estimated: {one_line(error)}"
     saved = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
-    return f"about {found / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {saved}); libraries and evaluations aside"
+    return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {saved}); libraries and evaluations aside"
 
 
 def _model_options(model: ModelConfig) -> str:
@@ -123,14 +123,14 @@ def _model_options(model: ModelConfig) -> str:
 
 def _normalizer(decoder: Decoder) -> str:
     """Formula and options of the normalizer; where layers differ, of each."""
-    found = []
+    texts = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
-        found.append(f"{options.name}: {options.formula()}" + (f"; {words}" if words else ""))
-    if len(set(found)) == 1:
-        return found[0]
+        texts.append(f"{options.name}: {options.formula()}" + (f"; {words}" if words else ""))
+    if len(set(texts)) == 1:
+        return texts[0]
     return "  |  ".join(
-        f"layers {', '.join(str(i) for i, one in enumerate(found) if one == text)}: {text}" for text in dict.fromkeys(found)
+        f"layers {', '.join(str(i) for i, other in enumerate(texts) if other == text)}: {text}" for text in dict.fromkeys(texts)
     )
 
 
@@ -170,7 +170,7 @@ def _layers(params: list[tuple[str, Tensor]]) -> str:
 
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
     """How often the run reads each source of text, by its label (empty if there is one)."""
-    text_fraction = 1 - sum(one.weight for one in config.data.tasks)
+    text_fraction = 1 - sum(weighted.weight for weighted in config.data.tasks)
     if text_fraction < 1e-6:
         return []
     tokens = config.trainer.max_steps * config.optim.batch_tokens * text_fraction
@@ -184,9 +184,9 @@ def _tasks(store: Store, config: Config) -> str:
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
-            made, different = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
-            if weighted.task.vocab_size and made > different:  # sequences in text differ in their filler
-                text += f" ({made:,.0f} sequences of {length} tokens, of about {different:,.0f} different ones)"
+            drawn, different = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
+            if weighted.task.vocab_size and drawn > different:  # sequences in text differ in their filler
+                text += f" ({drawn:,.0f} sequences of {length} tokens, of about {different:,.0f} different ones)"
         texts.append(text)
     return ", ".join(texts)
 
@@ -208,7 +208,7 @@ def _heads(model: ModelConfig) -> str:
 def _phases(config: Config, phase: int) -> str:
     """Each phase's normalizer and last step, the current phase in brackets."""
     ends = zip(config.phases, config.phase_ends, strict=True)
-    names = [f"{one.normalizer.label()} to step {end:,}" for one, end in ends]
+    names = [f"{planned.normalizer.label()} to step {end:,}" for planned, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 

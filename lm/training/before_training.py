@@ -11,9 +11,9 @@ from lm.config.training_config import Group
 from lm.config.tree import Config
 from lm.data.tasks.generators import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
-from lm.model.counts import with_steps
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
+from lm.model.spec import with_steps
 from lm.runs.loading import Loaded, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import config_problems, trained_config
@@ -100,7 +100,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> li
     where = "phases[0].normalizer" if config.phases else "model.normalizer"
     for ours, theirs in zip(*(model.normalizers() for model in models), strict=False):
         settled = {"init", *ours.constants()}  # initial values are replaced; constants are compared by their values below
-        plain = [{key: value for key, value in to_plain(one.options).items() if key not in settled} for one in (ours, theirs)]
+        plain = [{key: value for key, value in to_plain(normalizer.options).items() if key not in settled} for normalizer in (ours, theirs)]
         if plain[0] != plain[1]:
             to = config.plan[0].normalizer.swap_arguments()
             remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
@@ -121,8 +121,8 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
-        made = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
-        if any(True for normalizer in made for _ in normalizer.parameters()):
+        normalizers = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
+        if any(True for normalizer in normalizers for _ in normalizer.parameters()):
             groups.add("normalizer")
         elif config.train_only:
             where = f"phases[{index}].normalizer" if config.phases else "model.normalizer"

@@ -19,19 +19,17 @@ from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import Swap
 from lm.files import write_text
-from lm.model.counts import flops_per_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
+from lm.model.spec import flops_per_token
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, step_of, step_path, steps_saved
 from lm.runs.metadata import FORMAT
 from lm.runs.series import selection_loss
-from lm.training.lightning import L
-from lm.training.module import Named, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.module import L, Named, RunContext, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.optimizers import named_state
-from lm.training.run_context import RunContext
 from lm.training.starting import Best
 
 
@@ -298,7 +296,7 @@ class Evaluate(Evaluations):
 
     def due(self, step: int) -> list[Measurement]:
         """The measurements that are due at a step."""
-        return [one for one in self.others if one.asked.is_due(step, self.max_steps)]
+        return [measurement for measurement in self.others if measurement.asked.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Measure what is missing at the step that training continues from, and a swap that has just been made, as `lm swap` does."""

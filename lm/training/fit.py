@@ -15,8 +15,8 @@ from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import write_text
 from lm.machine import keep_freed_memory, threads_each, without_collection
-from lm.model.counts import flops_per_token
-from lm.model.device import resolve_compile, resolve_device, resolve_precision
+from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
+from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
@@ -42,17 +42,15 @@ from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
 from lm.training.launcher import Process
-from lm.training.lightning import ClusterEnvironment, L, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lm.training.mirror import MetricLog, start_wandb, wandb_mode
-from lm.training.module import TrainModule
-from lm.training.run_context import Machine, RunContext
+from lm.training.module import L, RunContext, TrainModule
 from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
 
 # How Lightning finds the other processes, by who started them: it would guess.
-LAUNCHERS: dict[str, type[ClusterEnvironment]] = {
-    "torchrun": TorchElasticEnvironment,
-    "srun": SLURMEnvironment,
-    "lightning": LightningEnvironment,
+LAUNCHERS = {
+    "torchrun": L.fabric.plugins.environments.TorchElasticEnvironment,
+    "srun": L.fabric.plugins.environments.SLURMEnvironment,
+    "lightning": L.fabric.plugins.environments.LightningEnvironment,
 }
 
 
@@ -188,20 +186,22 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 def _make_up(config: Config, planned: list[Measurement], checkpoint: Path, step: int, mode: str, environment: dict[str, Plain]) -> None:
     """The run is complete: make the evaluations that a kill after the last step prevented, and log those that are not in its log."""
     folder = config.run_folder
-    due = [one.kind for one in planned if one.asked.is_due(step, step)]
+    due = [result.kind for result in planned if result.asked.is_due(step, step)]
     missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-    found = {one.kind: one for one in last_evaluations(folder, to_plain(config))[0] if one.kind in due and one.step == step}
+    results = {
+        result.kind: result for result in last_evaluations(folder, to_plain(config))[0] if result.kind in due and result.step == step
+    }
     if missing:
-        made = evaluate(config, folder, checkpoint, missing)
-        found |= {one.evaluation.kind: one.evaluation for one in made}  # to more digits than in its file
-        print_results(made, folder / EVALUATIONS)
+        measured = evaluate(config, folder, checkpoint, missing)
+        results |= {result.evaluation.kind: result.evaluation for result in measured}  # to more digits than in its file
+        print_results(measured, folder / EVALUATIONS)
     known = {name for line in read_metrics(folder / METRICS)[0] if line["step"] == step for name in line}
-    if unlogged := [one for one in found.values() if not logged(one).keys() <= known]:
+    if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
         log = MetricLog(folder / METRICS, start_wandb(mode, config, environment), True)
-        for one in unlogged:
-            log.write({"step": step, "tokens": one.tokens_seen, **logged(one)})
-            log.evaluation(one, evaluation_path(folder, one.kind, step).with_suffix(".png"))
+        for result in unlogged:
+            log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
+            log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
     print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 

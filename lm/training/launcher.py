@@ -43,14 +43,14 @@ def this_process(config: Config) -> Process:
     Raises:
         ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
     """
-    found = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
-    if "WORLD_SIZE" in found:
-        _check_size(config, found["WORLD_SIZE"])
-        return _torchrun(config, found) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, found)
-    if found.get("SLURM_STEP_NUM_TASKS", 1) > 1:
-        _check_size(config, found["SLURM_STEP_NUM_TASKS"])
-        return _srun(config, found)
-    return _alone(config, found)
+    values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
+    if "WORLD_SIZE" in values:
+        _check_size(config, values["WORLD_SIZE"])
+        return _torchrun(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, values)
+    if values.get("SLURM_STEP_NUM_TASKS", 1) > 1:
+        _check_size(config, values["SLURM_STEP_NUM_TASKS"])
+        return _srun(config, values)
+    return _alone(config, values)
 
 
 def end_with_parent(process: Process) -> None:

@@ -70,7 +70,7 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     Not considered are `torch.compile`, which keeps less, isolated documents, evaluations, and what Muon takes during its step, when the
     activations are gone: 12 to 22 bytes x `lm.training.optimizers.BATCH_ELEMENTS`, or x the entries of the largest matrix.
     """
-    recomputes, models = config.trainer.activation_checkpointing, [config.model_in(one) for one in range(phase, len(config.plan))]
+    recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
     return max(_estimated(_Case(repr((model, kind)), config, model, vocab_size, bf16, accelerator)) for model in models)
 
@@ -103,12 +103,12 @@ def _estimated(case: _Case) -> int:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         else:
             del gradients  # Lightning drops them after the forward pass
-        scaled = [torch.empty_like(one) for one in formed]
+        scaled = [torch.empty_like(tensor) for tensor in formed]
         del formed
         hidden.backward(scaled[0])
         del scaled
     sent = trained if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
-    return memory.peak - weights + sum(one.nbytes for one in kept) + sent
+    return memory.peak - weights + sum(tensor.nbytes for tensor in kept) + sent
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -38,18 +38,18 @@ class Mirror:
         one at `picture`."""
         import wandb
 
-        found: dict[str, object] = {}
+        charts: dict[str, object] = {}
         for series in result.series:
             if series.axis and series.shown:
                 axis, y = series.axis, series.metric
                 title = ", ".join(filter(None, (f"{y} by {axis.name}", series.what, series.setting)))
                 ends, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
                 table = wandb.Table(columns=[x, y], data=[list(point) for point in zip(ends, series.means.tolist(), strict=True)])
-                found[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
+                charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
         if picture.is_file():
-            found[result.kind] = wandb.Image(str(picture))
-        if found:
-            self.run.log(found, step=result.step)
+            charts[result.kind] = wandb.Image(str(picture))
+        if charts:
+            self.run.log(charts, step=result.step)
 
     def finish(self) -> None:
         """Send what is left, and end the run there."""

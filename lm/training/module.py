@@ -6,32 +6,62 @@ host at once.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
+from lm.data.store import Store
 from lm.errors import Diverged
+from lm.evaluation.evaluation_kind import Measurement
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.device import Device, eval_mode, use_compile_cache
+from lm.model.device import Device, Machine, eval_mode, use_compile_cache
 from lm.model.transfer import gradients_to_norm
-from lm.training.lightning import L
+from lm.progress import StepProgress
+from lm.training.mirror import MetricLog
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
-from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart, RunState
+
+
+@contextmanager
+def _without_torchmetrics() -> Iterator[None]:
+    """Give Lightning stand-ins for the classes of torchmetrics that it tests values for: nothing here is logged through it.
+
+    torchmetrics brings scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Whoever imports it before
+    or afterwards has the package itself.
+    """
+    if "torchmetrics" in sys.modules:
+        yield
+        return
+    stand_in = ModuleType("torchmetrics")
+    stand_in.__version__ = "1.0.0"  # the newest that Lightning tells from others
+    stand_in.Metric, stand_in.MetricCollection = type("Metric", (), {}), type("MetricCollection", (), {})
+    sys.modules["torchmetrics"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["torchmetrics"]
+
+
+with _without_torchmetrics():
+    import lightning as L
 
 Named = tuple[list[str], Tensor]  # names of metrics and their values, (names,)
 
 
-def transferred(found: Iterable[Named]) -> dict[str, float]:
+def transferred(metrics: Iterable[Named]) -> dict[str, float]:
     """Values by name, in one transfer from the device."""
-    found = list(found)
-    names = [name for some, _ in found for name in some]
-    return dict(zip(names, torch.cat([values.double() for _, values in found]).tolist(), strict=True)) if names else {}
+    metrics = list(metrics)
+    names = [name for some, _ in metrics for name in some]
+    return dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
@@ -81,8 +111,8 @@ def largest_scores(decoder: Decoder, batch: Batch, where: Device) -> Iterator[Na
     largest: dict[int, Tensor] = {}
     with eval_mode(decoder), where.autocast():
         for block in attention_blocks(decoder, batch.to(where.device)):
-            found = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
-            largest[block.layer] = torch.maximum(largest[block.layer], found) if block.layer in largest else found
+            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
+            largest[block.layer] = torch.maximum(largest[block.layer], values) if block.layer in largest else values
     for layer, values in largest.items():
         yield _by_head(f"largest_score/layer{layer}", values)
 
@@ -105,7 +135,7 @@ def _by_head(where: str, values: Tensor) -> Named:
 MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
-def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, found: str) -> None:
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, measured: str) -> None:
     """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
     step: the one to be made, from 1. found: its loss and gradient norm, in words.
@@ -114,7 +144,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, foun
         Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
     state.count_skipped()
-    where = f"step {step}: {found} ({_norms(decoder)})"
+    where = f"step {step}: {measured} ({_norms(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
         raise Diverged(f"{where}; checkpoints up to the last saved are intact: {advice}", step)
@@ -135,6 +165,19 @@ def _norms(decoder: Decoder) -> str:
 
 
 # ---------------------------------------------------------------- the module
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The context that all phases of a run have in common; `measurements`: what it measures, the validation first."""
+
+    config: Config
+    store: Store
+    measurements: list[Measurement]
+    machine: Machine
+    wandb_id: str
+    log: MetricLog
+    progress: StepProgress
 
 
 @dataclass(frozen=True)
@@ -244,8 +287,8 @@ class TrainModule(L.LightningModule):
             state.count_step(nll, targets)
             torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
         else:
-            found = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
-            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, found)
+            measured = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
+            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, measured)
 
     def _all_reduced(self) -> Tensor:
         """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""

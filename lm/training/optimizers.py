@@ -133,20 +133,20 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     their factors are groups of the same `name`; the fraction of a weight that a step's decay takes stays the base model's.
     """
     scaled = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
-    found: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
+    parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            found.setdefault((group_of(name, parameter), scaled.get(name, Scaling())), []).append((name, parameter))
+            parameters.setdefault((group_of(name, parameter), scaled.get(name, Scaling())), []).append((name, parameter))
 
     def options(group: str, scaling: Scaling) -> dict[str, float]:
         own = getattr(optim.groups, group)
-        made = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
+        factors = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
         if optim.optimizer.has_eps(group) and (own.eps is not None or scaling.eps != 1):
-            made["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
-        return made
+            factors["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
+        return factors
 
-    ordered = sorted(found, key=lambda key: GROUPS.index(key[0]))
-    return [{"name": group, "params": found[group, scaling], **options(group, scaling)} for group, scaling in ordered]
+    ordered = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
+    return [{"name": group, "params": parameters[group, scaling], **options(group, scaling)} for group, scaling in ordered]
 
 
 def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
@@ -240,7 +240,7 @@ def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
         for key in {**ours, **theirs} if theirs else ():
             if key not in ours or key not in theirs:
                 return f"{name}: {key} is {'missing' if key in ours else 'not part of its state'}"
-            shapes = [tuple(one[key].shape) if isinstance(one[key], Tensor) else None for one in (theirs, ours)]
+            shapes = [tuple(entry[key].shape) if isinstance(entry[key], Tensor) else None for entry in (theirs, ours)]
             if shapes[0] != shapes[1]:
                 return f"{name}: {key} has shape {shapes[0]}, the configuration implies {shapes[1]}"
             if shapes[0] is not None and not theirs[key].is_contiguous():  # an expanded single number claims any size

@@ -60,10 +60,10 @@ def main(paths: list[str]) -> None:
     for config in configs:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                found = pilot(config)
+                times = pilot(config)
         except ConfigError as error:  # of a few steps of it, not of the run
             raise RunError(str(error)) from None
-        print(json.dumps(found), flush=True)
+        print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

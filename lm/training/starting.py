@@ -74,10 +74,10 @@ class RunState:
             RunError: something is missing, or of another type.
         """
         metadata = {"weights_sha256": {}, **metadata}  # an older version wrote none
-        path, types = step_path(folder, metadata["step"]), {one.name: one.type for one in fields(cls)}
+        path, types = step_path(folder, metadata["step"]), {spec.name: spec.type for spec in fields(cls)}
         check_fields(metadata, types | {"best": dict | None}, path)
         if best := metadata["best"]:
-            types_of_best = {one.name: one.type for one in fields(Best)}
+            types_of_best = {spec.name: spec.type for spec in fields(Best)}
             check_fields(best, types_of_best, path, "best.")
             best = Best(**{name: best[name] for name in types_of_best})
             if not is_saved(folder, best.step):  # its weights may have been deleted when a run went back

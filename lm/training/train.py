@@ -33,7 +33,7 @@ def train(config: Config) -> int:
             if unlocked:
                 print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
             with without_collection():
-                from lm.model.counts import with_steps  # torch takes seconds to import; errors above don't need it
+                from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
                 from lm.training.before_training import check_before_data
 
             config, source = check_before_data(config, checkpoint)
@@ -69,7 +69,7 @@ def find_checkpoint(config: Config) -> Path | None:
         if others:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None
-    raise RunError(f"{path}: no such checkpoint (resume); the run has: {', '.join(one.name for one in others) or 'none'}")
+    raise RunError(f"{path}: no such checkpoint (resume); the run has: {', '.join(other.name for other in others) or 'none'}")
 
 
 def create_run_folder(folder: Path, resume: bool) -> None:
