@@ -241,8 +241,8 @@ def plain_sha256(plain: Plain) -> str:
 
 def _state(path: Path) -> list[int]:
     """Size, times and inode: what changes with the content of a file."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 class FileHashes:

@@ -39,8 +39,8 @@ def peak_process_bytes() -> int:
     On Linux by its own address space: getrusage would count what the process that started it had, too.
     """
     with suppress(OSError):
-        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
-            return 1024 * int(found[1])
+        if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(match[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

@@ -147,12 +147,12 @@ class DocumentLengths(SequenceLengths):
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
         """Text that is not read by document, or a longest piece that is no power of two."""
-        problems = []
+        reasons = []
         if not one_source:
-            problems.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
+            reasons.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
         if seq_len < SHORTEST_PIECE or seq_len & (seq_len - 1):
-            problems.append(f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}")
-        return [Problem("data.lengths", self.name, reason, "give other lengths") for reason in problems]
+            reasons.append(f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}")
+        return [Problem("data.lengths", self.name, reason, "give other lengths") for reason in reasons]
 
 
 LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)}

@@ -79,7 +79,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
         if saved["lm"]["step"] >= config.trainer.max_steps:
             if main:
-                _make_up(config, planned, checkpoint, saved["lm"]["step"], mode, before)
+                _make_missing(config, planned, checkpoint, saved["lm"]["step"], mode, before)
             return 0
         start, origin = start_from_checkpoint(config, saved), before.get("started_from")
     else:
@@ -183,14 +183,13 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
     return trainer
 
 
-def _make_up(config: Config, planned: list[Measurement], checkpoint: Path, step: int, mode: str, environment: dict[str, Plain]) -> None:
+def _make_missing(config: Config, planned: list[Measurement], checkpoint: Path, step: int, mode: str, before: dict[str, Plain]) -> None:
     """The run is complete: make the evaluations that a kill after the last step prevented, and log those that are not in its log."""
     folder = config.run_folder
-    due = [result.kind for result in planned if result.asked.is_due(step, step)]
+    due = [measurement.kind for measurement in planned if measurement.asked.is_due(step, step)]
     missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-    results = {
-        result.kind: result for result in last_evaluations(folder, to_plain(config))[0] if result.kind in due and result.step == step
-    }
+    last, _ = last_evaluations(folder, to_plain(config))
+    results = {result.kind: result for result in last if result.kind in due and result.step == step}
     if missing:
         measured = evaluate(config, folder, checkpoint, missing)
         results |= {result.evaluation.kind: result.evaluation for result in measured}  # to more digits than in its file
@@ -198,7 +197,7 @@ def _make_up(config: Config, planned: list[Measurement], checkpoint: Path, step:
     known = {name for line in read_metrics(folder / METRICS)[0] if line["step"] == step for name in line}
     if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_wandb(mode, config, environment), True)
+        log = MetricLog(folder / METRICS, start_wandb(mode, config, before), True)
         for result in unlogged:
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))

@@ -78,49 +78,49 @@ def _end_after(parent: int) -> None:
     os._exit(1)
 
 
-def _torchrun(config: Config, found: dict[str, int]) -> Process:
-    rank, local = _required(found, "RANK"), _required(found, "LOCAL_RANK")
-    if rank >= found["WORLD_SIZE"]:
-        raise _refused("RANK", rank, f"torchrun started {found['WORLD_SIZE']} processes")
+def _torchrun(config: Config, values: dict[str, int]) -> Process:
+    rank, local = _required(values, "RANK"), _required(values, "LOCAL_RANK")
+    if rank >= values["WORLD_SIZE"]:
+        raise _refused("RANK", rank, f"torchrun started {values['WORLD_SIZE']} processes")
     if local != rank % config.trainer.devices:
         raise _refused("LOCAL_RANK", local, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
     return Process(rank, "torchrun")
 
 
-def _by_lightning(config: Config, found: dict[str, int]) -> Process:
+def _by_lightning(config: Config, values: dict[str, int]) -> Process:
     """A process that Lightning has started, or that was started by hand as Lightning would."""
-    node = "GROUP_RANK" if "GROUP_RANK" in found and "NODE_RANK" not in found else "NODE_RANK"
+    node = "GROUP_RANK" if "GROUP_RANK" in values and "NODE_RANK" not in values else "NODE_RANK"
     for name, count in (("LOCAL_RANK", config.trainer.devices), (node, config.trainer.num_nodes)):
-        if found.get(name, 0) >= count:
-            raise _refused(name, found[name], f"no launcher gave this rank of {count}")
-    rank = found.get(node, 0) * config.trainer.devices + found.get("LOCAL_RANK", 0)
-    if found.get("RANK", rank) != rank:
-        raise _refused("RANK", found["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
+        if values.get(name, 0) >= count:
+            raise _refused(name, values[name], f"no launcher gave this rank of {count}")
+    rank = values.get(node, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
+    if values.get("RANK", rank) != rank:
+        raise _refused("RANK", values["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
     return Process(rank, "lightning")
 
 
-def _srun(config: Config, found: dict[str, int]) -> Process:
-    tasks = found["SLURM_STEP_NUM_TASKS"]
-    rank, *_ = (_required(found, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads the others
+def _srun(config: Config, values: dict[str, int]) -> Process:
+    tasks = values["SLURM_STEP_NUM_TASKS"]
+    rank, *_ = (_required(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads the others
     if rank >= tasks:
         raise _refused("SLURM_PROCID", rank, f"srun started {tasks} processes")
     expected = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
     for name, count in expected.items():
-        if found.get(name) != count:
+        if values.get(name) != count:
             how = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
-            raise ConfigError([Problem(name, found.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {how}")])
+            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {how}")])
     return Process(rank, "srun")
 
 
-def _alone(config: Config, found: dict[str, int]) -> Process:
+def _alone(config: Config, values: dict[str, int]) -> Process:
     """No launcher: a rank other than 0 is refused, and one that would keep Lightning from starting processes of its own."""
-    stray = [name for name in RANKS if found.get(name) or (name in ("RANK", "LOCAL_RANK") and name in found and config.world_size > 1)]
+    stray = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
     if stray:
-        raise _refused(stray[0], found[stray[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+        raise _refused(stray[0], values[stray[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
-    tasks = found.get("SLURM_NTASKS", 1)
+    tasks = values.get("SLURM_NTASKS", 1)
     if tasks in (1, config.world_size):
         return Process(0, "lightning")
     note = f"note: SLURM allocated {tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
@@ -133,10 +133,10 @@ def _check_size(config: Config, started: int) -> None:
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
 
 
-def _required(found: dict[str, int], name: str) -> int:
-    if name not in found:
+def _required(values: dict[str, int], name: str) -> int:
+    if name not in values:
         raise _refused(name, None, "is missing, although the launcher's other variables are set")
-    return found[name]
+    return values[name]
 
 
 def _refused(name: str, value: object, reason: str) -> ConfigError:
