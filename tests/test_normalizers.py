@@ -6,7 +6,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -132,17 +131,6 @@ def test_row_length_policies():
 # ---------------------------------------------------------------- identities of the other families
 
 
-def test_a_sink_is_softmax_times_the_sigmoid_of_lse_minus_b():
-    q, k, v = inputs(40)
-    normalizer, layout = randomized(opt.Sink()), AttentionLayout.full(40)
-    z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -math.inf)
-    gate = torch.sigmoid(z.logsumexp(-1) - normalizer.b[:, None])
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * gate.unsqueeze(-1)
-    assert torch.allclose(normalizer(q, k, v, layout), expected, atol=1e-12)
-    off_by_one = make_normalizer(opt.Softmax1(), LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH))
-    assert torch.allclose(off_by_one.weights(q, k, layout), z.exp() / (1 + z.exp().sum(-1, keepdim=True)), atol=1e-12)
-
-
 @pytest.mark.parametrize(("options", "oracle"), [(opt.Sparsemax(), "sparsemax"), (opt.Entmax15(), "entmax15")])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
 def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle: str, scale: float):
@@ -170,58 +158,12 @@ def test_rows_over_their_sums_sum_to_one_at_every_scale_of_the_queries(options: 
     assert torch.allclose(out, sums, atol=1e-5)
 
 
-def test_relu2_is_gaus_formula_in_both_forms():
-    q, k, _ = inputs(30)
-    layout, n = AttentionLayout.full(30), torch.arange(1, 31).double().view(30, 1)
-    scores = q @ k.transpose(-2, -1)
-    for form, expected in (("1/(n d)", scores.relu() ** 2 / (n * 16)), ("1/n^2", (scores / n).relu() ** 2)):
-        assert torch.allclose(randomized(opt.Relu2(form=form)).weights(q, k, layout), expected.tril(), rtol=1e-6)
-    total = (scores.relu() ** 2).tril()
-    assert torch.allclose(randomized(opt.Relu2(n="sum")).weights(q, k, layout), total / total.sum(-1, keepdim=True).clamp(min=1e-300))
-
-
 def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
     """E[e^z] for small weights: 1.65 for unit Gaussian logits (reference, section 4)."""
     for n in (1000, 8000):
         z = torch.randn(500, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         sums = [row_weights(opt.Sigmoid(), row).sum().item() for row in z]
         assert sum(sums) / len(sums) == pytest.approx(1.65, abs=0.02)
-
-
-def test_scale_invariant_attention_starts_as_softmax_at_distance_zero_and_has_its_published_constants():
-    normalizer = make_normalizer(opt.ScaleInvariant(), LayerSpec(1, 16, WIDTH, 64)).double()
-    q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64).view(1, 1, 3, 1)
-    layout = AttentionLayout(torch.tensor([2]), torch.arange(3), torch.tensor([3]), causal=False)
-    al = be = math.exp(0.5)
-    expected = []
-    for distance, z in zip((2, 1, 0), (0.3, -0.2, 0.9), strict=True):
-        a = math.sqrt(2 * (math.log(distance / 10 + 1) - math.log(al) + be / al))
-        expected.append(a * z - a**2 + be / al)
-    assert expected[2] == pytest.approx(0.9)
-    weights = normalizer.weights(q, k, layout).flatten()
-    assert torch.allclose(weights, torch.tensor(expected, dtype=torch.float64).softmax(0), atol=1e-6)
-
-
-def test_alibi_has_its_published_slopes():
-    normalizer = make_normalizer(opt.ALiBi(), LayerSpec(8, 16, WIDTH, 64)).double()
-    z = torch.zeros(1, 8, 3, 16, dtype=torch.float64)
-    weights = normalizer.weights(z, z, AttentionLayout.full(3))[0, :, 2]
-    slopes = (weights[:, 2] / weights[:, 1]).log()
-    assert torch.allclose(slopes, torch.tensor([2.0**-h for h in range(1, 9)], dtype=torch.float64))
-
-
-def test_forgetting_attention_adds_the_logs_of_the_gates_between_key_and_query():
-    normalizer = randomized(opt.Forget())
-    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    q, k, _ = inputs(9)
-    gates = torch.sigmoid(x @ normalizer.w.t() + normalizer.b).transpose(1, 2)  # (B, H, T)
-    z = q @ k.transpose(-2, -1) / 4
-    for i in range(9):
-        for j in range(i + 1):
-            z[:, :, i, j] += gates[:, :, j + 1 : i + 1].log().sum(-1)
-    expected = z.masked_fill(~AttentionLayout.full(9).visible(), -math.inf).softmax(-1)
-    found = normalizer.weights(q, torch.cat((k, normalizer.key_features(x)), -1), AttentionLayout.full(9))
-    assert torch.allclose(found, expected, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, 131_072])
@@ -259,44 +201,6 @@ def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dt
     expected = (z - low).relu().square()[:, None, None]
     assert (weights - expected).abs().sum(-1).max() <= 8 * size**0.5 * torch.finfo(dtype).eps
     assert (weights.sum(-1) - 1).abs().max() <= 8 * size**0.5 * torch.finfo(dtype).eps
-
-
-def test_asentmax_is_entmax_of_scaled_logits():
-    normalizer = randomized(opt.ASEntmax())
-    x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    q, k, _ = inputs(9)
-    b, g = F.softplus(x @ normalizer.w_b.t()), 2 * (x @ normalizer.w_g.t()).tanh()
-    log_n = torch.arange(1, 10).float().log().double().clamp(min=1e-6)
-    scale = 1 + b.transpose(1, 2) * log_n ** g.transpose(1, 2)  # (B, H, T)
-    found = normalizer.weights(torch.cat((q, normalizer.query_features(x)), -1), k, AttentionLayout.full(9))
-    assert torch.allclose(found, randomized(opt.Entmax15()).weights(q * scale.unsqueeze(-1), k, AttentionLayout.full(9)), atol=1e-9)
-
-
-def test_temperatures_follow_their_formulas():
-    layout = AttentionLayout.full(128)
-    shape = LayerSpec(1, 64, WIDTH, 32)
-    llama = make_normalizer(opt.Llama4(floor_scale=50.0, attn_scale=0.1), shape).scale(layout).flatten()
-    assert [round(llama[p].item(), 6) for p in (0, 48, 49, 99)] == [
-        1.0,
-        1.0,
-        round(1 + 0.1 * math.log(2), 6),
-        round(1 + 0.1 * math.log(3), 6),
-    ]
-    yarn = make_normalizer(opt.YaRN(), shape)
-    assert yarn.scale(layout).unique().item() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
-    assert yarn.scale(AttentionLayout.full(20)).unique().item() == 1.0
-    info = make_normalizer(opt.InfoScale(), shape).scale(layout).flatten()
-    assert info[31].item() == pytest.approx(1.0)
-    assert info[127].item() == pytest.approx(math.sqrt(1 - 128 ** (-2 / 64)) / math.sqrt(1 - 32 ** (-2 / 64)))
-
-
-def test_retention_fades_by_its_heads_rates():
-    normalizer = make_normalizer(opt.Linear(features="identity", decay=True, n="fixed:10"), LayerSpec(4, 16, WIDTH, 64)).double()
-    one = torch.ones(1, 4, 6, 16, dtype=torch.float64)
-    weights = normalizer.weights(one, one, AttentionLayout.full(6))[0]
-    rates = weights[:, 5, 2] / weights[:, 5, 3]
-    assert torch.allclose(rates, 1 - 2.0 ** torch.tensor([-5.0, -6.0, -7.0, -8.0], dtype=torch.float64))
-    assert weights[0, 5, 5].item() == pytest.approx(16 / 4 / 10)
 
 
 # ---------------------------------------------------------------- figures of the source (SSMax)
@@ -387,18 +291,6 @@ def test_matching_holds_for_every_row_length(policy: str):
     assert normalizer.scale(AttentionLayout.full(100)).mean().item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_ssmax_with_s_one_over_log_n_is_softmax_at_that_n():
-    z = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(row_weights(opt.SSMax(), z, s=1 / math.log(50)), row_weights(opt.Softmax(), z), atol=1e-6)
-
-
-def test_log_n_is_softmax_at_its_base_and_ssmax_with_fixed_s():
-    z = torch.randn(512, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(row_weights(opt.LogN(base=512.0), z), row_weights(opt.Softmax(), z), atol=1e-6)
-    z = z[:77]
-    assert torch.allclose(row_weights(opt.LogN(base=512.0), z), row_weights(opt.SSMax(), z, s=1 / math.log(512)), atol=1e-6)
-
-
 def test_log_n_clip_is_softmax_below_its_base():
     z = torch.randn(77, generator=torch.Generator().manual_seed(0))
     assert torch.equal(row_weights(opt.LogN(base=512.0, clip=True), z), row_weights(opt.Softmax(), z))
@@ -428,14 +320,6 @@ def test_published_mistake_padded_width_is_not_n():
     """The first queries of a long sequence must see ln of their own few keys."""
     scale = make_normalizer(opt.SSMax(init=1.0), LayerSpec(1, 16, WIDTH, TRAIN_LENGTH)).scale(AttentionLayout.full(512)).flatten()
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
-
-
-def test_parameters_of_a_normalizer_are_rank_one_one_a_head():
-    assert [(n, tuple(p.shape)) for n, p in make_normalizer(opt.SSMax(bias=True), LayerSpec(5, 16, WIDTH, 64)).named_parameters()] == [
-        ("s", (5,)),
-        ("b", (5,)),
-    ]
-    assert not list(make_normalizer(opt.SSMax(scale="none"), LayerSpec(5, 16, WIDTH, 64)).parameters())
 
 
 def at_the_bounds() -> Iterator[Options]:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class ALiBi(Options):
-    """Options of ALiBi; use it with `model.position: none`."""
-
     name = "alibi"
     full_formula = "softmax(z - 2^(-8 h / H) t)"
     source = "Press et al. 2021, arXiv 2108.12409"
@@ -31,7 +29,7 @@ class ALiBi(Options):
 class ALiBiNormalizer(SoftmaxNormalizer):
     """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
 
-    So for any H; its authors' code interleaves two such series where H is no power of two.
+    So for any H; its authors' code interleaves two such series where H is no power of two. Use it with `model.position: none`.
     """
 
     schema = ALiBi
@@ -50,8 +48,6 @@ class ALiBiNormalizer(SoftmaxNormalizer):
 
 @dataclass
 class Window(Options):
-    """Options of a sliding window: softmax over the latest keys alone."""
-
     name = "window"
     full_formula = "softmax(z), t < w"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
@@ -107,8 +103,6 @@ class WindowNormalizer(SoftmaxNormalizer):
 
 @dataclass
 class ScaleInvariant(Options):
-    """Options of scale-invariant attention; the paper adds `model.qk_norm` and p-RoPE."""
-
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t)"
     source = "arXiv 2505.17083"
@@ -120,6 +114,7 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
     """softmax(a_t z + m_t), t tokens back: total attention to each octave of distance stays the same, arXiv 2505.17083.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
+    The paper adds `model.qk_norm` and p-RoPE.
     """
 
     schema = ScaleInvariant
@@ -132,8 +127,6 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 
 @dataclass
 class Forget(Options):
-    """Options of forgetting attention."""
-
     name = "forget"
     full_formula = "softmax(z + c_i - c_j)"
     learned = "w (width C) and b per layer and head"
@@ -150,7 +143,7 @@ class ForgetNormalizer(SoftmaxNormalizer):
     schema = Forget
 
     def initialise(self) -> None:
-        self.w, self.b = self.per_head(0.0, self.layer.width), self.per_head(5.0)
+        self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
         """ln f, (B, H, T, 1)."""

@@ -56,8 +56,6 @@ class ElementwiseNormalizer(DividedNormalizer):
 
 @dataclass
 class Relu2(Options):
-    """Options of relu^2, as in GAU."""
-
     name = "relu2"
     full_formula = "relu(z)^2 / n"
     source = "Hua et al. 2022, arXiv 2202.10447"
@@ -86,8 +84,6 @@ class Relu2Normalizer(ElementwiseNormalizer):
 
 @dataclass
 class Relu(Options):
-    """Options of relu."""
-
     name = "relu"
     full_formula = "relu(z) / n"
     source = "Wortsman et al. 2023, arXiv 2309.08586"
@@ -105,8 +101,6 @@ class ReluNormalizer(ElementwiseNormalizer):
 
 @dataclass
 class Sigmoid(Options):
-    """Options of sigmoid attention."""
-
     name = "sigmoid"
     full_formula = "sigmoid(z - ln n (+ b))"
     learned = "none (or b per layer and head)"
@@ -126,13 +120,11 @@ class SigmoidNormalizer(ElementwiseNormalizer):
 
     def initialise(self) -> None:
         if self.options.bias:
-            self.b = self.per_head(0.0)
+            self.b = self.parameter(0.0)
 
     def shift(self, layout: AttentionLayout) -> Tensor:
         shift = -self.row_length(layout).log()
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
     def factor(self, layout: AttentionLayout) -> Tensor:
-        import torch
-
-        return torch.ones_like(layout.positions, dtype=torch.float32).unsqueeze(-2)
+        return layout.n("fixed:1").unsqueeze(-2)

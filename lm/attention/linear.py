@@ -20,8 +20,6 @@ CHUNK = 128  # tokens whose weights are formed at a time
 
 @dataclass
 class Linear(Options):
-    """Options of linear attention."""
-
     name = "linear"
     full_formula = "phi(q).phi(k) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"

@@ -67,11 +67,11 @@ class Normalizer(ABC, Module):
     def initialise(self) -> None:
         """Create the parameters with their initial values."""
 
-    def per_head(self, first: float, width: int | None = None) -> nn.Parameter:
-        """A parameter of fp32 numbers that start at `first`: (H,), or (H, `width`)."""
+    def parameter(self, first: float, *shape: int) -> nn.Parameter:
+        """A parameter of fp32 numbers that start at `first`, one a head (H,) unless a shape is given."""
         from torch import full, nn
 
-        return nn.Parameter(full((self.layer.n_head,) if width is None else (self.layer.n_head, width), float(first)))
+        return nn.Parameter(full(shape or (self.layer.n_head,), float(first)))
 
     def tie_parameters(self, first: Normalizer) -> None:
         """Take over the parameters that all layers share from those of the first layer."""

@@ -35,10 +35,9 @@ class QueryScale(SoftmaxNormalizer):
         return None
 
     def scale_by_position(self) -> Tensor | None:
-        import torch
-
-        scale = self.scale(self.training_layout(next((p.device for p in self.parameters()), "cpu")))
-        c = torch.ones(1, 1) if scale is None else scale.detach()
+        layout = self.training_layout(next((p.device for p in self.parameters()), "cpu"))
+        scale = self.scale(layout)
+        c = layout.n("fixed:1") if scale is None else scale.detach()
         return c.double().expand(self.layer.n_head, self.layer.train_length)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -61,8 +60,6 @@ class QueryScale(SoftmaxNormalizer):
 
 @dataclass
 class Softmax(Options):
-    """Options of softmax: the baseline."""
-
     name = "softmax"
     full_formula = "softmax(z / tau)"
     source = "baseline"
@@ -82,10 +79,8 @@ class SoftmaxWithTemperature(QueryScale):
     schema = Softmax
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
-        import torch
-
         tau = self.options.temperature
-        return None if tau == 1 else torch.full((1, 1), 1 / tau, device=layout.positions.device)
+        return None if tau == 1 else layout.n("visible").new_full((1, 1), 1 / tau)
 
     def kernel_description(self, device: str = "cpu") -> str:
         from lm.attention.routes import softmax_route
@@ -96,8 +91,6 @@ class SoftmaxWithTemperature(QueryScale):
 
 @dataclass
 class SSMax(Options):
-    """Options of Scalable-Softmax."""
-
     name = "ssmax"
     full_formula = "softmax((s ln n + b) z)"
     learned = "s (and b) per layer and head"
@@ -144,9 +137,9 @@ class SSMaxNormalizer(QueryScale):
 
     def initialise(self) -> None:
         if self.options.scale == "learned":
-            self.s = self.per_head({"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init))
+            self.s = self.parameter({"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init))
         if self.options.bias:
-            self.b = self.per_head(0.0)
+            self.b = self.parameter(0.0)
 
     def log_n(self) -> Tensor:
         """ln n at each position of a training sequence: (L,) float64."""
@@ -191,8 +184,6 @@ class ScaleFromBase(QueryScale):
 
 @dataclass
 class LogN(Options):
-    """Options of log n, the entropy-invariant scaling."""
-
     name = "log_n"
     full_formula = "softmax(z ln n / ln m)"
     source = "Su 2021, kexue.fm 8823"
@@ -220,8 +211,6 @@ class LogNNormalizer(ScaleFromBase):
 
 @dataclass
 class SqrtLogN(Options):
-    """Options of sqrt log n: the largest weight of n Gaussian logits falls slowly with n."""
-
     name = "sqrt_log_n"
     full_formula = "softmax(c sqrt(2 ln n) z)"
     learned = "c per layer and head"
@@ -239,7 +228,7 @@ class SqrtLogNNormalizer(QueryScale):
     schema = SqrtLogN
 
     def initialise(self) -> None:
-        self.c = self.per_head(1 / self.growth(self.training_layout()).double().mean().item())
+        self.c = self.parameter(1 / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """sqrt(2 ln n), (1, T) or (B, 1, T)."""
@@ -251,8 +240,6 @@ class SqrtLogNNormalizer(QueryScale):
 
 @dataclass
 class Llama4(Options):
-    """Options of Llama 4's attention temperature."""
-
     name = "llama4"
     full_formula = "softmax(z (1 + a ln(1 + floor((p + 1) / f))))"
     source = "Llama 4's code"
@@ -273,8 +260,6 @@ class Llama4Normalizer(QueryScale):
 
 @dataclass
 class YaRN(Options):
-    """Options of YaRN's temperature for documents longer than m."""
-
     name = "yarn"
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
     source = "Peng et al. 2023, arXiv 2309.00071"
@@ -299,8 +284,6 @@ class YaRNNormalizer(ScaleFromBase):
 
 @dataclass
 class InfoScale(Options):
-    """Options of InfoScale."""
-
     name = "infoscale"
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
     source = "arXiv 2501.08570"
@@ -322,8 +305,6 @@ class InfoScaleNormalizer(ScaleFromBase):
 
 @dataclass
 class Cosine(Options):
-    """Options of cosine attention."""
-
     name = "cosine"
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
     learned = "g per layer and head"
@@ -342,7 +323,7 @@ class CosineNormalizer(QueryScale):
     schema = Cosine
 
     def initialise(self) -> None:
-        self.g = self.per_head(math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item())
+        self.g = self.parameter(math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """ln n, or 1: (1, T) or (B, 1, T)."""
@@ -371,8 +352,6 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 @dataclass
 class PN(Options):
-    """Options of p_n, the experiment from which SSMax was derived: a learned table p_n."""
-
     name = "p_n"
     full_formula = "softmax((s p_n + b) z)"
     learned = "s, b per layer and head; p_n for each n, shared by all"
@@ -390,10 +369,8 @@ class PNNormalizer(QueryScale):
     schema = PN
 
     def initialise(self) -> None:
-        import torch
-
-        self.p = torch.nn.Parameter(torch.ones(self.layer.train_length))
-        self.s, self.b = self.per_head(1.0), self.per_head(0.0)
+        self.p = self.parameter(1.0, self.layer.train_length)
+        self.s, self.b = self.parameter(1.0), self.parameter(0.0)
 
     def tie_parameters(self, first: Normalizer) -> None:
         if isinstance(first, PNNormalizer):
@@ -406,8 +383,6 @@ class PNNormalizer(QueryScale):
 
 @dataclass
 class QASSMax(Options):
-    """Options of query-aware SSMax: each dimension of q scaled by MLPs of ln n and of q."""
-
     name = "qassmax"
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
     learned = "two MLPs, 64 hidden, per layer"

@@ -13,7 +13,6 @@ from lm.attention.options import FIRST_VALUE, LARGEST, Options
 from lm.schema import key
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from lm.attention.layout import AttentionLayout
@@ -31,14 +30,14 @@ class SinkBase(Normalizer):
     logit: str  # b, as the run's description writes it
 
     @abstractmethod
-    def sink(self, device: torch.device) -> Tensor:
-        """b, (H,), on the device of the scores."""
+    def sink(self, like: Tensor) -> Tensor:
+        """b, (H,), on the device of `like`."""
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         import torch
 
         z = scores.masked_fill(~layout.visible(), -math.inf)
-        b = self.sink(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+        b = self.sink(z).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -55,7 +54,7 @@ class SinkBase(Normalizer):
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
         ones = F.pad(torch.ones_like(q[..., :2]), (0, 6))
-        b = self.sink(q.device) * math.sqrt(size)
+        b = self.sink(q) * math.sqrt(size)
         rest = b - b.detach().to(v.dtype)
         both = torch.stack((b - rest.detach(), rest.detach()), -1).to(k)
         sink = F.pad(both.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
@@ -73,8 +72,6 @@ class SinkBase(Normalizer):
 
 @dataclass
 class Softmax1(Options):
-    """Options of softmax off by one."""
-
     name = "softmax1"
     full_formula = "e^z / (1 + sum e^z)"
     source = "Miller 2023"
@@ -88,16 +85,12 @@ class Softmax1Normalizer(SinkBase):
     schema = Softmax1
     logit = "0"
 
-    def sink(self, device: torch.device) -> Tensor:
-        import torch
-
-        return torch.zeros(self.layer.n_head, device=device)
+    def sink(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.layer.n_head)
 
 
 @dataclass
 class Sink(Options):
-    """Options of a learned sink logit."""
-
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
     learned = "b per layer and head"
@@ -115,7 +108,7 @@ class SinkNormalizer(SinkBase):
     logit = "b"
 
     def initialise(self) -> None:
-        self.b = self.per_head(self.options.init)
+        self.b = self.parameter(self.options.init)
 
-    def sink(self, device: torch.device) -> Tensor:
+    def sink(self, like: Tensor) -> Tensor:
         return self.b

@@ -27,8 +27,6 @@ def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
 
 @dataclass
 class Sparsemax(Options):
-    """Options of sparsemax."""
-
     name = "sparsemax"
     full_formula = "relu(z - tau)"
     source = "Martins and Astudillo 2016, arXiv 1602.02068"
@@ -54,8 +52,6 @@ class SparsemaxNormalizer(Normalizer):
 
 @dataclass
 class Entmax15(Options):
-    """Options of 1.5-entmax: between softmax and sparsemax."""
-
     name = "entmax15"
     full_formula = "relu(z / 2 - tau)^2"
     source = "Peters et al. 2019, arXiv 1905.05702"
@@ -63,7 +59,7 @@ class Entmax15(Options):
 
 
 class Entmax15Normalizer(Normalizer):
-    """relu(z / 2 - tau)^2, tau such that the row sums to one: alpha-entmax with alpha = 1.5, arXiv 1905.05702."""
+    """relu(z / 2 - tau)^2, tau such that the row sums to one: 1.5-entmax, between softmax and sparsemax, arXiv 1905.05702."""
 
     schema = Entmax15
 
@@ -98,8 +94,6 @@ def entmax15_threshold(z: Tensor) -> Tensor:
 
 @dataclass
 class ASEntmax(Options):
-    """Options of adaptive-scalable entmax."""
-
     name = "asentmax"
     full_formula = "1.5-entmax((1 + b (ln n)^g) z)"
     learned = "w_b, w_g (width C) per layer and head"
@@ -117,7 +111,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
     schema = ASEntmax
 
     def initialise(self) -> None:
-        self.w_b, self.w_g = self.per_head(0.0, self.layer.width), self.per_head(0.0, self.layer.width)
+        self.w_b, self.w_g = (self.parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
 
     def query_features(self, x: Tensor) -> Tensor:
         """b and g, (B, H, T, 2)."""
@@ -140,8 +134,6 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
 
 @dataclass
 class Softpick(Options):
-    """Options of softpick."""
-
     name = "softpick"
     full_formula = "relu(e^z - 1) / (sum |e^z - 1| + 1e-8)"
     source = "softpick's code, 2025"
