@@ -38,7 +38,7 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def unfinished(path: Path) -> str:
-    """How the name of what this process fills in place of `path` begins: it says which machine and process that is."""
+    """The beginning of the name of a file that this process fills in place of `path`: it names the machine and the process."""
     return f".{path.name[:100]}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
 
 

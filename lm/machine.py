@@ -106,7 +106,7 @@ def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """In a process with the environment of `child_environment`: ask for a signal at the parent's end; exit if that has come already.
+    """Ask for a signal at the end of the parent that gave `child_environment` to this process; exit if the parent has ended already.
 
     The process asks for it itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
     """

@@ -1,4 +1,4 @@
-"""Where queries and keys stand in their documents, and n: the length of a row of attention weights, from positions alone."""
+"""Places of queries and keys in their documents, and n: the length of a row of attention weights, from positions alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where the queries and keys of one attention call stand in their documents.
+    """Places of the queries and keys of one attention call in their documents.
 
     Every normalizer takes n from here, never from a tensor's width: a prefix, a padded batch, a
     packed sequence and a decoding step then give the same n for the same token.

@@ -146,7 +146,7 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, other: Normalizer) -> None:
-        """With `init: match`, follow the factor c(n) of `other` over a training sequence, head by head.
+        """Follow the factor c(n) of `other` over a training sequence, head by head, if `init` is `match`.
 
         s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
         least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.

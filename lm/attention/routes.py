@@ -60,8 +60,8 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows divided by their sums, (N, T, 1), or by infinity: the gradient of the undivided output, in `dtype`, and its mean over a
-    row's weights, (N, T, 1), to be subtracted from each weight's own.
+    """The gradient of the undivided output of rows that were divided by `sums` (N, T, 1), in `dtype`; and its mean over a row's weights,
+    (N, T, 1), to be subtracted from each weight's own gradient.
 
     Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `out` in fp32.
     """

@@ -192,7 +192,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """On contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
+    """Elementwise attention of contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:

@@ -55,7 +55,6 @@ class FullLength(SequenceLengths):
     shorter: ClassVar[bool] = False
 
     def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """One length."""
         return {0: seq_len}
 
 
@@ -67,11 +66,9 @@ class FixedLength(SequenceLengths):
     length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
 
     def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """One length."""
         return {0: self.length}
 
     def problems(self) -> list[Problem]:
-        """No length."""
         return [] if self.length else [Problem("length", None, "no length given", "give a divisor of data.seq_len")]
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
@@ -87,7 +84,6 @@ class MixedLengths(SequenceLengths):
     weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
 
     def drawn(self) -> dict[int, float]:
-        """The weights."""
         return self.weights
 
     def problems(self) -> list[Problem]:
@@ -113,7 +109,6 @@ class Curriculum(SequenceLengths):
     starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
 
     def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """The lengths in the order of their starts."""
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> list[Problem]:
@@ -178,7 +173,6 @@ class Package:
 
     @property
     def label(self) -> str:
-        """Names the source."""
         return self.package
 
 
@@ -194,7 +188,6 @@ class Files:
 
     @property
     def label(self) -> str:
-        """Names the source."""
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
@@ -224,7 +217,6 @@ class Hub:
 
     @property
     def label(self) -> str:
-        """Names the source."""
         return self.dataset
 
     def problems(self) -> list[Problem]:
@@ -251,7 +243,6 @@ class Tokens:
 
     @property
     def label(self) -> str:
-        """Names the source."""
         return self.paths[0]
 
     def problems(self) -> list[Problem]:

@@ -46,7 +46,7 @@ class EvaluationConfig(Timing, ABC):
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
-        """Whether it is asked for, of a model that was trained on `data`."""
+        """Whether the evaluation is asked for, of a model that was trained on `data`."""
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         """Contradictions to the rest of the configuration where the evaluation is wanted, by paths relative to its block."""
@@ -238,7 +238,6 @@ class NeedleConfig(EvaluationConfig):
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def problems(self) -> list[Problem]:
-        """Contradictory options."""
         lost = self.heads_at and not self.length_factors
         reason, remedy = "eval.needle.length_factors is []", "set eval.needle.length_factors"
         return [Problem("heads_at", self.heads_at, reason, remedy)] if lost else []
@@ -314,7 +313,6 @@ class DiagnosticsConfig(EvaluationConfig):
         return True
 
     def problems(self) -> list[Problem]:
-        """Contradictory options."""
         lists = {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}
         problems = [Problem(name, list(given), "names something twice") for name, given in lists.items() if len(set(given)) < len(given)]
         return problems + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])

@@ -1,4 +1,4 @@
-"""How a trained model is used in an evaluation: RoPE's scaling and the normalizer's options, where they differ from training."""
+"""Inference settings of a trained model: RoPE's scaling and the normalizer's options, where they differ from training."""
 
 import math
 from dataclasses import dataclass, fields
@@ -94,7 +94,6 @@ class YaRNScaling(RopeScaling):
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
     def problems(self) -> list[Problem]:
-        """Contradictory options."""
         return order_problems(self.slow, self.fast)
 
 
@@ -103,7 +102,7 @@ ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK,
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """How a model is used beyond its training length; the model itself stays as it is (`lm.model.swapped.for_inference`)."""
+    """An inference setting beyond the training length; the model itself stays as it is (`lm.model.swapped.for_inference`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(

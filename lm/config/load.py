@@ -275,7 +275,7 @@ def read_yaml(path: Path) -> dict[str, Plain]:
 
 
 def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """The same as `read_yaml`; `heirs` inherit from the file, each from the next, and `known` holds the files that were read before."""
+    """Read a file as `read_yaml` does; `heirs` inherit from the file, each from the next, and `known` holds the files read before."""
     try:
         where = path.resolve()
         if where in known:

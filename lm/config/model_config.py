@@ -66,7 +66,6 @@ class Llama3Scaling(TrainedScaling):
         return divided_below(frequencies, periods, self.slow, self.fast, self.factor)
 
     def problems(self) -> list[Problem]:
-        """Contradictory options."""
         return order_problems(self.slow, self.fast)
 
 
@@ -101,7 +100,6 @@ class YarnScaling(TrainedScaling):
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
     def problems(self) -> list[Problem]:
-        """Contradictory options."""
         return order_problems(self.slow, self.fast)
 
 
@@ -123,7 +121,7 @@ TRAINED_SCALINGS = {v.name: v for v in (Unscaled, LinearScaling, Llama3Scaling, 
 
 
 class Position:
-    """How a model encodes the positions of tokens.
+    """Encoding of the positions of tokens.
 
     Attributes:
         rotates: queries and keys are rotated by angles that can be rescaled.
@@ -136,7 +134,6 @@ class Position:
 
     @property
     def label(self) -> str:
-        """In words, for tables and the banner."""
         return f"position {self.name}"
 
 
@@ -157,7 +154,7 @@ class Rope(Position):
         return f"rope theta {self.theta:g}" + (f", {self.scaling.name}" if self.scaling.name != "none" else "")
 
     def rotated(self, head_size: int) -> int:
-        """How many of a head's dimensions rotate: an even number."""
+        """The number of a head's dimensions that rotate, which is even."""
         return int(head_size * self.fraction) // 2 * 2
 
 
@@ -171,7 +168,7 @@ class Learned(Position):
 
 @dataclass
 class NoPosition(Position):
-    """No position information but the causal mask (NoPE)."""
+    """The causal mask as the only position information (NoPE)."""
 
     name: ClassVar[str] = "none"
 
@@ -247,11 +244,9 @@ class GAUBlock:
         return int(self.expansion * model.n_embd)
 
     def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
-        """Nothing: the keys of the model that may be null are those of attention and MLP."""
-        return {}
+        return {}  # the keys of the model that may be null are those of attention and MLP
 
     def label(self, model: "ModelConfig") -> str:
-        """In words, for tables and the banner."""
         return f"gated attention units of width {self.value_dims(model)}"
 
     def problems_of(self, model: "ModelConfig") -> list[Problem]:

@@ -30,7 +30,6 @@ class Cosine:
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """The same as `Constant.factor`."""
         progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
         return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -44,13 +43,12 @@ class WSD:
     final_fraction: float = key(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """The same as `Constant.factor`."""
         decay_steps = max(1, round(self.decay_fraction * max_steps))
         return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
 
 
 class Optimizer:
-    """How gradients become updates.
+    """A rule by which gradients become updates.
 
     Attributes:
         needs: a group of which a parameter must be trained; without one it is refused. "": none.
@@ -89,7 +87,6 @@ class AdamW(Optimizer):
     )
 
     def has_eps(self, group: str) -> bool:
-        """In all groups."""
         return True
 
     @property
@@ -129,8 +126,7 @@ class Muon(AdamW):
     )
 
     def has_eps(self, group: str) -> bool:
-        """Where AdamW makes the update."""
-        return group != "matrices"
+        return group != "matrices"  # where AdamW makes the update
 
     def kept(self, group: str) -> int:
         """One momentum where AdamW has two moments."""
@@ -138,7 +134,6 @@ class Muon(AdamW):
 
     @property
     def width_exponent(self) -> float:
-        """The factor that `MUON_RATES` gives for `adjust_lr`."""
         return MUON_RATES[self.adjust_lr].width_exponent
 
 
@@ -235,7 +230,6 @@ class Profile:
     last: int = key(12, "last step that is recorded", ge=1, le=10**9)
 
     def problems(self) -> list[Problem]:
-        """No step in between."""
         return [Problem("last", self.last, f"is before first = {self.first}", "give both")] if self.last < self.first else []
 
 

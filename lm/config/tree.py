@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch. `lm.config.load` reads it, `lm.config.load` finds contradictions in it."""
+"""The configuration: one tree of dataclasses, without torch. `lm.config.load` reads and checks it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """Where the run is kept."""
+        """The folder that holds the run."""
         return Path(self.runs) / self.name
 
     @property
@@ -94,7 +94,7 @@ class Config:
 
     @property
     def phase_ends(self) -> list[int]:
-        """How many steps are done when each phase of the plan ends."""
+        """The number of steps done at the end of each phase of the plan."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
 
     def phase_at(self, step: int) -> int:

@@ -94,7 +94,7 @@ def in_lockstep(
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
-    """How many queries at a time `BLOCK_WEIGHTS` allows."""
+    """The number of queries at a time that `BLOCK_WEIGHTS` allows."""
     n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
     return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))
 

@@ -129,7 +129,10 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, factor, cache, self._other_values(tokens, x))
 
     def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """By a layer's number what its values are mixed with, (B, K, T, E); x: the first layer's input. None without a value residual."""
+        """A function of a layer's number that gives what its values are mixed with, (B, K, T, E); None without a value residual.
+
+        x: the first layer's input.
+        """
         if self.value_embedding is not None:
             return lambda layer: self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
         if self.config.value_residual == "first_layer":
@@ -174,7 +177,7 @@ def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
 
 
 def batch_layout(batch: Batch) -> AttentionLayout:
-    """Where the tokens of a batch stand: in one document each sequence, or in documents that don't see each other."""
+    """The layout of a batch: one document a sequence, or documents that don't see each other."""
     if batch.positions is None:
         return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
     return AttentionLayout.from_positions(batch.positions)
@@ -186,7 +189,7 @@ def is_normalizer(parameter: str) -> bool:
 
 
 def group_of(name: str, parameter: Tensor) -> str:
-    """Which group of `optim.groups` a decoder's parameter is in."""
+    """The group of `optim.groups` that a decoder's parameter is in."""
     if is_normalizer(name):
         return "normalizer"
     if name.startswith(("embedding.", "value_embedding.", "position.")):

@@ -1,4 +1,4 @@
-"""Where and how a model computes: device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
+"""Device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
 
 import hashlib
 import os
@@ -41,8 +41,8 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how a run computes: Lightning's accelerator, the device in words, precision, whether it compiles, who started its
-    processes, and the FLOPs a second that one device can make (None: not known)."""
+    """Device, precision and compilation of a run: Lightning's accelerator, the device in words, precision, whether the model is compiled,
+    who started the processes, and the FLOPs a second that one device can make (None: not known)."""
 
     accelerator: str
     device: str
@@ -185,7 +185,7 @@ class OutOfTime(RunError):
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model runs: torch device, bf16 autocast or not, and this process among its peers."""
+    """The place where a model runs: torch device, bf16 autocast or not, and this process among its peers."""
 
     device: torch.device
     bf16: bool
@@ -203,7 +203,7 @@ class Device:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def with_time_limit(self, seconds: float | None) -> "Device":
-        """The same, with `seconds` from now on; None: without end."""
+        """This device with `seconds` from now on to measure in; None: without end."""
         return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:

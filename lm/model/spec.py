@@ -40,7 +40,7 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """From plain data (`lm.schema.to_plain`); imports no code that the data names. Raises ConfigError: all that is wrong."""
+        """The spec that plain data (`lm.schema.to_plain`) describe; imports no code that they name. Raises ConfigError."""
         problems: list[Problem] = []
         missing = [spec.name for spec in fields(cls) if spec.name not in plain] if isinstance(plain, Mapping) else []
         problems += [Problem(name, None, "is missing") for name in missing]

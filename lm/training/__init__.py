@@ -1,1 +1,1 @@
-"""From a configuration to a run folder, with Lightning's Trainer."""
+"""Training: a configuration becomes a run folder, with Lightning's Trainer."""

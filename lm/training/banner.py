@@ -141,7 +141,7 @@ def _options(options: object) -> str:
 
 
 def _transfer(model: ModelConfig) -> str:
-    """How much larger the model is than the one that the learning rate is of."""
+    """The base model that the learning rate is of, in sizes of this model."""
     width, depth = model.size_multipliers
     return f"lr is that of a base model of 1/{width:.4g} of the width and 1/{depth:.4g} of the depth"
 
@@ -169,7 +169,7 @@ def _layers(params: list[tuple[str, Tensor]]) -> str:
 
 
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
-    """How often the run reads each source of text, by its label (empty if there is one)."""
+    """The number of times that the run reads each source of text, by its label (empty if there is one)."""
     text_fraction = 1 - sum(weighted.weight for weighted in config.data.tasks)
     if text_fraction < 1e-6:
         return []

@@ -1,4 +1,4 @@
-"""How much memory a run will need: the tensors of its training steps, counted as they are made, without their numbers."""
+"""The memory that a run will need: the tensors of its training steps, counted as they are made, without their numbers."""
 
 import weakref
 from collections.abc import Callable

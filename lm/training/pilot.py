@@ -1,4 +1,4 @@
-"""How long runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
+"""The time that runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
 
 First `begun`: when timing begins (POSIX seconds); then of each run `seconds`: of all of it with its evaluations, without the start of its
 process.

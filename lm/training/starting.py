@@ -68,7 +68,7 @@ class RunState:
 
     @classmethod
     def of(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """From a checkpoint's `metadata`. A best model that is no longer in `folder`, with the run's checkpoints, is dropped.
+        """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, with the run's checkpoints, is dropped.
 
         Raises:
             RunError: something is missing, or of another type.
