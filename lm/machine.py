@@ -46,8 +46,11 @@ def peak_process_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that its tensors free, for those of the next step: glibc would give blocks of some MiB back, and
-    the pages of new ones cost up to a quarter of a small step. Another C library, or a user's own settings of malloc, are left alone."""
+    """Let this process keep the memory that its tensors free, for those of the next step.
+
+    glibc would give blocks of some MiB back, and the pages of new ones cost up to a quarter of a small step. Another C library, or a user's
+    own settings of malloc, are left alone.
+    """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"}:
         return
     with suppress(OSError, AttributeError):

@@ -393,7 +393,7 @@ def test_training(promise: str):
 
 def test_lightning_is_imported_in_one_place():
     places = [path for path in (ROOT / "lm").rglob("*.py") if re.search(r"^\s*(import|from) lightning\b", path.read_text(), re.MULTILINE)]
-    assert places == [ROOT / "lm" / "training" / "lightning.py"]
+    assert places == [ROOT / "lm" / "training" / "module.py"]
 
 
 @pytest.mark.parametrize(

@@ -212,10 +212,13 @@ def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, gra
 def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 
-    kind: of f, in `SCORE_FUNCTIONS`; q, k: (B, H, T, D), v: (B, H, T, E), all of one dtype; shift: fp32, broadcastable to (B, H, T), or
-    None for 0.
-    1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`. `over_sum`: each row divided by
-    its sum of f, which f must keep from being negative.
+    1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`.
+
+    Args:
+        kind: of f, in `SCORE_FUNCTIONS`.
+        q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
+        shift: fp32, broadcastable to (B, H, T); None for 0.
+        over_sum: divide each row by its sum of f, which must not be negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
         return tiles(kind, q, k, v, shift, over_sum)

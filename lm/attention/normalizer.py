@@ -3,8 +3,8 @@
 Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
 the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
 
-A family's options stand beside its classes and are read where there is no torch to wait for, so no module of a family imports it at its
-top: methods import what they compute with, and the first normalizer of a class is where `torch.nn.Module` becomes its base, too.
+A family's options stand beside its classes, and are read by commands that must not wait for torch. So no module of a family imports torch
+at its top: a method imports what it computes with. `torch.nn.Module` becomes a base of a class when its first normalizer is made.
 """
 
 from __future__ import annotations

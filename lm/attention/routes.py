@@ -106,10 +106,11 @@ def softmax_route(device: str, length: int) -> str:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale q.k) v on (N, T, .) tensors, blocks of queries whose weights are kept for the backward pass: on a CPU, up to some
-    hundred tokens, in half the time of the fused kernel, which computes tile by tile and recomputes all weights.
+    """softmax(scale q.k) v on (N, T, .) tensors by blocks of queries, whose weights are kept for the backward pass.
 
-    q and k are in fp32 or wider, and so are scores, their maximum and sum; v and the weights' products with it are in v's dtype.
+    The fused kernel computes tile by tile and recomputes all weights: on a CPU it takes twice the time, up to some hundred tokens.
+
+    q and k are in fp32 or wider, and so are scores, their maximum and sum. v and the weights' products with it are in v's dtype.
     """
 
     @staticmethod

@@ -78,8 +78,8 @@ class Entmax15Normalizer(Normalizer):
 def entmax15_threshold(z: Tensor) -> Tensor:
     """tau of rows (..., S) from 0 to 1, the largest entry 1, with sum relu(z - tau)^2 = 1: (..., 1), to 32 times the dtype's eps.
 
-    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from 0 it does not pass the root, and each step divides
-    g x slope by 4 at least (g_new / g + slope_new / slope <= 1). At the start g x slope is S at most, and no slope is below 1.
+    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from 0 it does not pass the root. Each step divides
+    g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S at most, and no slope is below 1.
     z has no gradient.
     """
     import torch

@@ -97,8 +97,12 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class MuonRate:
-    """A projection's learning rate under Muon, by its outputs and inputs, over its group's; and the power of the width by which the group's
-    rate falls where it is transferred, so that an update's largest singular value stays as it is."""
+    """The learning rate of a projection under Muon, and how it transfers.
+
+    Attributes:
+        relative: its ratio to the group's rate, by the projection's outputs and inputs.
+        width_exponent: the group's rate falls as the width to this power, so that an update's largest singular value stays as it is.
+    """
 
     relative: Callable[[int, int], float]
     width_exponent: float

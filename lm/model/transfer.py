@@ -1,5 +1,6 @@
-"""Learning rates that transfer over width and depth (`model.transfer`): how initial values, learning rates and epsilons differ from those
-of a base model which has 1/m of the width and 1/l of the depth, so that its learning rate, tuned there, serves here.
+"""Learning rates that transfer over width and depth (`model.transfer`), from a base model with 1/m of the width and 1/l of the depth.
+
+Initial values, learning rates and epsilons differ from the base model's such that the learning rate that was tuned there serves here.
 
 Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
 depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in

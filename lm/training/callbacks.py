@@ -178,8 +178,11 @@ class StopOnSignal(StepCallback):
 
 
 class Metrics(StepCallback):
-    """Logs every `log.every` steps, and at the first and last: the mean loss since the last line; the step's gradient norm and learning
-    rate; tokens per second, MFU; the peak of memory, as after evaluations; the normalizers' parameters, and what `log.dynamics` names."""
+    """Logs metrics every `log.every` steps, and at the first and last.
+
+    They are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, the peak of memory, the
+    normalizers' parameters, and what `log.dynamics` names.
+    """
 
     def __init__(self, run: RunContext, clock: Clock):
         self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock

@@ -182,8 +182,14 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, the same on all ranks: loss and z-loss (nats per target), gradient norm before clipping, whether a rank was
-    asked to stop after it, and the gradient norms of layers by their names in metrics.jsonl, if they are logged."""
+    """An optimizer step, the same on all ranks.
+
+    Attributes:
+        loss, z_loss: nats per target.
+        grad_norm: before clipping.
+        stop: whether a rank was asked to stop after the step.
+        layers: gradient norms of layers by their names in metrics.jsonl, if they are logged.
+    """
 
     loss: float
     z_loss: float

@@ -27,9 +27,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the group `matrices`, each projection of a fused matrix apart, `torch.optim.AdamW` for the other groups.
 
     Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU where products are in bf16.
-    That one makes a product at a time, and threads wait for each other at each; here projections of one shape are orthogonalised together,
-    in batches that bound the memory which a step takes for itself (12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest
-    matrix). The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
+    That one makes a product at a time, and threads wait for each other at each. Here projections of one shape are orthogonalised together.
+    Batches bound the memory that a step takes for itself, to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
 
     Args:
         groups: torch's groups of named parameters, each with its `name`.
