@@ -114,9 +114,9 @@ def variant(table: Mapping[str, type], default: str, help: str, effect: Declared
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
-def variants(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):
+def variants(table: Mapping[str, type], help: str):
     """A list of blocks, each as in `variant`; empty by default."""
-    return field(default_factory=list, metadata={"help": help, "effect": effect, "list_table": table})
+    return field(default_factory=list, metadata={"help": help, "effect": None, "list_table": table})
 
 
 def effect(schema: type, path: str) -> Effect | None:

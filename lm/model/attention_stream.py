@@ -77,20 +77,14 @@ def attention_blocks(
         yield from _layer(layer, normalizer, captured.pop(), context.layout, indices.split(block), dtype, inputs)
 
 
-def in_lockstep(
-    decoders: Sequence[Decoder],
-    batch: Batch,
-    queries: Sequence[int] | None = None,
-    layout: AttentionLayout | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Iterator[tuple[AttentionBlock, ...]]:
+def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
     """The attention of several decoders on one batch, as `attention_blocks`: for the same layer and queries a block of each.
 
     Raises:
         ValueError: decoders of different numbers of layers.
     """
     block = block_size(decoders, batch)
-    return zip(*(attention_blocks(decoder, batch, queries, layout, dtype, block) for decoder in decoders), strict=True)
+    return zip(*(attention_blocks(decoder, batch, block=block) for decoder in decoders), strict=True)
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
