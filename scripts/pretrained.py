@@ -6,7 +6,7 @@
 
 Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. Results
 of another model, text, size or other options are refused. At the end the page is written below its heading, with its pictures and
-a CSV file of all numbers.
+CSV files of all numbers.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pages import rendered
 from pretrained_parts import Sizes, Workbench
 from pretrained_pictures import attention_picture, loss_picture, scale_picture
 from pretrained_results import FIRST, Results, remarks, shown
-from theory_statements import TRAINED, UNTRAINED, Described, Statement, compared
+from theory_statements import TRAINED, UNTRAINED, Described, compared, values
 
 from lm.attention.catalogue import Softmax
 from lm.diagnostics.attention_rows import NO_FIRST
@@ -43,12 +43,10 @@ DESCRIBED = (
 )
 
 
-def statements(results: Results, context: int) -> list[Statement]:
-    """The statements of the papers that apply to the model, with what its diagnostics say."""
+def described(results: Results, context: int) -> list[Described]:
+    """The diagnostics of the model, as those that statements are compared with; none: not measured."""
     found = results.evaluation("diagnostics")
-    if found is None:
-        return []
-    return compared([Described("pretrained", "softmax", Softmax(), Path(), 0, context, found.series)])
+    return [Described("pretrained", "softmax", Softmax(), Path(), 0, context, found.series)] if found else []
 
 
 def numbers(results: Results) -> list[tuple[str, str, str, str]]:
@@ -93,7 +91,7 @@ def section(bench: Workbench, results: Results) -> str:
         length, count = results.sequences(part, (round(size[0] * context), size[1]))
         return f"{length:,}", count
 
-    described = results.evaluation("diagnostics")
+    diagnosed = results.evaluation("diagnostics")
     return rendered(
         TEMPLATE,
         heading=HEADING,
@@ -106,7 +104,7 @@ def section(bench: Workbench, results: Results) -> str:
         positions_of=sequences("positions", sizes.positions),
         within_of=sequences("scale_softmax_1", sizes.within),
         beyond_of=sequences("beyond_softmax", sizes.beyond),
-        described=described and described.options,
+        described=diagnosed and diagnosed.options,
         needles=results.needles(sizes.needles),
         depths=sorted({depth for one in sizes.needles.values() for depth in one.depths}),
         heads=None if results.heads is None else results.best_heads(4),
@@ -115,7 +113,7 @@ def section(bench: Workbench, results: Results) -> str:
         uniform=None if results.heads is None else results.uniform,
         sinks=sinks(results),
         numbers=numbers(results),
-        statements=statements(results, context),
+        statements=compared(described(results, context)),
         swaps=results.swaps(context),
         swap_lengths=results.swap_lengths,
         swap_documents=results.swap_documents,
@@ -130,7 +128,7 @@ def section(bench: Workbench, results: Results) -> str:
 
 
 def write_page(bench: Workbench, page: Path) -> None:
-    """Replace the page from its heading on, and write its pictures and its CSV file. Raises RunError: the page has no such heading."""
+    """Replace the page from its heading on, and write its pictures and its CSV files. Raises RunError: the page has no such heading."""
     results = Results({part: bench.result(part) for part in bench.parts})
     text = page.read_text(encoding="utf-8")
     if HEADING not in text:
@@ -141,6 +139,7 @@ def write_page(bench: Workbench, page: Path) -> None:
         "pretrained-attention.svg": attention_picture(results),
         "pretrained-scale.svg": scale_picture(results, FIRST),
         "pretrained.csv": table(results),
+        "pretrained-statements.csv": values([described(results, context)]),
     }
     whole = text.partition(HEADING)[0] + section(bench, results)
     write_together({page: whole.encode(), **{page.parent / name: content for name, content in beside.items()}})

@@ -4,7 +4,7 @@
 
 Reads folders that `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes; --text takes those of several experiments. Of each
 arm on text the run of the lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm was judged
-at. Writes the page and its pictures.
+at. Writes the page, its pictures and a table of all values.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from pages import STYLE, logarithmic_x, rendered, svg
 from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
-from theory_statements import OF_5, TRAINED, Described, compared, not_measured
+from theory_statements import KEYS, OF_5, TRAINED, Described, compared, not_measured, values
 
 from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
@@ -173,8 +173,8 @@ def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
         f"{'long' if offset > 0 else 'short'} on average; {int((predicted < observed).sum())} predictions are too short.",
         f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}) over runs of all arms. "
         f"Within an arm: {'; '.join(within) or 'fewer than 3 runs'}.",
-        "The baseline in the table knows the other arms only. Who has other seeds of the same arm can guess from their mean (in the "
-        f"logarithm), which is off by: {'; '.join(others) or 'not known of fewer than 3 runs'}.",
+        "A stronger baseline is the mean of an arm's other seeds, in the logarithm. It is off by: "
+        f"{'; '.join(others) or 'not known of fewer than 3 runs'}.",
     ]
 
 
@@ -191,10 +191,15 @@ def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int,
     first, second = [run.up_to(evaluated) for run in runs], runs
     looks = {f"up to {max(run.lengths[-1] for run in part):,}": (part, scores(part)) for part in (first, second)}
     forms, tables = scores(second), [compared(models) for models in experiments]
+    made_in = [{(one.source, one.says): one for one in table} for table in tables]
+    statements = {(one.source, one.says): one for table in tables for one in table}
     arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
     return rendered(
         TEMPLATE,
-        tables=list(zip(experiments, tables, strict=True)),
+        experiments=experiments,
+        statements=[
+            (statements[key], [table[key].outcome if key in table else "-" for table in made_in]) for key in KEYS if key in statements
+        ],
         not_measured=not_measured(tables),
         runs=runs,
         unlearned=unlearned,
@@ -211,7 +216,7 @@ def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int,
         measured_on=SEQUENCES,
         longer=arguments.longer,
         sequences=arguments.sequences,
-        names=list(dict.fromkeys(one.experiment for models in experiments for one in models)),
+        names=[models[0].experiment for models in experiments],
         text=arguments.text,
         recall=arguments.recall,
     )
@@ -224,7 +229,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--recall", type=Path, required=True, help="folder of runs of a recall experiment")
     parser.add_argument("--longer", type=int, nargs="*", default=[4096, 8192], help="lengths beyond the recall evaluation's, tokens")
     parser.add_argument("--sequences", type=int, default=8, help="test sequences at those lengths")
-    parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures lie beside it")
+    parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it")
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -235,13 +240,14 @@ def main(given: list[str]) -> None:
     if not runs:
         raise RunError(f"{arguments.recall}: none of {len(every)} runs has an accuracy of {LEARNED} at the training length: train longer")
     experiments = [[described(arm, folder) for arm, folder in arms.items()] for arms in on_text]
-    pictures = {
+    beside = {
+        "theory-statements.csv": values(experiments),
         "theory-statements.svg": statements_picture(experiments[0]),
         "theory-prediction.svg": prediction_picture(runs, scores(runs)),
     }
     text = page_of(experiments, runs, len(every) - len(runs), arguments)
-    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in pictures.items()}})
-    print(f"{arguments.out}, {', '.join(pictures)}: {time.perf_counter() - started:.0f} s")
+    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in beside.items()}})
+    print(f"{arguments.out}, {', '.join(beside)}: {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The statements of the papers, and how each is compared with the diagnostics of models on text."""
 
+import csv
+import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -89,6 +91,11 @@ class Statement:
     measured: str
     values: dict[str, str] = field(default_factory=dict)
     holds: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The source, and how the statement is known where it is not as in the source."""
+        return self.source if self.known == READ else f"{self.source} ({self.known})"
 
     @property
     def outcome(self) -> str:
@@ -355,6 +362,8 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     ),
 )
 
+KEYS = [(source, says) for source, says, *_ in STATEMENTS]
+
 
 def compared(models: Iterable[Described]) -> list[Statement]:
     """The statements that apply to some of the models, with what came out."""
@@ -366,6 +375,18 @@ def compared(models: Iterable[Described]) -> list[Statement]:
             holds = {arm: holds for arm, (_, holds) in results.items() if holds is not None}
             found.append(Statement(source, says, known, measured, values, holds))
     return found
+
+
+def values(experiments: Iterable[list[Described]]) -> bytes:
+    """The value of each statement by arm, as a CSV file."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["experiment", "arm", "run", "step", "source", "statement", "how it is known", "compared", "value", "agrees"])
+    for models in experiments:
+        for one in compared(models):
+            said = [one.source, one.says, one.known, one.measured]
+            writer.writerows([m.experiment, m.arm, m.folder.name, m.step, *said, one.values[m.arm], one.outcome] for m in models)
+    return text.getvalue().encode()
 
 
 def not_measured(tables: Iterable[list[Statement]]) -> list[Statement]:

@@ -140,7 +140,7 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     assert written.startswith("# Models\n\nAbove.\n\n# A pretrained model")
     assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in written]
     assert {path.name for path in tmp_path.glob("pretrained*")} == {
-        "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained.csv",
+        "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained-statements.csv", "pretrained.csv",
     }  # fmt: skip
     stopped = [tmp_path / "out" / "results" / f"{part}.json" for part in ("swap_ssmax", "train_s")]
     before = [parts.Result.read(path) for path in stopped]

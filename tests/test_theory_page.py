@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,7 +118,9 @@ def test_the_page_says_of_each_statement_what_came_out(script):
     }  # fmt: skip
     text = theory.page_of([models, linear[:1]], runs_of(prediction), 1, ARGUMENTS)
     assert "| Su, 9019 | the sum that normalizes grows more slowly than n |" in text
-    assert "| 0.70 (nan), by both nan | yes |" in text
+    assert "| agrees in words | agrees in more |" in text
+    assert re.search(r"grows more slowly than n \| [^|]+ \| yes \| - \|", text)
+    assert ",0.70 (1.00),yes\n" in statements.values([models]).decode()
     assert "- Mudarisov, Alg. 4: N_s / N stays" in text
     assert "lm compare configs/experiments/words.yaml configs/experiments/more.yaml configs/experiments/pairs.yaml\n" in text
     assert "--text runs/words runs/more --recall runs/pairs\n" in text
@@ -184,7 +187,12 @@ def test_the_command_writes_the_page_and_its_pictures(script, tmp_path, monkeypa
     monkeypatch.setattr(theory, "measured", lambda folder: runs[folder].up_to(0))
     monkeypatch.setattr(theory, "observed", lambda run, longer, sequences: next(one for one in runs.values() if one.found is run.found))
     theory.main(["--text", "runs/words", "runs/more", "--recall", "runs/pairs", "--out", str(tmp_path / "theory.md")])
-    assert {path.name for path in tmp_path.iterdir()} == {"theory.md", "theory-statements.svg", "theory-prediction.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "theory.md",
+        "theory-statements.csv",
+        "theory-statements.svg",
+        "theory-prediction.svg",
+    }
     assert "scripts/theory.py --text runs/words runs/more --recall runs/pairs\n" in (tmp_path / "theory.md").read_text()
 
 
