@@ -114,8 +114,8 @@ def _usage(error: UsageError) -> str:
         from lm.schema import effect
 
         if effect(Config, name):
-            given = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))  # --name=q or --name q
-            value = given[1] if given else "VALUE"
+            match = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))  # --name=q or --name q
+            value = match[1] if match else "VALUE"
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"

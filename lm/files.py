@@ -194,11 +194,11 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[str]:
         RunError: another process has it: the folder and `refusal`.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    held = [descriptor]
+    descriptors = [descriptor]
 
     def release() -> None:
-        while held:
-            os.close(held.pop())
+        while descriptors:
+            os.close(descriptors.pop())
 
     os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
     try:
@@ -252,10 +252,10 @@ class FileHashes:
         self.path = root / HASHES_FILE
         self.changed = False
         try:
-            kept = json.loads(self.path.read_bytes())
+            stored = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            kept = {}
-        entries = kept.items() if isinstance(kept, dict) else ()  # anything else: a damaged cache, which is computed again
+            stored = {}
+        entries = stored.items() if isinstance(stored, dict) else ()  # anything else: a damaged cache, which is computed again
         self.known = {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
 
     def cached(self, path: Path) -> str | None:

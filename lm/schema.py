@@ -199,8 +199,8 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         if name in known:
             values[name] = _field_value(known[name], value, where, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            of = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
-            owner = f"it is an option of {', '.join(of)}: set {_join(path, 'name')}" if of else ""
+            owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
+            owner = f"it is an option of {', '.join(owners)}: set {_join(path, 'name')}" if owners else ""
             problems.append(Problem(where, value, "unknown key", owner or other or suggest(name, known)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 

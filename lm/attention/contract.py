@@ -95,10 +95,10 @@ def assert_is_definition(
     """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
     computed, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
-        given = [x.detach().requires_grad_() for x in leaves]
-        out = function(*given, layout)
+        tensors = [x.detach().requires_grad_() for x in leaves]
+        out = function(*tensors, layout)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-        computed.append((out, *gradients(out, [*given, *parameters], grad)))
+        computed.append((out, *gradients(out, [*tensors, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
     names += [f"gradient of the parameter {name}" for name, _ in normalizer.named_parameters()]
     for name, a, b in zip(names, *computed, strict=True):
@@ -152,9 +152,9 @@ def finite_differences(options: Options) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
-    given = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
+    tensors = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
     for index, name in enumerate(["q", "k", "v", *(f"the parameter {name}" for name in names)]):
-        leaves = [x.clone().requires_grad_(place == index) for place, x in enumerate(given)]
+        leaves = [x.clone().requires_grad_(place == index) for place, x in enumerate(tensors)]
         right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
         require(right, f"the gradient of {name} is not that of finite differences")
 
@@ -189,8 +189,8 @@ def row_sums(options: Options) -> None:
     require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
     to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
-    said = options.rows_sum_to_one
-    require(to_one == said, f"`sums_to_one` is {said}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
+    declared = options.rows_sum_to_one
+    require(to_one == declared, f"`sums_to_one` is {declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
 
 
 def scores_apart(options: Options) -> None:
@@ -285,9 +285,9 @@ def packed(options: Options) -> None:
     with packed documents positions are (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
     """
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
-    given = inputs(sum(lengths), normalizer=normalizer)
-    out = normalizer(*given, AttentionLayout.from_document_lengths(lengths))
-    for length, part, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *given)), strict=True):
+    tensors = inputs(sum(lengths), normalizer=normalizer)
+    out = normalizer(*tensors, AttentionLayout.from_document_lengths(lengths))
+    for length, part, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *tensors)), strict=True):
         assert_close(part, normalizer(*alone, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 

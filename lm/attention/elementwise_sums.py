@@ -188,10 +188,10 @@ def _trial(device: torch.device) -> str:
             *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
             shift = x[0][..., 0].float()
             cases = product(SCORE_FUNCTIONS, (None, shift), (False, True))
-            wrong = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
-        if not wrong:
+            differing = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
+        if not differing:
             return ""
-        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong))})"
+        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(differing))})"
     except Exception as error:  # whatever Triton, the compilers it calls or the driver may raise
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     warnings.warn(f"the Triton kernel does not work on {device}, tiles take its place: {problem}", stacklevel=2)

@@ -106,14 +106,14 @@ class LinearNormalizer(DividedNormalizer):
 
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
         index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
-        within = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
+        decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
         from_before, to_end = (log_g * (index + 1).unsqueeze(1)).exp(), (log_g * index.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         parts = []
         for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
             t = qc.size(2)
-            parts.append((qc @ kc.transpose(-2, -1) * within[:, :t, :t]) @ vc + (qc * from_before[:, :t]) @ state)
+            parts.append((qc @ kc.transpose(-2, -1) * decay[:, :t, :t]) @ vc + (qc * from_before[:, :t]) @ state)
             state = state * from_before[:, t - 1 : t] + (kc * to_end[:, CHUNK - t :]).transpose(-2, -1) @ vc
         return torch.cat(parts, 2), state
 

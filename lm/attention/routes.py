@@ -223,8 +223,8 @@ class _ByQueryBlocks(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *parameters = ctx.saved_tensors
         names = [name for name, _ in ctx.definition.named_parameters()]
-        given = (q, k, v, *parameters)
-        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in given]  # sums over the blocks
+        inputs = (q, k, v, *parameters)
+        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]  # sums over the blocks
         for a, b, s in _blocks(q, k, ctx.layout):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
@@ -235,7 +235,7 @@ class _ByQueryBlocks(torch.autograd.Function):
             for total, value in zip(slices, block_grads, strict=True):
                 if value is not None:
                     total += value
-        return None, None, *(total.to(x.dtype) for total, x in zip(grads, given, strict=True))
+        return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
 class _Definition(nn.Module):

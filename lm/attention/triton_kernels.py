@@ -155,13 +155,13 @@ def _backward_keys(
         q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
         z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _row(b, i, T, SHIFTED)[None, :]
         w, slope = _function(z, KIND)
-        seen = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
-        dv_j = _dot(tl.where(seen, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
+        mask = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
+        dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
         if FIRST:
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
             for more in range(BLOCK_E, E, BLOCK_E):
                 dw = _dot(_tile(v, j, more + e, T, E), tl.trans(_tile(grad, i, more + e, T, E)), dw)
-            dz = tl.where(seen, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
+            dz = tl.where(mask, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
         _store(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
@@ -201,9 +201,9 @@ class _ElementwiseAttention(torch.autograd.Function):
         out = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
         sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None
         unused = q  # passed for arguments that the kernel does not read
-        given = q, k, v, unused if shift is None else shift, out, sums if summed else unused
+        arguments = q, k, v, unused if shift is None else shift, out, sums if summed else unused
         with torch.cuda.device_of(q):
-            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*given, q.size(1), **ctx.options)
+            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*arguments, q.size(1), **ctx.options)
         ctx.save_for_backward(q, k, v, shift, *((out, sums) if summed else ()))
         return out.to(v.dtype)
 

@@ -42,9 +42,9 @@ class SequenceLengths:
 
 def _divisors(lengths: list[int], path: str, seq_len: int) -> list[Problem]:
     """A problem at `path` if one of `lengths` does not divide `seq_len`."""
-    wrong = [length for length in lengths if length < 2 or seq_len % length]
+    odd = [length for length in lengths if length < 2 or seq_len % length]
     reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
-    return [Problem(f"data.lengths.{path}", length, reason, "give divisors of data.seq_len") for length in wrong[:1]]
+    return [Problem(f"data.lengths.{path}", length, reason, "give divisors of data.seq_len") for length in odd[:1]]
 
 
 @dataclass
@@ -453,5 +453,5 @@ class DataConfig:
     @property
     def text_weight(self) -> float:
         """Fraction of the training sequences that are text alone; 0 up to rounding is 0."""
-        rest = 1 - sum(weighted.weight for weighted in self.tasks)
-        return rest if rest > 1e-9 else 0.0
+        fraction = 1 - sum(weighted.weight for weighted in self.tasks)
+        return fraction if fraction > 1e-9 else 0.0

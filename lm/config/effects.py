@@ -33,12 +33,12 @@ def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, t
     Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`, and
     without the options of a block whose `name` differs.
     """
-    written = [flatten(config) for config in (ours, theirs)]
-    meant = [flatten(canonical(config)) for config in (ours, theirs)]
-    values = {key: tuple(config.get(key) for config in meant) for key in (*meant[0], *meant[1])}
-    apart = {key: (a, b) for key, (a, b) in values.items() if a != b and written[0].get(key, a) != written[1].get(key, b)}
-    renamed = tuple(key.removesuffix("name") for key in apart if key.endswith(".name"))
-    return {key: both for key, both in apart.items() if key.endswith(".name") or not key.startswith(renamed)}
+    flat = [flatten(config) for config in (ours, theirs)]
+    resolved = [flatten(canonical(config)) for config in (ours, theirs)]
+    values = {key: tuple(config.get(key) for config in resolved) for key in (*resolved[0], *resolved[1])}
+    changes = {key: (a, b) for key, (a, b) in values.items() if a != b and flat[0].get(key, a) != flat[1].get(key, b)}
+    renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
+    return {key: both for key, both in changes.items() if key.endswith(".name") or not key.startswith(renamed)}
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:

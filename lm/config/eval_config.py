@@ -291,8 +291,8 @@ class LimitsConfig:
     def problems(self) -> list[Problem]:
         """Lists that are empty, or whose order is none."""
         lists = {"temperatures": self.temperatures, "steps": self.steps}
-        wrong = [name for name, given in lists.items() if not given or sorted(set(given)) != list(given)]
-        return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in wrong]
+        names = [name for name, items in lists.items() if not items or sorted(set(items)) != list(items)]
+        return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in names]
 
 
 @dataclass
@@ -314,7 +314,7 @@ class DiagnosticsConfig(EvaluationConfig):
 
     def problems(self) -> list[Problem]:
         lists = {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}
-        problems = [Problem(name, list(given), "names something twice") for name, given in lists.items() if len(set(given)) < len(given)]
+        problems = [Problem(name, list(items), "names something twice") for name, items in lists.items() if len(set(items)) < len(items)]
         return problems + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:

@@ -127,11 +127,11 @@ class InferenceSetting:
         """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""
         problems: list[Problem] = []
         used = [options.with_changes(self.normalizer, path, problems) for options in trained]
-        known = {spec.name for options in trained for single in options.layer_options() for spec in fields(single)}
+        names = {spec.name for options in trained for single in options.layer_options() for spec in fields(single)}
         problems += [
             Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
             for name, value in self.normalizer.items()
-            if name not in known
+            if name not in names
         ]
         return used, list({problem.path: problem for problem in problems}.values())
 

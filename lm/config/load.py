@@ -286,8 +286,8 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        by = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
-        raise ConfigError(f"{path}: no such configuration file{by}" + (f"; {near}" if "did" in near else "")) from None
+        heir = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
+        raise ConfigError(f"{path}: no such configuration file{heir}" + (f"; {near}" if "did" in near else "")) from None
     except IsADirectoryError:
         remedy = f"to go on with this run, name {path / 'config.yaml'}" if (path / "config.yaml").is_file() else "name a YAML file"
         raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
@@ -297,10 +297,10 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}")
-    given = plain.pop("base", [])
-    bases = given if isinstance(given, list) else [given]
+    parents = plain.pop("base", [])
+    bases = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(base, str) for base in bases):
-        raise ConfigError([Problem("base", given, f"must be a file or a list of files (in {path})")])
+        raise ConfigError([Problem("base", parents, f"must be a file or a list of files (in {path})")])
     if bases and len(heirs) >= MAX_BASES:
         raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
     merged: dict[str, Plain] = {}
@@ -344,11 +344,11 @@ def acting_in(command: str, schema: type = Config, above: Effect | None = None, 
     """The keys that act in a command; a block, if all of its keys do."""
     paths = []
     for spec in fields(schema):
-        here, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
-        if command in here.acts_in:
+        inherited, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
+        if command in inherited.acts_in:
             paths.append(where)
         elif block := block_of(spec):
-            paths += acting_in(command, block, here, f"{where}.")
+            paths += acting_in(command, block, inherited, f"{where}.")
     return paths
 
 

@@ -211,8 +211,8 @@ class OptimConfig:
         problems = {}
         for name, group in vars(self.groups).items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
-            if (taken := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
-                reason = f"times the learning rate of {name} is {taken:.3g}: a step would take more than the whole of a weight"
+            if (decayed := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
+                reason = f"times the learning rate of {name} is {decayed:.3g}: a step would take more than the whole of a weight"
                 problems.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
         return problems
 

@@ -68,18 +68,18 @@ def visible_gpus() -> tuple[str, ...]:
     Of MIG devices a process sees the first one alone: all that the variable names count.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(available)))).split(",")]
-    named_mig = tuple(takewhile(lambda name: name.startswith("MIG-"), given))
-    return (named_mig or tuple(given[:available])) if available else ()
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(available)))).split(",")]
+    named_mig = tuple(takewhile(lambda name: name.startswith("MIG-"), names))
+    return (named_mig or tuple(names[:available])) if available else ()
 
 
 def gpus_of(config: Config) -> int:
     """GPUs of this machine that a run takes, 0 on the CPU. Raises ConfigError if the machine has not what was asked for."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    asked = config.trainer.accelerator
-    if asked == "gpu" and not available:
+    accelerator = config.trainer.accelerator
+    if accelerator == "gpu" and not available:
         raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
-    if asked == "cpu" or not available:
+    if accelerator == "cpu" or not available:
         return 0
     if config.trainer.devices > available:
         problem = Problem("trainer.devices", config.trainer.devices, f"this machine has {available} GPUs", "lower it, or use the cpu")
@@ -131,13 +131,13 @@ def resolve_compile(
         runs: how many such runs share the compiled code, which the first of them makes.
         seconds: measured ones of the whole run, eager, which then decide; None: FLOPs do.
     """
-    asked = config.trainer.compile
+    setting = config.trainer.compile
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if asked is True and not compiler:
+    if setting is True and not compiler:
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
         raise ConfigError([problem])
-    if asked != "auto":
-        return Resolved(str(asked).lower(), "")
+    if setting != "auto":
+        return Resolved(str(setting).lower(), "")
     if "compile" in before:
         return Resolved(str(before["compile"]).lower(), "as the run was started")
     if not compiler:

@@ -34,13 +34,13 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
         RunError: the two need other parameters around them, each named.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
-    kept, wanted = ({name: p.shape for name, p in decoder.named_parameters() if not is_normalizer(name)} for decoder in (old, new))
-    unlike = [name for name in {**kept, **wanted} if kept.get(name) != wanted.get(name)]
-    if unlike:
+    old_shapes, new_shapes = (
+        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer(name)} for decoder in (old, new)
+    )
+    names = [name for name in {**old_shapes, **new_shapes} if old_shapes.get(name) != new_shapes.get(name)]
+    if names:
         before, after = (decoder.config.normalizer.label() for decoder in (old, new))
-        raise RunError(
-            f"{before} can't become {after}: they need other weights around them ({', '.join(unlike[:3])}, {len(unlike)} in all)"
-        )
+        raise RunError(f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)")
     new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
     for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
@@ -61,7 +61,10 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor | None:
     q = torch.full((1, heads, 1, size), size**-0.25, device=device)  # q.q / sqrt(D) = 1: scores are the factor
     layouts = [AttentionLayout.full(length, device).select(slice(length - 1, length), length) for length in lengths]
     return torch.stack(
-        [torch.stack([n.scores(q, q, replace(at, key_positions=at.positions))[0, :, 0, 0].cpu() for n in normalizers]) for at in layouts]
+        [
+            torch.stack([n.scores(q, q, replace(layout, key_positions=layout.positions))[0, :, 0, 0].cpu() for n in normalizers])
+            for layout in layouts
+        ]
     )
 
 
@@ -115,12 +118,12 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems:
         raise ConfigError(problems)
-    used = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
-    used.rope_scaling, used.config = setting.rope, replace(decoder.config, normalizer=normalizer)
-    for layer, attention in enumerate(module for module in used.modules() if isinstance(module, AttentionBase)):
+    copied = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
+    copied.rope_scaling, copied.config = setting.rope, replace(decoder.config, normalizer=normalizer)
+    for layer, attention in enumerate(module for module in copied.modules() if isinstance(module, AttentionBase)):
         if setting.normalizer:
             attention.normalizer = _with_options(attention.normalizer, normalizer.of_layer(layer))
-    return used
+    return copied
 
 
 def _with_options(trained: Normalizer, options: Options) -> Normalizer:

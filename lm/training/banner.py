@@ -52,8 +52,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
     flops = flops_per_token(decoder)
-    on = "cuda" if machine.accelerator == "gpu" else "cpu"
-    kernels = dict.fromkeys(normalizer.kernel_description(on) for normalizer in decoder.normalizers())
+    device = "cuda" if machine.accelerator == "gpu" else "cpu"
+    kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
     epochs = _epochs(store, config)
     few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)

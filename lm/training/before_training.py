@@ -58,12 +58,12 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
     gradients = [p for p in decoder.parameters() if p.requires_grad]  # of their size
     needed = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
-        where, there = "the GPU", torch.cuda.get_device_properties(0).total_memory
+        where, available = "the GPU", torch.cuda.get_device_properties(0).total_memory
     else:
-        where, there = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+        where, available = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
         size = f"{sum(p.numel() for p in decoder.parameters()):,} parameters"
-        reason = f"need {needed / 2**30:,.0f} GiB for weights, gradients and optimizer state, {where} has {there / 2**30:,.0f} GiB"
+        reason = f"need {needed / 2**30:,.0f} GiB for weights, gradients and optimizer state, {where} has {available / 2**30:,.0f} GiB"
         raise ConfigError([Problem("model", size, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
 
 
@@ -106,13 +106,13 @@ def _normalizer_problems(config: Config, decoder: Decoder, loaded: Loaded) -> li
             remedy = f"convert it: lm swap {config.init_from} --to {to} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(where, labels[0], f"{loaded.path} has {labels[1]}", remedy)]
         before = theirs.constants()
-        moved = [
+        problems = [
             Problem(f"{where}.{key}", value, f"is {before[key]:g} in {loaded.path}", f"set it to {before[key]:g}")
             for key, value in ours.constants().items()
             if value != before[key]
         ]
-        if moved:
-            return moved
+        if problems:
+            return problems
     return []
 
 

@@ -82,7 +82,7 @@ def _estimated(case: _Case) -> int:
         decoder = Decoder(case.model, case.vocab_size, config.data.seq_len, seed=None)
     decoder.recomputes = config.trainer.activation_checkpointing
     state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
-    kept = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
+    tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -108,7 +108,7 @@ def _estimated(case: _Case) -> int:
         hidden.backward(scaled[0])
         del scaled
     sent = trained if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
-    return memory.peak - weights + sum(tensor.nbytes for tensor in kept) + sent
+    return memory.peak - weights + sum(tensor.nbytes for tensor in tensors) + sent
 
 
 def _drop_gradient(parameter: Tensor) -> None:

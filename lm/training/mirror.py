@@ -63,14 +63,14 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     Raises:
         ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
     """
-    asked = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
+    mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled":
         return log.wandb
-    if asked and asked not in WANDB_MODES:
-        raise ConfigError([Problem("WANDB_MODE", asked, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
+    if mode and mode not in WANDB_MODES:
+        raise ConfigError([Problem("WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
     if log.wandb != "auto":
         return log.wandb
-    return asked or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline")
+    return mode or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline")
 
 
 def _netrc_has_key() -> bool:

@@ -60,19 +60,19 @@ Named = tuple[list[str], Tensor]  # names of metrics and their values, (names,)
 def transferred(metrics: Iterable[Named]) -> dict[str, float]:
     """Values by name, in one transfer from the device."""
     metrics = list(metrics)
-    names = [name for some, _ in metrics for name in some]
+    names = [name for group, _ in metrics for name in group]
     return dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
     """Values of the normalizers' parameters: `normalizer/NAME/layerL/headH` of a parameter with one value a head,
     `normalizer/NAME/layerL/rms`, the root mean square, of any other. Parameters that layers share are those of the first."""
-    shown: set[nn.Parameter] = set()
+    logged: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
-            if parameter in shown:
+            if parameter in logged:
                 continue
-            shown.add(parameter)
+            logged.add(parameter)
             where, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
             if values.shape == (normalizer.layer.n_head,):
                 yield _by_head(where, values)

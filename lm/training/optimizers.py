@@ -85,12 +85,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         of_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean in batch:
             of_shape.setdefault(mean.shape, []).append((projection, mean))
-        for shape, some in of_shape.items():
+        for shape, pairs in of_shape.items():
             rate = lr * MUON_RATES[self.options.adjust_lr].relative(*shape)
-            means = torch.stack([mean for _, mean in some])
+            means = torch.stack([mean for _, mean in pairs])
             products = torch.bfloat16 if has_native_bf16("gpu" if means.is_cuda else "cpu") else torch.float32
             updates = orthogonalised(means, self.options.ns_steps, products)
-            for (projection, _), update in zip(some, updates, strict=True):
+            for (projection, _), update in zip(pairs, updates, strict=True):
                 projection.sub_(update, alpha=rate)
 
 

@@ -42,11 +42,11 @@ def pilot(config: Config) -> dict[str, float]:
     train(short)
     whole = time.perf_counter() - begin
     ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS)[0] if "elapsed_s" in line]
-    each = step_seconds(short.run_folder / METRICS)
-    every = config.eval.every or max(1, real // 20)
+    step_s = step_seconds(short.run_folder / METRICS)
+    interval = config.eval.every or max(1, real // 20)
     forward = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
-    validations = each * forward * (-(-real // every) - 1)
-    return {"seconds": whole - ends[-1] + each * real + validations}
+    validations = step_s * forward * (-(-real // interval) - 1)
+    return {"seconds": whole - ends[-1] + step_s * real + validations}
 
 
 def main(paths: list[str]) -> None:
