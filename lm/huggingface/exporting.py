@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.attention.catalogue import Window
 from lm.attention.normalizer import Normalizer
-from lm.attention.options import Window
 from lm.config.effects import function_of
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
