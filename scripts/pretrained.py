@@ -32,12 +32,10 @@ HEADING = "# A pretrained model: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
 DESCRIBED = (
     "entropy",
-    "entropy / ln n",
     "effective keys",
     "S",
     "largest weight",
     "weight on the first token",
-    "keys with 95% of the weight",
     "mean distance",
     "exponent of Z",
 )

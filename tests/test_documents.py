@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md name exists: links and their headings, files of the repository, commands and options, keys, Python names.
+"""What README.md and docs/*.md name exists: links and their headings, files, commands and options, keys, Python names. Pages are short.
 
 Configurations that a document shows are loaded. README's example is run by a slow test: python -m pytest tests/test_documents.py -m slow
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prose
 import pytest
 from conftest import ROOT
 from test_house import ROOMS
@@ -167,6 +168,35 @@ def test_the_layout_of_the_code_is_in_the_order_of_imports():
     _, _, table = (ROOT / "docs" / "extending.md").read_text().partition("## How the code is laid out")
     named = [name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])]
     assert [name.removesuffix(".py") for name in named] == list(ROOMS)
+
+
+def test_the_readme_takes_three_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 90
+    assert prose.words(text) <= 900
+    crowded = [passage for passage in prose.passages(text)[0] if len(re.findall(r"\d[\d.,]*", passage)) > 8]
+    assert crowded == [], "a paragraph holds few numbers"
+
+
+def test_pages_and_the_changelog_are_short():
+    lengths = {path.name: prose.words(path.read_text(encoding="utf-8")) for path in prose.PAGES}
+    assert sum(lengths.values()) <= 27_000, "say it in the page that has the subject, in place of what is there"
+    start = re.findall(r"\| \[[\w ]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text().partition("| how to")[0])
+    assert len(start) == 5
+    assert {name: lengths[name] for name in start if lengths[name] > 600} == {}
+    assert prose.words((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) <= 1_500
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *prose.PAGES], ids=lambda path: path.name)
+def test_sentences_are_short(path: Path):
+    assert prose.wrong_sentences(path.read_text(encoding="utf-8")) == []
+
+
+def test_long_sentences_are_found():
+    long = " ".join(["word"] * 31)
+    code = f"`{long}`\n\n```\n{long}\n```\n"
+    page = f"# {long}\n\nShort. {code}\n- A (b; c; d).\n- {long}.\n\n| a; b; c | {long} |\n"
+    assert prose.wrong_sentences(page) == ["A (b; c; d).", f"{long}.", long]
 
 
 @documents

@@ -4,8 +4,11 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from conftest import ROOT
+
+from lm.statistics.verdicts import Comparison, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -28,6 +31,17 @@ def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
     differing = [new for new, old in zip(changed.splitlines(), page.splitlines(), strict=True) if new != old]
     assert len(differing) == 1
     assert "temperature 1/2" in differing[0]
+
+
+def test_the_readme_says_what_its_first_experiment_found():
+    runs = pd.read_csv(recompute.RESULTS / "first" / "seeds.csv").query(
+        "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
+    )
+    accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
+    (verdict,) = verdicts({"cooler": Comparison((accuracies["cooler"] - accuracies["softmax"]).tolist())}, 0.3, "higher").values()
+    mean, low, high = verdict.interval.listed()
+    said = f"`cooler` is *{verdict.kind}*, by {mean:.2f} [{low:.2f}, {high:.2f}]"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_a_page_without_a_place_for_results_is_an_error():
